@@ -1,0 +1,177 @@
+"""The atomic view of a checkpoint: atoms, where their fragments lie, and what belongs to them.
+
+Pure data: no torch, no files. An atom is one (parameter, state) of the model, whole; the index says which byte ranges
+of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint as the common representation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import CheckpointError
+from .topology import Topology
+
+MASTER = "fp32"
+"""State name of the master weight."""
+
+MODULE = "module"
+"""State name of tensors that no optimizer owns: frozen and unoptimized parameters, buffers."""
+
+COPY = "copy"
+"""State name of the model's own copy of an optimized parameter (16-bit, or fp32), as the module states hold it."""
+
+ITEMSIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A checkpoint file: path and size in bytes as every rank sees it."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A storage inside a file: ``nbytes`` bytes at byte ``offset``; ``crc`` as training wrote it, or None."""
+
+    file: int
+    offset: int
+    nbytes: int
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, start + numel) of the flattened atom, at byte ``offset`` of record ``record``."""
+
+    start: int
+    numel: int
+    record: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One (parameter, state): logical shape, dtype as stored, fragments in element order."""
+
+    name: str
+    state: str
+    shape: tuple[int, ...]
+    dtype: str
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole atom."""
+        return count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole atom as stored."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A param group of the source: its parameters and the hyper-parameters that the optimizer kept for them."""
+
+    names: tuple[str, ...]
+    hyper: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AtomicIndex:
+    """A whole checkpoint as a view.
+
+    Attributes:
+        files, records: where bytes lie.
+        atoms: by (name, state).
+        scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
+        groups: param groups with hyper-parameters.
+        aliases: tied parameter names → the name that holds the data.
+        shapes: logical shape of every parameter that an optimizer owns.
+        buffers: names of the module's persistent buffers.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size.
+        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
+        clip_grad: gradient clipping stored with the optimizer, or None.
+        state_file: the file that carries scheduler, counters and client state.
+        topology: what wrote it.
+        optimizer: name of the optimizer in the saved ds_config, or None.
+        irregular: optimizer states that are not element-wise, by parameter and state, with what they look like.
+    """
+
+    files: tuple[FileRef, ...]
+    records: tuple[Record, ...]
+    atoms: dict[tuple[str, str], Atom]
+    scalars: dict[str, dict[str, Any]]
+    groups: tuple[GroupInfo, ...]
+    aliases: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    buffers: frozenset[str]
+    counters: dict[str, Any]
+    scaler: dict[str, Any]
+    clip_grad: float | None
+    state_file: str
+    topology: Topology
+    optimizer: str | None = None
+    irregular: dict[str, str] = field(default_factory=dict)
+
+    def resolve(self, name: str) -> str:
+        """The name under which a parameter's data is held: itself, or what it is tied to."""
+        return self.aliases.get(name, name)
+
+
+def count(shape: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def check_coverage(atom: Atom, files: list[str]) -> None:
+    """Every element of the atom comes from exactly one fragment (invariant 1).
+
+    Args:
+        atom: fragments sorted by start.
+        files: path of each fragment's file, for the message.
+
+    Raises:
+        CheckpointError: a gap, an overlap, or elements beyond the shape.
+    """
+    position = 0
+    for fragment, path in zip(atom.fragments, files, strict=True):
+        if fragment.start != position:
+            kind = "missing" if fragment.start > position else "covered twice"
+            low, high = sorted((fragment.start, position))
+            raise CheckpointError(
+                f"{atom.name} ({atom.state}, shape {atom.shape}): elements [{low}, {high}) are {kind}; the next "
+                f"fragment is in {path}. The checkpoint folder lacks a file or holds one of another save."
+            )
+        position += fragment.numel
+    if position != atom.numel:
+        where = f" (last fragment in {files[-1]})" if files else ""
+        raise CheckpointError(
+            f"{atom.name} ({atom.state}): shape {atom.shape} has {atom.numel} elements, its fragments hold "
+            f"{position}{where}. The checkpoint folder lacks a file or holds one of another save."
+        )

@@ -1,0 +1,5 @@
+"""The ``ds_ucp`` command."""
+
+from .main import main
+
+__all__ = ["main"]

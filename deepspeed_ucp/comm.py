@@ -1,0 +1,91 @@
+"""What ranks tell each other: one rank alone, or the ranks of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import RemoteError, UcpError
+
+
+class Comm:
+    """Ranks that load together; this base is the one-rank case."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (picklable), in rank order, on every rank."""
+        return [value]
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """The ``value`` of rank ``src``, on every rank."""
+        return value
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a block that has no collectives; if it fails on any rank, every rank raises that rank's error.
+
+        Raises:
+            UcpError: the first failing rank's error, the same on all ranks.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 - re-raised on every rank below
+            error = caught
+        self.agree(error)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise the first rank's error on every rank; return when no rank has one."""
+        reports = self.gather(_describe(error))
+        failed = next((rank for rank, report in enumerate(reports) if report is not None), None)
+        if failed is None:
+            return
+        kind, text = reports[failed]
+        prefix = f"[rank {failed}] " if self.size > 1 else ""
+        raise kind(f"{prefix}{text}") from error
+
+
+def _describe(error: Exception | None) -> tuple[type[UcpError], str] | None:
+    if error is None:
+        return None
+    if isinstance(error, UcpError):
+        return type(error), str(error)
+    return RemoteError, f"{type(error).__name__}: {error}"
+
+
+class TorchComm(Comm):
+    """The ranks of the default process group; small objects travel over a gloo group of our own."""
+
+    _group: Any = None
+    _parent: Any = None
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        # A group made for an earlier default group is dead with it.
+        if TorchComm._parent is not dist.group.WORLD:
+            TorchComm._group = dist.new_group(backend="gloo")
+            TorchComm._parent = dist.group.WORLD
+        self.group = TorchComm._group
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=src, group=self.group)
+        return values[0]
+
+
+def connect() -> Comm:
+    """The ranks of this launch."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchComm()
+    return Comm()

@@ -1,0 +1,131 @@
+"""The ``checkpoint.universal`` section of a ds_config, and the batch sizes that an elastic restart can make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import ConfigError
+
+SECTION = "checkpoint.universal"
+
+
+class UniversalConfig(BaseModel):
+    """Options of the plugin for one engine; ``"universal": true`` takes all defaults.
+
+    Attributes:
+        mode: ``direct`` reads the normal checkpoint straight into the live buffers.
+        verify: ``crc`` compares every byte read with the CRC32 that training wrote, before any live buffer changes.
+        window_mb: staging memory per rank beyond the engine's own buffers, in MiB.
+        threads: reading threads per rank; 0 chooses from the cores that the rank may use.
+        preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``.
+        trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mode: Literal["direct"] = "direct"
+    verify: Literal["crc", "off"] = "crc"
+    window_mb: int = Field(default=256, ge=16)
+    threads: int = Field(default=0, ge=0, le=256)
+    preserve_batch_size: bool = False
+    trust_pickle: bool = False
+
+
+def parse_config(ds_config: Mapping[str, Any], default_on: bool = False) -> UniversalConfig | None:
+    """Read ``checkpoint.universal`` from a ds_config dict; None means that the plugin is off for this engine.
+
+    Raises:
+        ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is on as well.
+    """
+    section = ds_config.get("checkpoint") or {}
+    value = section.get("universal", default_on)
+    if value is False or value is None:
+        return None
+    if section.get("load_universal"):
+        raise ConfigError(
+            'ds_config: "checkpoint.load_universal" (DeepSpeed\'s offline universal checkpoint) and '
+            f'"{SECTION}" are both on; keep one of them.'
+        )
+    if value is True:
+        return UniversalConfig()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'ds_config: "{SECTION}" must be true, false or an object, found {value!r}. {describe_keys()}')
+    try:
+        return UniversalConfig.model_validate(dict(value))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (found {e['input']!r})" for e in error.errors())
+        raise ConfigError(f'ds_config: "{SECTION}" is not valid: {faults}. {describe_keys()}') from None
+
+
+def describe_keys() -> str:
+    """The valid keys with types and defaults, for error messages."""
+    parts = []
+    for name, field in UniversalConfig.model_fields.items():
+        kind = getattr(field.annotation, "__name__", "")
+        if kind == "Literal":
+            kind = " | ".join(repr(choice) for choice in field.annotation.__args__)  # type: ignore[union-attr]
+        parts.append(f"{name}: {kind} = {field.default!r}")
+    return "Valid keys: " + ", ".join(parts) + "."
+
+
+def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tuple[int, int] | None:
+    """Find (micro, gas) with ``micro * gas * world == train``, keeping what is given; None where impossible.
+
+    Given both, ``micro`` is kept where it fits and ``gas`` follows: that keeps the memory footprint.
+    """
+    if world < 1 or train % world:
+        return None
+    share = train // world
+    if micro is None and gas is None:
+        return share, 1
+    if micro is None and gas is not None:
+        return (share // gas, gas) if share % gas == 0 else None
+    if micro is not None and share % micro == 0:
+        found = share // micro
+        return (micro, found) if gas in (None, found) else None
+    return None
+
+
+def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
+    """(micro, gas) that keep ``train`` on ``world`` ranks with the largest micro batch that is at most ``micro``."""
+    if world < 1 or train % world:
+        return None
+    share = train // world
+    best = max(d for d in range(1, min(micro or share, share) + 1) if share % d == 0)
+    return best, share // best
+
+
+def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) -> str:
+    """What to write instead of a ``train_batch_size`` that ``world`` ranks cannot make."""
+    per_step = world * (micro or 1) * (gas or 1)
+    below, above = train // per_step * per_step, -(-train // per_step) * per_step
+    sizes = [str(size) for size in dict.fromkeys((below, above)) if size > 0]
+    worlds = [str(w) for w in range(1, min(train, 4096) + 1) if fit_batch(train, micro, gas, w)]
+    near = sorted(worlds, key=lambda w: abs(int(w) - world))[:6]
+    parts = [f"train_batch_size {' or '.join(sizes)} fits {world} data-parallel ranks"]
+    if near:
+        parts.append(f"train_batch_size {train} fits {', '.join(sorted(near, key=int))} ranks")
+    if (micro or gas) and (fit := adapt_batch(train, micro, world)):
+        parts.append(
+            f"train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
+            f'ranks ("{SECTION}": {{"preserve_batch_size": true}} does that by itself)'
+        )
+    return "; ".join(parts)
+
+
+def check_batch(train: int | None, micro: int | None, gas: int | None, world: int) -> None:
+    """Refuse a ``train_batch_size`` that ``world`` data-parallel ranks cannot make, saying what would fit.
+
+    Raises:
+        ConfigError: no micro batch and gradient accumulation give ``train`` on ``world`` ranks.
+    """
+    if train is None or fit_batch(train, micro, gas, world):
+        return
+    given = f"train_micro_batch_size_per_gpu {micro or 'free'}, gradient_accumulation_steps {gas or 'free'}"
+    raise ConfigError(
+        f"ds_config: train_batch_size {train} cannot be made by {world} data-parallel ranks ({given}). "
+        f"What would fit: {suggest_batch(train, micro, gas, world)}."
+    )

@@ -1,0 +1,34 @@
+"""Errors. Each says what is wrong (file or parameter), what was expected, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class UcpError(RuntimeError):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(UcpError):
+    """The ds_config (``checkpoint.universal``, batch sizes) cannot be honoured."""
+
+
+class CheckpointError(UcpError):
+    """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps."""
+
+
+class MismatchError(UcpError):
+    """Checkpoint and live engine disagree: parameters, shapes, param groups or the kind of optimizer."""
+
+
+class UnsupportedError(UcpError):
+    """The checkpoint or the engine uses a feature that the plugin does not cover (yet)."""
+
+
+class RemoteError(UcpError):
+    """Another rank failed with an error that is not one of ours; carries its text."""
+
+
+def shorten(names: object, limit: int = 8) -> str:
+    """Join names for a message, naming at most ``limit`` of them."""
+    items = [str(name) for name in names]  # type: ignore[attr-defined]
+    text = ", ".join(items[:limit])
+    return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"

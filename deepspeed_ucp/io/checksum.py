@@ -1,0 +1,70 @@
+"""Checksums of records from the checksums of their parts, wherever these were read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+from ..atoms import FileRef, Record
+from ..errors import CheckpointError
+from ..plan.load import Request
+from .read import read_whole_crc
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """CRC32 of bytes [offset, offset + nbytes) of a record."""
+
+    record: int
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def join_checks(requests: Sequence[Request], crcs: Sequence[int]) -> list[Checked]:
+    """One rank's checks, neighbours joined."""
+    return _merge(Checked(r.record, r.offset, r.nbytes, crc) for r, crc in zip(requests, crcs, strict=True))
+
+
+def _merge(checks: Iterable[Checked]) -> list[Checked]:
+    merged: list[Checked] = []
+    for check in sorted(checks, key=lambda c: (c.record, c.offset)):
+        last = merged[-1] if merged else None
+        if last and last.record == check.record and last.offset + last.nbytes == check.offset:
+            crc = isal_zlib.crc32_combine(last.crc, check.crc, check.nbytes)
+            merged[-1] = Checked(last.record, last.offset, last.nbytes + check.nbytes, crc)
+        else:
+            merged.append(check)
+    return merged
+
+
+def verify_records(
+    gathered: Iterable[Checked], records: Sequence[Record], files: Sequence[FileRef], rank: int, size: int
+) -> None:
+    """Hold the records that ``rank`` answers for (every ``size``-th) against the CRC32 that training wrote.
+
+    Args:
+        gathered: all ranks' checks.
+
+    Raises:
+        CheckpointError: a record's bytes are not what was saved.
+    """
+    by_record: dict[int, list[Checked]] = defaultdict(list)
+    for check in gathered:
+        if check.record % size == rank and records[check.record].crc is not None:
+            by_record[check.record].append(check)
+    for number, checks in sorted(by_record.items()):
+        record = records[number]
+        merged = _merge(checks)
+        whole = len(merged) == 1 and merged[0].offset == 0 and merged[0].nbytes == record.nbytes
+        # Bytes that two tensors share are read twice and do not add up to the record: read it once more then.
+        crc = merged[0].crc if whole else read_whole_crc(files[record.file].path, record)
+        if crc != record.crc:
+            raise CheckpointError(
+                f"{files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the "
+                f"writer stored {record.crc:08x}; the file is damaged. Nothing was loaded. Restore the file from a "
+                'copy or load another tag (load_checkpoint(..., tag="…")).'
+            )

@@ -1,0 +1,172 @@
+"""Parallel reading of requests with ``preadv``, each byte once, checksummed while it is still in the cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from isal import isal_zlib
+
+from ..atoms import FileRef, Record
+from ..errors import CheckpointError
+from ..plan.load import DISCARD, Part, Request
+
+
+class Sink(Protocol):
+    """Where a buffer's bytes go."""
+
+    def view(self, position: int, nbytes: int) -> memoryview | None:
+        """Memory to read into directly (from element ``position`` on), or None where bytes have to be converted."""
+
+    def store(self, position: int, data: memoryview) -> None:
+        """Take bytes that were read into scratch memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What a reading pass did: bytes, requests, and each request's CRC32 (empty when not asked for)."""
+
+    nbytes: int
+    requests: int
+    crcs: list[int]
+
+
+@dataclass(slots=True)
+class _Job:
+    requests: Sequence[Request]
+    records: Sequence[Record]
+    files: Sequence[FileRef]
+    sinks: Sequence[Sink | None]
+    fds: dict[int, int]
+    checksum: bool
+    crcs: list[int]
+
+
+def read_requests(
+    requests: Sequence[Request],
+    records: Sequence[Record],
+    files: Sequence[FileRef],
+    sinks: Sequence[Sink | None],
+    *,
+    threads: int,
+    make_scratch: Callable[[int], memoryview],
+    checksum: bool,
+) -> ReadStats:
+    """Carry out requests with several threads.
+
+    Args:
+        requests: in file order; each thread takes the next one.
+        sinks: per buffer number where its bytes go; None discards them (they are still checksummed).
+        threads: how many read at once; each holds scratch memory of the largest request's size.
+        make_scratch: allocates scratch memory of so many bytes.
+        checksum: compute each request's CRC32.
+
+    Raises:
+        CheckpointError: a file cannot be read or is shorter than its header says.
+    """
+    if not requests:
+        return ReadStats(0, 0, [])
+    largest = max(request.nbytes for request in requests)
+    turn = iter(range(len(requests)))
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    with ExitStack() as stack:
+        job = _Job(requests, records, files, sinks, {}, checksum, [0] * len(requests))
+        for number in sorted({records[request.record].file for request in requests}):
+            job.fds[number] = _open(files[number].path)
+            stack.callback(os.close, job.fds[number])
+
+        def work() -> None:
+            scratch = make_scratch(largest)
+            try:
+                while not stop.is_set():
+                    with lock:
+                        index = next(turn, None)
+                    if index is None:
+                        return
+                    _read_one(job, index, scratch)
+            except BaseException:
+                stop.set()
+                raise
+
+        with ThreadPoolExecutor(max_workers=max(threads, 1), thread_name_prefix="ucp-read") as pool:
+            futures = [pool.submit(work) for _ in range(max(threads, 1))]
+        for future in futures:
+            future.result()
+    nbytes = sum(request.nbytes for request in requests)
+    return ReadStats(nbytes, len(requests), job.crcs if checksum else [])
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror or error}).") from error
+
+
+def _read_one(job: _Job, index: int, scratch: memoryview) -> None:
+    request = job.requests[index]
+    record = job.records[request.record]
+    views, staged = _arrange(request.parts, job.sinks, scratch)
+    _fill(job.fds[record.file], list(views), record.offset + request.offset, job.files[record.file].path)
+    if job.checksum:
+        crc = 0
+        for view in views:
+            crc = isal_zlib.crc32(view, crc)
+        job.crcs[index] = crc
+    for sink, part, view in staged:
+        sink.store(part.position, view)
+
+
+def _arrange(
+    parts: Sequence[Part], sinks: Sequence[Sink | None], scratch: memoryview
+) -> tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]:
+    """Memory for each part: the buffer itself where possible, else scratch."""
+    views, staged, used = [], [], 0
+    for part in parts:
+        sink = None if part.buffer == DISCARD else sinks[part.buffer]
+        view = sink.view(part.position, part.nbytes) if sink is not None else None
+        if view is None:
+            view = scratch[used : used + part.nbytes]
+            used += part.nbytes
+            if sink is not None:
+                staged.append((sink, part, view))
+        views.append(view)
+    return views, staged
+
+
+def _fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
+    """``preadv`` until every view is full."""
+    while views:
+        try:
+            got = os.preadv(fd, views, offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read at byte {offset} ({error.strerror or error}).") from error
+        if got == 0:
+            raise CheckpointError(f"{path}: ends at byte {offset}; it was truncated since its header was read.")
+        offset += got
+        while views and got >= views[0].nbytes:
+            got -= views[0].nbytes
+            views.pop(0)
+        if got:
+            views[0] = views[0][got:]
+
+
+def read_whole_crc(path: str, record: Record, chunk: int = 4 << 20) -> int:
+    """CRC32 of a record, read sequentially."""
+    scratch = memoryview(bytearray(min(chunk, max(record.nbytes, 1))))
+    fd, crc = _open(path), 0
+    try:
+        for low in range(0, record.nbytes, chunk):
+            view = scratch[: min(chunk, record.nbytes - low)]
+            _fill(fd, [view], record.offset + low, path)
+            crc = isal_zlib.crc32(view, crc)
+    finally:
+        os.close(fd)
+    return crc

@@ -1,0 +1,257 @@
+"""The direct load: checkpoint bytes into live buffers, in two passes.
+
+Pass 1 reads every byte that is needed once, with its checksum. What goes to memory that is not part of the engine yet
+(optimizer states of a fresh engine: two thirds of Adam's bytes) is put there; the rest is only checked. When all ranks
+have agreed that every record is what training wrote, pass 2 fills the live buffers, from the page cache that pass 1
+has warmed. So a damaged file leaves the engine as it was, without a second copy of anything in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..atoms import AtomicIndex
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..errors import CheckpointError
+from ..io import ReadStats, read_requests
+from ..io.checksum import join_checks, verify_records
+from ..plan import LoadPlan, Request, plan_load
+from ..plan.match import Match, match_groups, match_parameters
+from ..targets import Extra, Target
+from ..targets.finish import (
+    pick_client_state,
+    restore_clip,
+    restore_counters,
+    restore_helpers,
+    restore_scaler,
+)
+from ..targets.optimizer import restore_hyper
+from .client import read_client_objects
+from .exchange import exchange
+from .job import Job, make_job
+from .report import LoadReport
+from .samples import check_samples
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadArguments:
+    """The arguments of ``engine.load_checkpoint`` that change what is loaded."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def with_states(self) -> bool:
+        """Optimizer states are wanted."""
+        return self.load_optimizer_states and not self.load_module_only
+
+
+def load_direct(
+    engine: Any,
+    index: AtomicIndex,
+    target: Target,
+    comm: Comm,
+    config: UniversalConfig,
+    arguments: LoadArguments,
+    report: LoadReport,
+) -> dict[str, Any]:
+    """Fill a live engine from a checkpoint of any topology; collective.
+
+    Args:
+        engine: its optimizer's ``checkpoint_event_prologue`` has been called.
+        index: the checkpoint.
+        target: the engine's buffers.
+        report: filled with phases and counts.
+
+    Returns:
+        The client state, as DeepSpeed's load returns it.
+
+    Raises:
+        UcpError: the same on every rank; nothing of the engine has changed then.
+    """
+    with report.phase("plan"):
+        with comm.together():
+            job, match = _prepare(index, target, comm, arguments)
+            plan = _plan(index, job, comm)
+    report.state_bytes = job.state_bytes
+    saved = _read_objects(engine, index, comm, config)
+    reader = _Reader(index, job, config)
+    with report.phase("read"):
+        first = _read_fresh(reader, plan, comm, config.verify == "crc")
+    report.bytes_read, report.requests = first.nbytes, first.requests
+    with report.phase("verify"):
+        _verify(index, plan, first, comm)
+        check_samples(index, job.touched.values(), comm)
+    with report.phase("fill"):
+        report.bytes_again = _fill_live(reader, plan, first, comm)
+    with report.phase("exchange"):
+        exchange(job.segments, job.sinks, comm, config.window_mb << 20)
+        for sink in job.sinks:
+            sink.settle()
+    with report.phase("copies"):
+        target.refresh_copies(comm)
+    with report.phase("finish"):
+        if arguments.with_states:
+            _attach(index, target, job, match)
+        _finish(engine, index, target, saved, arguments)
+    return pick_client_state(
+        saved, with_scheduler=arguments.load_lr_scheduler_states, with_optimizer=arguments.load_optimizer_states
+    )
+
+
+def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments) -> tuple[Job, Match]:
+    with_states = arguments.with_states and target.optimizer is not None
+    extras: list[Extra] = target.extras()
+    match = match_parameters(
+        index,
+        target.owned_shapes(),
+        {extra.name: extra.shape for extra in extras},
+        target.aliases,
+        strict=arguments.load_module_strict,
+        with_states=with_states,
+    )
+    if with_states:
+        match_groups(index, target.group_members(), match)
+    if match.skipped and comm.rank == 0:
+        logger.warning("load_module_strict=False, passing over: %s", "; ".join(match.skipped))
+    job = make_job(index, target, match, extras, with_states=with_states)
+    job.take_share(comm.rank, comm.size)
+    return job, match
+
+
+def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
+    return plan_load(job.own, job.touched.values(), index.records, comm.rank, comm.size, _CHUNK)
+
+
+def _read_objects(engine: Any, index: AtomicIndex, comm: Comm, config: UniversalConfig) -> dict[str, Any]:
+    is_zip = all(record.crc is not None for record in index.records if index.files[record.file].path == index.state_file)
+    return read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle, is_zip=is_zip)
+
+
+class _Reader:
+    """Runs requests of one job with its threads and scratch memory."""
+
+    def __init__(self, index: AtomicIndex, job: Job, config: UniversalConfig) -> None:
+        self.index, self.job = index, job
+        window = config.window_mb << 20
+        self.threads = min(config.threads or default_threads(), max(window // (2 * _CHUNK), 1))
+        self.pinned = any(sink.tensor.device.type == "cuda" for sink in job.sinks)
+
+    def make_scratch(self, nbytes: int) -> memoryview:
+        """Scratch memory of one thread; page-locked where it is copied to a GPU."""
+        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned).numpy())
+
+    def run(self, requests: Sequence[Request], *, fresh_only: bool, checksum: bool) -> ReadStats:
+        """Read; with ``fresh_only`` the live buffers' bytes are checked and discarded."""
+        sinks = [None if fresh_only and not sink.fresh else sink for sink in self.job.sinks]
+        return read_requests(
+            requests,
+            self.index.records,
+            self.index.files,
+            sinks,
+            threads=self.threads,
+            make_scratch=self.make_scratch,
+            checksum=checksum,
+        )
+
+    def is_live(self, request: Request) -> bool:
+        """Whether some of the request's bytes go to a live buffer."""
+        return any(part.buffer >= 0 and not self.job.sinks[part.buffer].fresh for part in request.parts)
+
+    def is_fresh(self, request: Request) -> bool:
+        """Whether some of the request's bytes go to fresh memory."""
+        return any(part.buffer >= 0 and self.job.sinks[part.buffer].fresh for part in request.parts)
+
+
+def default_threads() -> int:
+    """Reading threads per rank: twice its share of the cores, 4 to 16."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return min(max(2 * cores // ranks, 4), 16)
+
+
+def _read_fresh(reader: _Reader, plan: LoadPlan, comm: Comm, checksum: bool) -> ReadStats:
+    """Pass 1: fresh memory filled, everything checked. Without checks only what fresh memory needs is read."""
+    stats = ReadStats(0, 0, [])
+    with comm.together():
+        requests = plan.requests if checksum else [r for r in plan.requests if reader.is_fresh(r)]
+        stats = reader.run(requests, fresh_only=True, checksum=checksum)
+        for blank in reader.job.blanks:
+            if blank.fresh:
+                blank.tensor[blank.low : blank.high].zero_()
+    return stats
+
+
+def _verify(index: AtomicIndex, plan: LoadPlan, stats: ReadStats, comm: Comm) -> None:
+    checks = join_checks(plan.requests, stats.crcs) if stats.crcs else []
+    gathered = [check for part in comm.gather(checks) for check in part]
+    with comm.together():
+        verify_records(gathered, index.records, index.files, comm.rank, comm.size)
+
+
+def _fill_live(reader: _Reader, plan: LoadPlan, first: ReadStats, comm: Comm) -> int:
+    """Pass 2: the live buffers. Their bytes have to be the ones that were verified.
+
+    Raises:
+        CheckpointError: a file changed in between.
+    """
+    again = [(i, request) for i, request in enumerate(plan.requests) if reader.is_live(request)]
+    nbytes = 0
+    with comm.together():
+        stats = reader.run([request for _, request in again], fresh_only=False, checksum=bool(first.crcs))
+        nbytes = stats.nbytes
+        for blank in reader.job.blanks:
+            if not blank.fresh:
+                blank.tensor[blank.low : blank.high].zero_()
+        if first.crcs and stats.crcs != [first.crcs[i] for i, _ in again]:
+            raise CheckpointError("The checkpoint was written to while it was being loaded; the engine is half loaded.")
+    return nbytes
+
+
+def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:
+    """Hand states, scalars and hyper-parameters to the optimizer."""
+    optimizer = target.optimizer
+    for states in job.states:
+        entry = {**states.scalars, **states.tensors}
+        live = optimizer.state.get(states.flat.holder)
+        if not entry:
+            optimizer.state.pop(states.flat.holder, None)
+        elif live is None:
+            optimizer.state[states.flat.holder] = entry
+        else:
+            live.clear()
+            live.update(entry)
+    for flat in target.flats:
+        if flat.group in match.groups:
+            group = optimizer.param_groups[target.param_group(flat)]
+            restore_hyper(group, index.groups[match.groups[flat.group]].hyper)
+    target.relink()
+
+
+def _finish(
+    engine: Any, index: AtomicIndex, target: Target, saved: dict[str, Any], arguments: LoadArguments
+) -> None:
+    engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
+    if arguments.load_module_only:
+        return
+    if arguments.with_states and target.optimizer is not None:
+        restore_scaler(engine.optimizer, index.scaler)
+        restore_clip(engine.optimizer, index.clip_grad)
+    restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
+    restore_counters(engine, saved)
+
+

@@ -1,0 +1,92 @@
+"""Holds masters against the model's own copies at a few elements: shards of another run or step are found out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
+from ..comm import Comm
+from ..errors import CheckpointError
+
+_PER_FILE = 48
+_TOLERATED = 0.1
+"""Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
+
+_TOLERATED_STAGE0 = 0.75
+"""The FP16 wrappers take an optimizer step at construction that weight decay feels, and their copies do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    name: str
+    master: tuple[int, int]
+    copy: tuple[int, int]
+
+
+def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+    """Compare ``cast(master)`` with the copy in the model states at some elements of each shard; collective.
+
+    Training keeps them equal (the copies are made from the masters after each step), so a shard whose elements differ
+    was not saved together with the model states. ZeRO 3 saves no copies; there is nothing to compare then.
+
+    Raises:
+        CheckpointError: a shard of another run or step.
+    """
+    with comm.together():
+        by_file: dict[int, list[tuple[Atom, Atom, Fragment]]] = {}
+        for atom in touched:
+            twin = index.atoms.get((atom.name, COPY)) if atom.state == MASTER else None
+            if twin is None or index.topology.wrapper == "torch":
+                continue
+            for fragment in atom.fragments:
+                by_file.setdefault(index.records[fragment.record].file, []).append((atom, twin, fragment))
+        for file in sorted(by_file)[comm.rank :: comm.size]:
+            _check_file(index, file, by_file[file])
+
+
+def _check_file(index: AtomicIndex, file: int, entries: list[tuple[Atom, Atom, Fragment]]) -> None:
+    differing, first, total = 0, "", 0
+    for atom, twin, position in _spread(entries):
+        total += 1
+        master = _read_element(index, atom, position)
+        copy = _read_element(index, twin, position)
+        if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):
+            differing += 1
+            first = first or f"{atom.name}[{position}] is {master.item()} here and {copy.item()} there"
+    tolerated = _TOLERATED if index.topology.zero_stage else _TOLERATED_STAGE0
+    if differing > max(tolerated * total, 1):
+        raise CheckpointError(
+            f"{index.files[file].path}: its fp32 weights are not those of the model states in {index.state_file} "
+            f"({differing} of {total} elements looked at differ; {first}). The file belongs to another run or step; put "
+            "the right one back."
+        )
+
+
+def _spread(entries: list[tuple[Atom, Atom, Fragment]]) -> Iterator[tuple[Atom, Atom, int]]:
+    """Elements spread evenly over the fragments of a file."""
+    total = sum(fragment.numel for _, _, fragment in entries)
+    count = min(total, _PER_FILE)
+    wanted = [index * (total - 1) // max(count - 1, 1) for index in range(count)]
+    begin = 0
+    for atom, twin, fragment in entries:
+        while wanted and wanted[0] < begin + fragment.numel:
+            yield atom, twin, fragment.start + wanted.pop(0) - begin
+        begin += fragment.numel
+
+
+def _read_element(index: AtomicIndex, atom: Atom, position: int) -> torch.Tensor:
+    fragment = next(f for f in atom.fragments if f.start <= position < f.start + f.numel)
+    record = index.records[fragment.record]
+    itemsize = ITEMSIZE[atom.dtype]
+    offset = record.offset + fragment.offset + (position - fragment.start) * itemsize
+    fd = os.open(index.files[record.file].path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, offset, itemsize, os.POSIX_FADV_RANDOM)
+        data = bytearray(os.pread(fd, itemsize, offset))
+    finally:
+        os.close(fd)
+    return torch.frombuffer(data, dtype=getattr(torch, atom.dtype))

@@ -1,0 +1,45 @@
+"""Tensors as destinations of bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..targets.base import dtype_name
+
+
+class TensorSink:
+    """A 1-D tensor; bytes of dtype ``stored`` go straight into its memory, or are converted on the way.
+
+    Args:
+        tensor: destination, any device; a tensor that is not 1-D and contiguous is filled through a proxy.
+        stored: dtype of the bytes in the file, as ``float32``.
+        fresh: memory that is not part of the engine yet, so that it may be filled before all is verified.
+    """
+
+    def __init__(self, tensor: torch.Tensor, stored: str, fresh: bool) -> None:
+        self.target = tensor
+        plain = tensor.dim() == 1 and tensor.is_contiguous()
+        self.tensor = tensor if plain else torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self.stored = getattr(torch, stored)
+        self.fresh = fresh
+        self.memory: memoryview | None = None
+        if self.tensor.device.type == "cpu" and dtype_name(self.tensor.dtype) == stored and self.tensor.numel():
+            self.memory = memoryview(self.tensor.view(torch.uint8).numpy())
+        self.itemsize = self.tensor.element_size()
+
+    def view(self, position: int, nbytes: int) -> memoryview | None:
+        """The tensor's memory from element ``position`` on, or None where bytes must be converted or moved."""
+        if self.memory is None:
+            return None
+        low = position * self.itemsize
+        return self.memory[low : low + nbytes]
+
+    def store(self, position: int, data: memoryview) -> None:
+        """Convert and copy bytes to the elements from ``position`` on."""
+        values = torch.frombuffer(data, dtype=self.stored)
+        self.tensor.narrow(0, position, values.numel()).copy_(values)
+
+    def settle(self) -> None:
+        """Bring a proxy's contents to the tensor that it stands for."""
+        if self.tensor is not self.target:
+            self.target.copy_(self.tensor.view(self.target.shape))

@@ -1,0 +1,170 @@
+"""File names of a DeepSpeed checkpoint folder: the one place that knows them (engine.py ``_get_ckpt_name`` and kin)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..errors import CheckpointError, UnsupportedError, shorten
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
+_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
+_STATES = re.compile(r".*(model|optim)_states\.pt")
+
+
+@dataclass(slots=True)
+class Listing:
+    """The checkpoint files of one folder by role; paths, with sizes in bytes."""
+
+    folder: str
+    sizes: dict[str, int]
+    model: str | None = None
+    model_zero3: dict[int, str] = field(default_factory=dict)
+    optim: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def path(self, name: str) -> str:
+        """Full path of a file in the folder."""
+        return os.path.join(self.folder, name)
+
+
+def list_sizes(folder: str) -> dict[str, int]:
+    """Name → size in bytes of the state files and subfolders (size -1) in a checkpoint folder.
+
+    Raises:
+        CheckpointError: the folder does not exist or cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return {
+                e.name: -1 if e.is_dir() else e.stat().st_size for e in entries if e.is_dir() or _STATES.fullmatch(e.name)
+            }
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
+
+
+def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
+    """Give every file its role.
+
+    Raises:
+        UnsupportedError: the folder is of a kind that is not covered.
+        CheckpointError: it holds no checkpoint.
+    """
+    listing = Listing(folder, sizes)
+    for name in sorted(sizes):
+        _refuse_unsupported(folder, name)
+        if match := _MODEL.fullmatch(name):
+            listing.model = name
+        elif match := _MODEL_ZERO3.fullmatch(name):
+            listing.model_zero3[int(match[1])] = name
+        elif match := _OPTIM.fullmatch(name):
+            listing.optim[match[1] or "", int(match[2])] = name
+    if listing.model is None and not listing.model_zero3:
+        raise CheckpointError(
+            f"{folder}: no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
+            f"{shorten(sorted(sizes)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted."
+        )
+    return listing
+
+
+def _refuse_unsupported(folder: str, name: str) -> None:
+    kind = ""
+    if _PIPELINE.fullmatch(name):
+        kind = "a pipeline-parallel checkpoint"
+    elif _EXPERT.fullmatch(name):
+        kind = "a mixture-of-experts checkpoint"
+    elif (match := re.search(r"mp_rank_(\d+)", name)) and int(match[1]) > 0:
+        kind = "a checkpoint of several model-parallel ranks"
+    elif name == "offloaded_tensors":
+        kind = "a checkpoint with optimizer states on NVMe"
+    elif name == "zero":
+        kind = "an offline universal checkpoint"
+    if kind:
+        raise UnsupportedError(
+            f"{folder}: {name} belongs to {kind}, which this release does not convert. "
+            "It can be resumed by DeepSpeed itself in the topology that wrote it."
+        )
+
+
+def find_tags(load_dir: str) -> list[str]:
+    """Subfolders of ``load_dir`` that hold model or optimizer states, sorted."""
+    if not os.path.isdir(load_dir):
+        return []
+    return sorted(entry.name for entry in os.scandir(load_dir) if entry.is_dir() and _holds_states(entry.path))
+
+
+def _holds_states(folder: str) -> bool:
+    try:
+        return any(_STATES.fullmatch(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def read_latest(load_dir: str) -> str | None:
+    """The tag in ``latest``, or None where there is nothing to resume.
+
+    Raises:
+        CheckpointError: ``latest`` is missing or empty although checkpoints lie there.
+    """
+    path = os.path.join(load_dir, "latest")
+    try:
+        with open(path, encoding="utf-8") as stream:
+            tag = stream.read().strip()
+    except FileNotFoundError:
+        tags = find_tags(load_dir)
+        if not tags:
+            return None
+        raise CheckpointError(
+            f"{path} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming from scratch would lose "
+            "them: pass tag=… to load_checkpoint, or write the wanted tag into that file."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    if not tag:
+        raise CheckpointError(f"{path} is empty; write the wanted tag into it ({shorten(find_tags(load_dir))}).")
+    return tag
+
+
+def check_tag(load_dir: str, tag: str) -> str:
+    """The folder of a tag.
+
+    Raises:
+        CheckpointError: there is none; the tags that exist are named.
+    """
+    folder = os.path.join(load_dir, str(tag))
+    if not os.path.isdir(folder):
+        tags = find_tags(load_dir)
+        known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
+        raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
+    return folder
+
+
+def compare_listings(folder: str, listings: list[dict[str, int]]) -> None:
+    """Every rank sees the same files with the same sizes.
+
+    Raises:
+        CheckpointError: names what which rank lacks (a folder that is not shared between nodes).
+    """
+    everything: set[str] = set().union(*listings)
+    for rank, listing in enumerate(listings):
+        if lacking := sorted(everything - set(listing)):
+            raise CheckpointError(
+                f"{folder}: rank {rank} does not see {shorten(lacking)}, other ranks do. "
+                "Every node needs the whole checkpoint: use a shared file system, or copy the files to every node."
+            )
+        for name in sorted(everything):
+            if listing[name] != listings[0][name]:
+                raise CheckpointError(
+                    f"{folder}: {name} has {listing[name]} bytes on rank {rank} and {listings[0][name]} on rank 0; "
+                    "the nodes hold different copies of the checkpoint."
+                )
+
+
+def find_leftovers(listing: Listing, used: Iterable[str]) -> list[str]:
+    """State files that the checkpoint does not consist of: left by an earlier save into the same folder."""
+    known = set(used)
+    return sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in known)

@@ -1,0 +1,130 @@
+"""Stage 0 → atoms: FP16_Optimizer (fp16 and bf16), FP16_UnfusedOptimizer, and the raw torch optimizer in fp32.
+
+These files name no parameters in the optimizer's part: states are positional, as in torch's own
+``Optimizer.load_state_dict``. The live engine's param groups give the names; shapes have to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..atoms import MASTER, GroupInfo, count
+from ..errors import MismatchError
+from ..topology import FlatGroup
+from .builder import Builder
+from .headers import FileHeader, OptimHeader, Piece, strip_compiled
+
+GroupNames = Sequence[Sequence[tuple[str, bool]]]
+"""Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
+
+
+def build_stage0(builder: Builder, header: FileHeader, live: GroupNames | None) -> tuple[FlatGroup, ...]:
+    """Add masters and states of stage 0.
+
+    Raises:
+        MismatchError: the live param groups do not fit the saved ones.
+    """
+    if header.model is None or header.model.optim is None or header.model.module is None:
+        return ()
+    optim, module = header.model.optim, {strip_compiled(k): v for k, v in header.model.module.items()}
+    file = builder.file(builder.folder + "/" + header.name, header.size)
+    groups = _name_groups(optim, module, live, builder.files[file].path)
+    frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
+    for names, hyper in zip(groups, optim.groups, strict=True):
+        owned = tuple(name for name in names if count(module[name].shape) and name not in frozen)
+        builder.groups.append(GroupInfo(owned, hyper))
+        builder.shapes.update({name: module[name].shape for name in owned})
+    if optim.kind == "torch":
+        return _add_torch(builder, optim, groups, module, file)
+    if optim.kind == "fp16_unfused":
+        return _add_unfused(builder, optim, module, file)
+    return _add_fused(builder, optim, module, file)
+
+
+def _name_groups(
+    optim: OptimHeader, module: dict[str, Piece], live: GroupNames | None, path: str
+) -> list[tuple[str, ...]]:
+    """Names of the parameters of each saved group, in saved order."""
+    if optim.names is not None:
+        return [tuple(strip_compiled(name) for name in group) for group in optim.names]
+    if live is None:
+        raise MismatchError(f"{path}: stage 0 saves no parameter names; a live engine is needed to name them.")
+    sizes = _group_sizes(optim)
+    for only_owned in (False, True):
+        named = [tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live]
+        if _fits(named, sizes, optim, module):
+            return named
+    found = [len(group) for group in live]
+    raise MismatchError(
+        f"{path}: the saved optimizer has param groups of {sizes} {_unit(optim)}, this run's optimizer has {found} "
+        "parameters, or their shapes differ. Stage 0 saves no names, so the groups must be made as in the saved run."
+    )
+
+
+def _unit(optim: OptimHeader) -> str:
+    return "elements" if optim.kind == "fp16_fused" else "parameters"
+
+
+def _group_sizes(optim: OptimHeader) -> list[int]:
+    if optim.kind == "fp16_fused":
+        return [master.numel for master in optim.masters]
+    return [len(group) for group in optim.params]
+
+
+def _fits(named: list[tuple[str, ...]], sizes: list[int], optim: OptimHeader, module: dict[str, Piece]) -> bool:
+    if len(named) != len(sizes) or any(name not in module for group in named for name in group):
+        return False
+    if optim.kind == "fp16_fused":
+        return sizes == [sum(module[name].numel for name in group) for group in named]
+    if sizes != [len(group) for group in named]:
+        return False
+    if optim.kind == "fp16_unfused":
+        flat = [name for group in named for name in group]
+        return all(m.shape == module[name].shape for m, name in zip(optim.masters, flat, strict=True))
+    return True
+
+
+def _add_torch(
+    builder: Builder, optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], file: int
+) -> tuple[FlatGroup, ...]:
+    """fp32: the model's own parameters are the masters."""
+    names = [name for group in groups for name in group]
+    for name, holder in zip(names, optim.holders, strict=True):
+        piece = module[name]
+        for state, tensor in holder.states.items():
+            if tensor.numel == piece.numel and tensor.shape != piece.shape:
+                raise MismatchError(
+                    f"{builder.files[file].path}: {name} has shape {piece.shape}, its {state} has {tensor.shape}. The "
+                    "param groups of this run name the parameters in another order than the saved run's."
+                )
+        if name in builder.shapes:
+            builder.add(name, MASTER, piece.shape, file, piece)
+        builder.add_holder([(name, piece.shape, 0, 0, piece.numel)], holder, piece.numel, file)
+    return ()
+
+
+def _add_unfused(builder: Builder, optim: OptimHeader, module: dict[str, Piece], file: int) -> tuple[FlatGroup, ...]:
+    names = [name for group in builder.groups for name in group.names]
+    for name, master, holder in zip(names, optim.masters, optim.holders, strict=True):
+        builder.add(name, MASTER, master.shape, file, master)
+        builder.add_holder([(name, master.shape, 0, 0, master.numel)], holder, master.numel, file)
+    return tuple(
+        FlatGroup(index, (name,), (module[name].numel,), module[name].numel)
+        for index, group in enumerate(builder.groups)
+        for name in group.names
+    )
+
+
+def _add_fused(builder: Builder, optim: OptimHeader, module: dict[str, Piece], file: int) -> tuple[FlatGroup, ...]:
+    flats = []
+    for index, group in enumerate(builder.groups):
+        layout, offset = [], 0
+        for name in group.names:
+            layout.append((name, module[name].shape, offset, 0, module[name].numel))
+            offset += module[name].numel
+        for name, shape, start, _, numel in layout:
+            builder.add(name, MASTER, shape, file, optim.masters[index].narrow(start, numel))
+        builder.add_holder(layout, optim.holders[index], offset, file)
+        numels = tuple(module[name].numel for name in group.names)
+        flats.append(FlatGroup(index, group.names, numels, offset))
+    return tuple(flats)

@@ -1,0 +1,230 @@
+"""What every target has in common: flat master buffers, tensors without optimizer, and the optimizer's bookkeeping."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm import Comm
+from ..topology import FlatGroup, Topology
+
+COMPILED = "_orig_mod."
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements [start, start + numel) of a parameter lie at element ``offset`` of a flat buffer on this rank."""
+
+    name: str
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Flat:
+    """One flat master buffer of this rank.
+
+    Attributes:
+        group: index of its param group in the optimizer.
+        names: every parameter of the buffer over all ranks, in order.
+        cuts: what this rank holds.
+        master: the live buffer, 1-D (fp32 unless the engine keeps 16-bit masters).
+        holder: the tensor that the optimizer keeps states for; None without optimizer.
+        replicated: every rank holds the same (stage 0).
+    """
+
+    group: int
+    names: tuple[str, ...]
+    cuts: list[Cut]
+    master: torch.Tensor
+    holder: torch.Tensor | None
+    replicated: bool = False
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Padding: element ranges of the buffer that no parameter covers."""
+        found, position = [], 0
+        for cut in sorted(self.cuts, key=lambda cut: cut.offset):
+            if cut.offset > position:
+                found.append((position, cut.offset))
+            position = cut.offset + cut.numel
+        if position < self.master.numel():
+            found.append((position, self.master.numel()))
+        return found
+
+
+@dataclass(slots=True)
+class Extra:
+    """A tensor that no optimizer owns: a frozen or unoptimized parameter, or a buffer.
+
+    Attributes:
+        tensor: this rank's elements, 1-D: [start, start + tensor.numel()) of the whole.
+        replicated: every rank holds the whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    is_buffer: bool
+    start: int = 0
+    replicated: bool = True
+
+
+class Target(ABC):
+    """A live engine. Subclasses know one optimizer wrapper each; they alone touch DeepSpeed's internals."""
+
+    wrapper = ""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.wrapped = engine.optimizer
+        self.names: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            first = self.names.setdefault(id(param), name)
+            if first != name:
+                self.aliases[strip(name)] = strip(first)
+        self.params = {strip(self.names[id(p)]): p for p in engine.module.parameters()}
+        self.flats: list[Flat] = []
+        self.layout: list[FlatGroup] = []
+        self.collect()
+        self.owned = {name for flat in self.flats for name in flat.names}
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Fill ``flats`` and ``layout`` from the live buffers."""
+
+    @abstractmethod
+    def refresh_copies(self, comm: Comm) -> None:
+        """Make the model's own copies from the masters as DeepSpeed does after a step; collective."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The torch-style optimizer that keeps states and hyper-parameters, or None."""
+        return getattr(self.wrapped, "optimizer", self.wrapped)
+
+    @property
+    def topology(self) -> Topology:
+        """What this engine is, in the words of a checkpoint."""
+        engine = self.engine
+        zero = engine._config.zero_config
+        return Topology(
+            zero_stage=int(engine.zero_optimization_stage()),
+            wrapper=self.wrapper,
+            precision=self._precision(),
+            dp=self.dp,
+            tp=max(int(getattr(engine, "mp_world_size", 1) or 1), 1),
+            master=dtype_name(self.flats[0].master.dtype) if self.flats else "float32",
+            elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
+            offload=f"{_device(zero.offload_optimizer)}/{_device(zero.offload_param)}",
+            flats=tuple(self.layout),
+        )
+
+    @property
+    def dp(self) -> int:
+        """Ranks that the masters are partitioned over."""
+        return 1
+
+    def _precision(self) -> str:
+        for name in self.owned or self.params:
+            return dtype_name(self.params[name].dtype)
+        return "float32"
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Logical shape of a parameter."""
+        param = self.params[name]
+        return tuple(getattr(param, "ds_shape", param.shape))
+
+    def owned_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical shapes of the parameters that the optimizer owns."""
+        return {name: self.shape_of(name) for flat in self.flats for name in flat.names}
+
+    def group_members(self) -> dict[int, tuple[str, ...]]:
+        """Parameters of each param group."""
+        members: dict[int, list[str]] = {}
+        for flat in self.flats:
+            members.setdefault(flat.group, []).extend(flat.names)
+        return {group: tuple(names) for group, names in members.items()}
+
+    def live_groups(self) -> list[list[tuple[str, bool]]]:
+        """Param groups as the user made them: (raw name, owned by the optimizer), frozen parameters included."""
+        recorded = getattr(self.engine, "_ucp_param_groups", None)
+        if recorded is not None:
+            return [[(name, strip(name) in self.owned) for name in group] for group in recorded]
+        return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
+
+    def extras(self) -> list[Extra]:
+        """Parameters without optimizer, and persistent buffers."""
+        found = [self.extra_parameter(name, p) for name, p in self.params.items() if name not in self.owned]
+        kept = set(self.engine.module.state_dict(keep_vars=True)) if self._has_buffers() else set()
+        for name, buffer in self.engine.module.named_buffers():
+            if name in kept:
+                found.append(Extra(strip(name), tuple(buffer.shape), flatten(buffer), True))
+        return found
+
+    def _has_buffers(self) -> bool:
+        return next(iter(self.engine.module.buffers()), None) is not None
+
+    def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
+        """A parameter without optimizer as a destination."""
+        return Extra(name, tuple(param.shape), flatten(param), False)
+
+    def param_group(self, flat: Flat) -> int:
+        """Index of the optimizer's param group that holds a flat buffer (ZeRO rebuilds Adagrad with all in one)."""
+        groups = self.optimizer.param_groups
+        for number, group in enumerate(groups):
+            if any(param is flat.holder for param in group["params"]):
+                return number
+        return min(flat.group, len(groups) - 1)
+
+    def prepare(self) -> None:
+        """Called before the buffers are filled."""
+
+    def relink(self) -> None:
+        """Called after optimizer states were attached: views into them are stale."""
+
+
+def strip(name: str) -> str:
+    """Name without ``torch.compile``'s prefixes."""
+    return name.replace(COMPILED, "")
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """A live tensor as 1-D memory; non-contiguous ones cannot be destinations and come back as they are."""
+    data = tensor.detach()
+    return data.view(-1) if data.is_contiguous() else data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _device(section: Any) -> str:
+    device = getattr(section, "device", None)
+    return str(getattr(device, "value", device) or "none")
+
+
+def lay_out(
+    names: Sequence[str], numels: Sequence[int], offsets: Sequence[int], low: int, high: int
+) -> list[Cut]:
+    """Cuts of parameters laid out at ``offsets`` of a flat space that fall into [low, high) of it."""
+    cuts = []
+    for name, numel, offset in zip(names, numels, offsets, strict=True):
+        first, last = max(offset, low), min(offset + numel, high)
+        if first < last:
+            cuts.append(Cut(name, first - offset, last - first, first - low))
+    return cuts
+
+
+def accumulate(numels: Iterable[int]) -> list[int]:
+    """Offsets of parameters that follow each other."""
+    offsets, position = [], 0
+    for numel in numels:
+        offsets.append(position)
+        position += numel
+    return offsets

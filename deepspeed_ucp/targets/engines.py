@@ -1,0 +1,292 @@
+"""One target per optimizer wrapper: ZeRO 1/2, ZeRO 3, BF16_Optimizer, the FP16 wrappers, and no wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm as ds_comm
+from torch._utils import _unflatten_dense_tensors
+
+from ..comm import Comm
+from ..errors import UnsupportedError
+from ..topology import FlatGroup
+from .base import Cut, Extra, Flat, Target, accumulate, flatten, lay_out, strip
+
+
+class Zero12Target(Target):
+    """DeepSpeedZeroOptimizer (stage_1_and_2.py): a padded flat buffer per group, cut into equal partitions."""
+
+    wrapper = "zero12"
+
+    @property
+    def dp(self) -> int:
+        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
+
+    def collect(self) -> None:
+        opt = self.wrapped
+        for group, params in enumerate(opt.round_robin_bit16_groups):
+            offsets = getattr(opt, "round_robin_bit16_offsets", None)
+            padding = getattr(opt, "round_robin_bit16_padding", None)
+            self._add(
+                group,
+                params,
+                offsets[group] if offsets else accumulate(p.numel() for p in params),
+                opt.bit16_groups_flat[group].numel(),
+                opt.single_partition_of_fp32_groups[group],
+                tuple(padding[group]) if padding and any(padding[group]) else (),
+            )
+
+    def _add(
+        self,
+        group: int,
+        params: list[Any],
+        offsets: list[int],
+        total: int,
+        master: torch.Tensor,
+        gaps: tuple[int, ...] = (),
+    ) -> None:
+        process_group = self.wrapped.real_dp_process_group[group]
+        partition = total // ds_comm.get_world_size(group=process_group)
+        low = ds_comm.get_rank(group=process_group) * partition
+        raw = tuple(self.names[id(p)] for p in params)
+        names, numels = tuple(map(strip, raw)), tuple(p.numel() for p in params)
+        cuts = lay_out(names, numels, offsets, low, low + partition)
+        self.flats.append(Flat(group, names, cuts, flatten(master), master))
+        self.layout.append(FlatGroup(group, raw, numels, partition, gaps))
+
+    def prepare(self) -> None:
+        wait = getattr(self.wrapped, "_wait_for_offload_copies", None)
+        if wait:
+            wait()
+
+    def copies(self) -> list[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
+        """Per group: flat 16-bit buffer, its partitions, this rank's master, process group."""
+        opt = self.wrapped
+        return list(
+            zip(
+                opt.bit16_groups_flat,
+                opt.parallel_partitioned_bit16_groups,
+                opt.single_partition_of_fp32_groups,
+                opt.real_dp_process_group,
+                strict=True,
+            )
+        )
+
+    def refresh_copies(self, comm: Comm) -> None:
+        for flat, partitions, master, process_group in self.copies():
+            own = partitions[ds_comm.get_rank(group=process_group)]
+            own.data.copy_(master.data)
+            if len(partitions) > 1:
+                gather_in_place(flat.data, own.data, process_group)
+
+    def relink(self) -> None:
+        opt = self.wrapped
+        opt._link_all_hp_params()
+        opt._hp_optimizer_states_linked = False
+        if all(opt.optimizer.state.get(flat.holder) for flat in self.flats):
+            opt._lazy_init_hp_params_optimizer_state()  # so that safe_get_full_optimizer_state works before a step
+
+
+class Bf16Target(Zero12Target):
+    """BF16_Optimizer (bf16_optimizer.py): as ZeRO 1, other attribute names."""
+
+    wrapper = "bf16"
+
+    def collect(self) -> None:
+        opt = self.wrapped
+        for group, params in enumerate(opt.bf16_groups):
+            offsets = accumulate(p.numel() for p in params)
+            total = opt.bf16_groups_flat[group].numel()
+            self._add(group, params, offsets, total, opt.fp32_groups_flat_partition[group])
+
+    def copies(self) -> list[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
+        opt = self.wrapped
+        return list(
+            zip(
+                opt.bf16_groups_flat,
+                opt.bf16_partitioned_groups,
+                opt.fp32_groups_flat_partition,
+                opt.real_dp_process_group,
+                strict=True,
+            )
+        )
+
+
+def gather_in_place(flat: torch.Tensor, own: torch.Tensor, process_group: Any) -> None:
+    """All-gather partitions into the flat buffer that holds them."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+    gather(flat, own, group=process_group)
+
+
+class Zero3Target(Target):
+    """DeepSpeedZeroOptimizer_Stage3: per sub-group a flat buffer of each parameter's ``ceil(numel / dp)`` elements."""
+
+    wrapper = "zero3"
+
+    @property
+    def dp(self) -> int:
+        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
+
+    def collect(self) -> None:
+        opt = self.wrapped
+        if getattr(opt, "swap_optimizer", False) or getattr(opt, "params_in_nvme_and_cpu", False):
+            raise UnsupportedError("ZeRO-3 with optimizer or parameters on NVMe: this release cannot fill swapped buffers.")
+        for index, params in enumerate(opt.fp16_groups):
+            raw = tuple(self.names[id(p)] for p in params)
+            names, parts = tuple(map(strip, raw)), [p.partition_numel() for p in params]
+            rank = ds_comm.get_rank(group=getattr(params[0], "ds_process_group", opt.dp_process_group))
+            cuts = []
+            for name, param, part, offset in zip(names, params, parts, accumulate(parts), strict=True):
+                start = rank * part
+                numel = min(part, param.ds_numel - start)
+                if numel > 0:
+                    cuts.append(Cut(name, start, numel, offset))
+            master = opt.fp32_partitioned_groups_flat[index]
+            group = opt.sub_group_to_group_id[index]
+            self.flats.append(Flat(group, names, cuts, flatten(master), master))
+            self.layout.append(FlatGroup(group, raw, tuple(p.ds_numel for p in params), sum(parts)))
+
+    def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
+        if not hasattr(param, "ds_tensor"):
+            return super().extra_parameter(name, param)
+        return partitioned_extra(name, param)
+
+    def refresh_copies(self, comm: Comm) -> None:
+        opt = self.wrapped
+        for index, master in enumerate(opt.fp32_partitioned_groups_flat):
+            opt.fp16_partitioned_groups_flat[index].data.copy_(master.data)
+            opt._unflatten_partitioned_parameters(index)
+        invalidate = getattr(opt, "invalidate_secondary_tensor", None)
+        if invalidate:
+            invalidate()
+
+
+def partitioned_extra(name: str, param: Any) -> Extra:
+    """This rank's partition of a ZeRO-3 parameter without optimizer."""
+    rank = ds_comm.get_rank(group=param.ds_process_group)
+    part = param.partition_numel()
+    start = min(rank * part, param.ds_numel)
+    held = flatten(param.ds_tensor)[: max(min(part, param.ds_numel - start), 0)]
+    return Extra(name, tuple(param.ds_shape), held, False, start, replicated=False)
+
+
+class Fp16FusedTarget(Target):
+    """FP16_Optimizer (fp16 and bf16, stage 0): one whole flat master per group on every rank."""
+
+    wrapper = "fp16_fused"
+
+    def collect(self) -> None:
+        for group, params in enumerate(self.wrapped.fp16_groups):
+            master = self.wrapped.fp32_groups_flat[group]
+            raw = tuple(self.names[id(p)] for p in params)
+            names, numels = tuple(map(strip, raw)), tuple(p.numel() for p in params)
+            cuts = lay_out(names, numels, accumulate(numels), 0, master.numel())
+            self.flats.append(Flat(group, names, cuts, flatten(master), master, replicated=True))
+            self.layout.append(FlatGroup(group, names, numels, master.numel()))
+
+    def refresh_copies(self, comm: Comm) -> None:
+        for params, master in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups_flat, strict=True):
+            for param, value in zip(params, _unflatten_dense_tensors(master.data, params), strict=True):
+                param.data.copy_(value)
+
+
+class Fp16UnfusedTarget(Target):
+    """FP16_UnfusedOptimizer (stage 0): a whole master per parameter on every rank."""
+
+    wrapper = "fp16_unfused"
+
+    def collect(self) -> None:
+        for group, (params, masters) in enumerate(zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True)):
+            for param, master in zip(params, masters, strict=True):
+                name, numel = strip(self.names[id(param)]), param.numel()
+                cuts = [Cut(name, 0, numel, 0)]
+                self.flats.append(Flat(group, (name,), cuts, flatten(master), master, replicated=True))
+                self.layout.append(FlatGroup(group, (name,), (numel,), numel))
+
+    def refresh_copies(self, comm: Comm) -> None:
+        for params, masters in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                param.data.copy_(master.data)
+
+
+class TorchTarget(Target):
+    """No wrapper (stage 0, fp32): the model's parameters are their own masters."""
+
+    wrapper = "torch"
+
+    def collect(self) -> None:
+        groups = self.wrapped.param_groups if self.wrapped is not None else []
+        for group, fields in enumerate(groups):
+            for param in fields["params"]:
+                if param.requires_grad and param.numel():
+                    name = strip(self.names[id(param)])
+                    cuts = [Cut(name, 0, param.numel(), 0)]
+                    self.flats.append(Flat(group, (name,), cuts, flatten(param), param, replicated=True))
+
+    @property
+    def optimizer(self) -> Any:
+        return self.wrapped
+
+    def refresh_copies(self, comm: Comm) -> None:
+        """Nothing to do: there are no copies."""
+
+
+class OffloadOnlyTarget(Target):
+    """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
+
+    wrapper = "zero3_inference"
+
+    def collect(self) -> None:
+        """No masters."""
+
+    @property
+    def optimizer(self) -> Any:
+        return None
+
+    def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
+        return partitioned_extra(name, param) if hasattr(param, "ds_tensor") else super().extra_parameter(name, param)
+
+    def refresh_copies(self, comm: Comm) -> None:
+        """Nothing to do: there are no copies."""
+
+
+TARGETS: dict[str, type[Target]] = {
+    "DeepSpeedZeroOptimizer": Zero12Target,
+    "DeepSpeedZeroOptimizer_Stage3": Zero3Target,
+    "BF16_Optimizer": Bf16Target,
+    "FP16_Optimizer": Fp16FusedTarget,
+    "FP16_UnfusedOptimizer": Fp16UnfusedTarget,
+    "DeepSpeedZeRoOffload": OffloadOnlyTarget,
+    "NoneType": TorchTarget,
+}
+
+
+def open_target(engine: Any) -> Target:
+    """The target for a live engine.
+
+    Raises:
+        UnsupportedError: an engine or optimizer wrapper that is not covered.
+    """
+    kind = type(engine.optimizer).__name__
+    if getattr(engine, "pipeline_parallelism", False) or type(engine).__name__ == "PipelineEngine":
+        raise UnsupportedError("This release does not load into pipeline-parallel engines.")
+    if getattr(engine, "has_moe_layers", False):
+        raise UnsupportedError("This release does not load into engines with mixture-of-experts layers.")
+    if int(getattr(engine, "mp_world_size", 1) or 1) > 1:
+        raise UnsupportedError("This release does not load into engines with tensor parallelism.")
+    found = TARGETS.get(kind)
+    if found is None and isinstance(engine.optimizer, torch.optim.Optimizer):
+        found = TorchTarget
+    if found is None:
+        raise UnsupportedError(
+            f"The engine's optimizer wrapper {kind} is not covered. Covered: {', '.join(sorted(TARGETS))} and raw torch "
+            "optimizers."
+        )
+    return found(engine)
+
+
+def describe_engine(engine: Any) -> str:
+    """A few words for messages about an engine that has no target."""
+    return f"ZeRO-{int(engine.zero_optimization_stage())} with {type(engine.optimizer).__name__}"

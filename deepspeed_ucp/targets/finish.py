@@ -1,0 +1,73 @@
+"""The engine's bookkeeping after its buffers are filled: counters, scheduler, scaler, what DeepSpeed's load sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import fragment_address
+
+NOT_CLIENT = (
+    "module",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
+"""Keys of a model-states file that DeepSpeed keeps out of the client state (engine.py ``_load_checkpoint``)."""
+
+
+def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
+    """Set global steps, samples, skipped steps and the saved world sizes as DeepSpeed's load does."""
+    engine.global_steps = saved["global_steps"]
+    engine.global_samples = saved.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = saved.get("skipped_steps", 0)
+    engine.loaded_checkpoint_mp_world_size = saved.get("mp_world_size", 1)
+
+
+def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> None:
+    """Give lr scheduler, random-ltd scheduler and data sampler their saved state."""
+    if with_scheduler and engine.lr_scheduler is not None and saved.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and saved.get("random_ltd") is not None:
+        engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
+    loader = engine.training_dataloader
+    if loader is not None and engine.curriculum_learning_enabled() and saved.get("data_sampler") is not None:
+        loader.data_sampler.load_state_dict(saved["data_sampler"])
+
+
+def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> bool:
+    """Take over a dynamic loss scaler's state where both sides scale dynamically; True when taken."""
+    scaler = getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
+    live_dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+    if not (live_dynamic and saved.get("dynamic")):
+        return False
+    for key, value in saved.items():
+        if key != "dynamic" and hasattr(scaler, key):
+            setattr(scaler, key, value)
+    return True
+
+
+def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
+    """Gradient clipping travels with the optimizer where DeepSpeed saves it there (all wrappers but ZeRO 3)."""
+    if clip_grad is not None and hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True):
+        wrapped.clip_grad = clip_grad
+
+
+def pick_client_state(saved: Mapping[str, Any], *, with_scheduler: bool, with_optimizer: bool) -> dict[str, Any]:
+    """What DeepSpeed's load returns as client state."""
+    hidden = set(NOT_CLIENT)
+    if with_scheduler:
+        hidden.add("lr_scheduler")
+    if with_optimizer:
+        hidden.add("optimizer")
+    return {key: value for key, value in saved.items() if key not in hidden}
+
+
+def pickled_classes() -> list[Any]:
+    """Classes of DeepSpeed that its own state files hold."""
+    return [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]

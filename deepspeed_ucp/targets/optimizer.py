@@ -1,0 +1,129 @@
+"""The optimizer behind a target: which states it keeps, and how saved ones are given to it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_SHAPES = 8
+"""Elements of the probe parameter."""
+
+_ALWAYS_KEPT = ("initial_lr", "step")
+"""Hyper-parameters that others than the optimizer's constructor add: lr schedulers, DeepSpeed's FusedAdam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an optimizer keeps for a parameter after a step.
+
+    Attributes:
+        elementwise: state name → dtype.
+        scalars: name → an example value (a tensor or a number), which tells how it wants to get it back.
+        other: states that are neither, with their shape or type.
+        step_in_group: the step is kept in the param group.
+    """
+
+    elementwise: dict[str, torch.dtype]
+    scalars: dict[str, Any]
+    other: dict[str, str]
+    step_in_group: bool
+
+
+def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> Kept | None:
+    """Find out what ``optimizer`` keeps by letting a shadow of it take one step on a parameter of its own.
+
+    Args:
+        optimizer: left as it is.
+        group: param group whose hyper-parameters are used.
+        hyper: saved hyper-parameters that will replace them.
+        like: tensor whose device and dtype the probe parameter gets.
+
+    Returns:
+        None where the optimizer cannot be probed (it needs state made at construction, or kernels that are not there).
+    """
+    param = torch.zeros(_SHAPES, dtype=like.dtype, device=like.device, requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    fields = {**optimizer.param_groups[group], **adopt_hyper(optimizer.param_groups[group], hyper), "params": [param]}
+    fields = {key: copy.copy(value) for key, value in fields.items()}
+    shadow = _make_shadow(optimizer, fields)
+    try:
+        type(optimizer).step(shadow)
+    except Exception:  # noqa: BLE001 - any optimizer may fail in its own way; then its live states are what is known
+        return _look(optimizer, group)
+    return _sort(shadow.state.get(param, {}), param.shape, "step" in shadow.param_groups[0])
+
+
+def _make_shadow(optimizer: Any, fields: dict[str, Any]) -> Any:
+    # A subclass without __del__: DeepSpeed's CPU optimizers free their native state in it.
+    kind = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
+    shadow = kind.__new__(kind)
+    shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    shadow.__dict__.update(state=defaultdict(dict), param_groups=[fields])
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if hooks in shadow.__dict__:
+            shadow.__dict__[hooks] = {}
+    return shadow
+
+
+def _look(optimizer: Any, group: int) -> Kept | None:
+    for param in optimizer.param_groups[group]["params"]:
+        if optimizer.state.get(param):
+            return _sort(optimizer.state[param], param.shape, "step" in optimizer.param_groups[group])
+    return None
+
+
+def _sort(state: Mapping[str, Any], shape: torch.Size, step_in_group: bool) -> Kept:
+    elementwise, scalars, other = {}, {}, {}
+    for name, value in state.items():
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (int, float, bool)):
+            scalars[name] = value
+        elif isinstance(value, torch.Tensor) and value.shape == shape:
+            elementwise[name] = value.dtype
+        else:
+            other[name] = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return Kept(elementwise, scalars, other, step_in_group)
+
+
+def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved hyper-parameters that a live param group takes over.
+
+    All of them where the saved group has every key of the live one (the same optimizer class); else those that both
+    have: another implementation of the optimizer (CPU, fused) keeps its own switches.
+    """
+    plain = {key: value for key, value in saved.items() if key != "params" and _is_plain(value)}
+    same_class = set(live) - {"params", *_ALWAYS_KEPT} <= set(plain)
+    return {key: value for key, value in plain.items() if same_class or key in live or key in _ALWAYS_KEPT}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a live param group its saved hyper-parameters; tensors (a capturable lr) keep their identity."""
+    for key, value in adopt_hyper(group, saved).items():
+        if isinstance(group.get(key), torch.Tensor) and isinstance(value, (int, float)):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def restore_scalar(name: str, value: Any, kept: Kept | None) -> Any:
+    """A saved scalar in the form that the optimizer keeps it: a 0-dim tensor or a number."""
+    example = kept.scalars.get(name) if kept else None
+    if isinstance(example, torch.Tensor):
+        return torch.tensor(value, dtype=example.dtype, device=example.device)
+    if isinstance(example, bool) or isinstance(value, bool):
+        return bool(value)
+    if isinstance(example, (int, float)):
+        return type(example)(value)
+    return torch.tensor(float(value))

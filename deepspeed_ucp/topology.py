@@ -1,0 +1,93 @@
+"""Topology: everything about a checkpoint or an engine that decides which bytes a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One flat buffer of a topology: a param group (ZeRO 1/2, BF16, FP16 wrappers) or a ZeRO-3 sub-group.
+
+    Attributes:
+        group: index of the param group that it belongs to.
+        names: parameters in flat order.
+        numels: their element counts.
+        partition: elements of one rank's partition, padding included.
+        gaps: elements of padding behind each parameter (ZeRO 1/2 ``parameter_alignment``), empty where there is none.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    partition: int
+    gaps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What a checkpoint was written by, or what an engine is. Equal topologies hold equal bytes on every rank.
+
+    Attributes:
+        dp: ranks over which ZeRO partitions (sequence parallelism folded in); 1 at stage 0, where nothing is cut.
+        tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
+        zero_stage: 0 to 3.
+        wrapper: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused`` or ``torch``.
+        precision: dtype of the model's parameters, as ``float32``, ``bfloat16`` or ``float16``.
+        master: dtype of the master weights.
+        elastic: optimizer states are saved without padding (``elastic_checkpoint``).
+        offload: device of optimizer and parameter offload, as ``optimizer/param``.
+        flats: the flat buffers in order (empty for the raw torch optimizer, whose order is not recorded).
+    """
+
+    zero_stage: int
+    wrapper: str
+    precision: str
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    ep: int = 1
+    master: str = "float32"
+    elastic: bool = False
+    offload: str = "none/none"
+    flats: tuple[FlatGroup, ...] = ()
+
+    def describe(self) -> str:
+        """One short phrase for messages: ``ZeRO-1 dp=4 bfloat16 (zero12)``."""
+        degrees = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp", "ep") if getattr(self, key) > 1)
+        return f"ZeRO-{self.zero_stage} dp={self.dp}{degrees} {self.precision} ({self.wrapper})"
+
+
+def find_differences(source: Topology, target: Topology) -> list[str]:
+    """What differs between two topologies, in words; empty when they hold the same bytes on every rank."""
+    found = []
+    for field in fields(Topology):
+        if field.name == "flats":
+            continue
+        old, new = getattr(source, field.name), getattr(target, field.name)
+        if old != new:
+            found.append(f"{field.name} {old} → {new}")
+    if source.flats == target.flats:
+        return found
+    if len(source.flats) != len(target.flats):
+        found.append(f"flat buffers {len(source.flats)} → {len(target.flats)}")
+        return found
+    for index, (old_flat, new_flat) in enumerate(zip(source.flats, target.flats, strict=True)):
+        if old_flat != new_flat:
+            found.append(f"flat buffer {index}: {_compare_flats(old_flat, new_flat)}")
+            break
+    return found
+
+
+def _compare_flats(old: FlatGroup, new: FlatGroup) -> str:
+    if old.names != new.names:
+        same = sorted(old.names) == sorted(new.names)
+        return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
+    if old.numels != new.numels:
+        return "parameter sizes"
+    if old.gaps != new.gaps:
+        return "parameter alignment"
+    if old.group != new.group:
+        return f"param group {old.group} → {new.group}"
+    return f"partition {old.partition} → {new.partition} elements"
