@@ -1,0 +1,178 @@
+"""Real saves to hold the synthesiser against: a small awkward model, trained a few steps by real engines on gloo."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.multiprocessing
+
+from .description import Model, Param, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+STEPS = 3
+CLIENT_STATE = {"epoch": 7}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One real save: a topology, the optimizer (a ds_config section), how many steps were trained."""
+
+    topology: Topology
+    optimizer: str = "adamw"
+    steps: int = STEPS
+
+    @property
+    def net(self) -> Net:
+        """ZeRO 3's forward cannot gather zero-element parameters (they can only be saved)."""
+        return Net(hollow=self.topology.stage < 3 or self.steps == 0)
+
+    @property
+    def label(self) -> str:
+        return "-".join([self.topology.label, self.optimizer] + [f"step{self.steps}"] * (self.steps != STEPS))
+
+    def ds_config(self) -> dict[str, Any]:
+        scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+        rest = {"scheduler": scheduler, "optimizer": OPTIMIZERS[self.optimizer], "steps_per_print": 10**6}
+        return {**self.topology.ds_config(), **rest, "zero_allow_untested_optimizer": True}
+
+
+OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "adamw": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "fusedadam": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
+}
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, tied, frozen, zero-element, one-element and unused parameters, three buffers."""
+
+    def __init__(self, hollow: bool = True) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self.embed = torch.nn.Embedding(11, 7)
+        self.up = torch.nn.Linear(7, 5)
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3)) if hollow else None
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.unused = torch.nn.Parameter(torch.randn(3))
+        self.down = torch.nn.Linear(5, 7)
+        self.hollow = torch.nn.Parameter(torch.zeros(2, 0), requires_grad=False) if hollow else None
+        self.head = torch.nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.embed(tokens)) * self.gain
+        return self.head(self.down(torch.tanh(hidden * self.norm.weight + self.norm.bias)))
+
+
+def parameter_groups(net: torch.nn.Module, optimizer: str = "adamw") -> list[dict[str, Any]]:
+    """Matrices decay, the rest does not, one element is alone: less than there are ranks.
+
+    Frozen and zero-element parameters are among them, as with users who pass all of `parameters()`.
+
+    ZeRO rebuilds Adagrad with all flat buffers in one group, and fails where there were more.
+    """
+    params = list(net.parameters())
+    if optimizer == "adagrad":
+        return [{"params": params}]
+    matrices = [param for param in params if param.dim() > 1]
+    vectors = [param for param in params if param.dim() == 1 and param is not net.gain]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+            {"params": [net.gain], "weight_decay": 0.0, "lr": 1e-4}]
+
+
+def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model:
+    """The synthesiser's description of a torch module and its param groups."""
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
+    owners: dict[int, str] = {}
+    params = []
+    for name, param in net.named_parameters(remove_duplicate=False):
+        owner = owners.setdefault(id(param), name)
+        alias = None if owner == name else owner
+        params.append(Param(name, tuple(param.shape), group_of.get(id(param)), not param.requires_grad, alias))
+    return Model(tuple(params), {name: buffer.clone() for name, buffer in net.named_buffers()})
+
+
+@dataclass(slots=True)
+class World:
+    """Saves of several cases made by one set of processes, in `folder`/label."""
+
+    size: int
+    folder: Path
+    cases: list[Case] = field(default_factory=list)
+
+    def save_all(self) -> None:
+        """Runs the engines; raises what a rank raised."""
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.zero.stage3"])
+        torch.multiprocessing.start_processes(_run_rank, (self, ), nprocs=self.size, start_method="forkserver")
+
+
+def _run_rank(rank: int, world: World) -> None:
+    torch.set_num_threads(1)
+    import deepspeed
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    # Without LOCAL_SIZE DeepSpeed leaves no shared memory behind.
+    os.environ.pop("LOCAL_SIZE", None)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size))
+    rendezvous = f"file://{world.folder / f'rendezvous{world.size}'}"
+    deepspeed.init_distributed("gloo", init_method=rendezvous, rank=rank, world_size=world.size,
+                               auto_mpi_discovery=False)
+    for case in world.cases:
+        _save(case, world.folder / case.label)
+    torch.distributed.destroy_process_group()
+
+
+def _save(case: Case, folder: Path) -> None:
+    """Trains and saves; beside the checkpoint, `truth.pt` has what DeepSpeed itself says that the parameters are."""
+    import deepspeed
+    torch.manual_seed(0)
+    net = case.net
+    groups = parameter_groups(net, case.optimizer)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=case.ds_config())
+    for step in range(case.steps):
+        torch.manual_seed(100 * step + torch.distributed.get_rank())
+        loss = engine(torch.randint(11, (4, ))).float().pow(2).mean() * 1e-2  # no fp16 overflow
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(str(folder), client_state=dict(CLIENT_STATE))
+    truth = _ask_deepspeed(engine, case.topology)
+    if torch.distributed.get_rank() == 0:
+        torch.save(truth, folder / "truth.pt")
+    engine.destroy()
+
+
+def _ask_deepspeed(engine: Any, topology: Topology) -> dict[str, dict[str, torch.Tensor]]:
+    """{name: {state: whole tensor}} by the public getters, where they can tell (not at stage 0)."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    if topology.stage == 0:
+        return {}
+    _relink(engine.optimizer)
+    keys = _tensor_states(engine.optimizer.optimizer)
+    truth: dict[str, dict[str, torch.Tensor]] = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and getattr(param, "ds_numel", param.numel()):
+            truth[name] = {"fp32": safe_get_full_fp32_param(param).clone()}
+            truth[name].update((key, safe_get_full_optimizer_state(param, key).clone()) for key in keys)
+    return truth
+
+
+def _relink(optimizer: Any) -> None:
+    """ZeRO 1/2 links the states of all groups after the first group's first step: the other groups have none yet."""
+    if getattr(optimizer, "_hp_optimizer_states_linked", False):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _tensor_states(optimizer: torch.optim.Optimizer) -> list[str]:
+    return sorted({key for entry in optimizer.state.values() for key, value in entry.items()
+                   if torch.is_tensor(value) and value.dim()})

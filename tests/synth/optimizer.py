@@ -1,0 +1,180 @@
+"""The optimizer part of the files: one rank's `optimizer_state_dict`, as each of DeepSpeed's wrappers writes it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.git_version_info import version
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import fragment_address
+
+from .layout import Flat, GroupLayout, clip, group_layouts, recorded_offsets, trained
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .description import Model, Run, State, Topology
+
+
+def optimizer_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat],
+                    rank: int) -> dict[str, Any]:
+    """What the wrapper's `state_dict()` gives on one rank whose buffers are `flats`."""
+    if topology.kind == "raw":
+        return _torch_state_dict(model, state, flats, shaped=True)
+    if topology.kind in ("fused", "unfused"):
+        return _fp16_state(model, state, topology, run, flats)
+    if topology.stage == 3:
+        return _stage3_state(model, state, topology, run, flats)
+    write = _bf16_state if topology.kind == "bf16" else _stage12_state
+    return write(model, state, topology, run, flats, rank)
+
+
+def loss_scaler(topology: Topology, run: Run) -> Any:
+    """The run's scaler, or one that has seen no overflow since the start."""
+    if run.loss_scaler is not None:
+        return run.loss_scaler
+    if topology.precision != "fp16":
+        return LossScaler(scale=1.0)
+    scaler = DynamicLossScaler(2**16, scale_window=1000, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
+    scaler.cur_iter = run.global_steps
+    return scaler
+
+
+def version_of(run: Run) -> str:
+    """The DeepSpeed version that the files name."""
+    return run.ds_version or version
+
+
+def fill(flat: Flat, sources: Mapping[str, torch.Tensor], padding: float = 0.0) -> torch.Tensor:
+    """The flat buffer: each slice from its parameter's tensor in `sources`; zero for parameters that have none."""
+    dtype = next(iter(sources.values())).dtype if sources else torch.float32
+    out = torch.full((flat.numel, ), padding, dtype=dtype)
+    for part in flat.slices:
+        source = sources.get(part.name)
+        here = out[part.offset:part.offset + part.numel]
+        here.copy_(source.reshape(-1)[part.start:part.start + part.numel]) if source is not None else here.zero_()
+    return out
+
+
+def _stage12_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat],
+                   rank: int) -> dict[str, Any]:
+    """`DeepSpeedZeroOptimizer.state_dict`: BF16_Optimizer's keys and its own, the masters without their padding."""
+    result = {**_bf16_state(model, state, topology, run, flats, rank), **_scaling(topology, run)}
+    result["single_partition_of_fp32_groups"] = [_lean(_master(flat, state), flat) for flat in flats]
+    result["zero_stage"] = ZeroStageEnum(topology.stage)
+    result["param_alignment_paddings"] = [list(group.paddings) for group in group_layouts(model, topology)]
+    if topology.keeps_lean_states:
+        result["base_optimizer_state"] = _lean_states(state, flats)
+        if "step" in state.groups[0]:
+            result["base_optimizer_state_step"] = state.groups[0]["step"]
+    return result
+
+
+def _bf16_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat],
+                rank: int) -> dict[str, Any]:
+    """`BF16_Optimizer.state_dict`."""
+    groups = group_layouts(model, topology)
+    return {
+        "clip_grad": run.clip_grad,
+        "base_optimizer_state": _torch_state_dict(model, state, flats),
+        "single_partition_of_fp32_groups": [_master(flat, state) for flat in flats],
+        "group_paddings": [flat.padding for flat in flats],
+        "partition_count": [topology.dp] * len(groups),
+        "ds_version": version_of(run),
+        "param_slice_mappings": [_slice_mapping(model, group, topology.dp, rank) for group in groups],
+    }
+
+
+def _stage3_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat]) -> dict[str, Any]:
+    """`DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`."""
+    return {
+        "zero_stage": ZeroStageEnum.weights,
+        **_scaling(topology, run),
+        "partition_count": topology.dp,
+        "optimizer_state_dict": _torch_state_dict(model, state, flats, padding=run.garbage),
+        "fp32_flat_groups": [_master(flat, state, run.garbage) for flat in flats],
+    }
+
+
+def _fp16_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat]) -> dict[str, Any]:
+    """`FP16_Optimizer.state_dict` (one flat per group) and `FP16_UnfusedOptimizer.state_dict` (nested lists)."""
+    if topology.kind == "fused":
+        scaling = _fp16_scaling(topology, run) if topology.precision == "fp16" else {}
+        base = _torch_state_dict(model, state, flats)
+        masters = [_master(flat, state) for flat in flats]
+        return {**scaling, "optimizer_state_dict": base, "fp32_groups_flat": masters, "clip_grad": run.clip_grad}
+    base = _torch_state_dict(model, state, flats, shaped=True)
+    nested = [[_whole_master(flat, state) for flat in flats if flat.group == index]
+              for index in range(len(model.groups))]
+    return {**_fp16_scaling(topology, run), "optimizer_state_dict": base, "fp32_groups": nested}
+
+
+def _fp16_scaling(topology: Topology, run: Run) -> dict[str, Any]:
+    scaler = loss_scaler(topology, run)
+    result = {"dynamic_loss_scale": scaler.dynamic, "cur_scale": scaler.cur_scale}
+    result["cur_iter"] = getattr(scaler, "cur_iter", run.global_steps)
+    dynamic = ("last_overflow_iter", "scale_factor", "scale_window") if scaler.dynamic else ()
+    return {**result, **{key: getattr(scaler, key) for key in dynamic}}
+
+
+def _torch_state_dict(model: Model, state: State, flats: Sequence[Flat], *, shaped: bool = False,
+                      padding: float = 0.0) -> dict[str, Any]:
+    """Torch's `Optimizer.state_dict()` when its parameters are `flats`; `shaped` gives states the parameter's shape."""
+    states = {index: _flat_state(flat, state, shaped, padding) for index, flat in enumerate(flats)}
+    members = [[index for index, flat in enumerate(flats) if flat.group == group] for group in range(len(model.groups))]
+    return {
+        "state": {index: entry for index, entry in states.items() if entry},
+        "param_groups": [{**hyper, "params": params} for hyper, params in zip(state.groups, members, strict=True)],
+    }
+
+
+def _flat_state(flat: Flat, state: State, shaped: bool, padding: float) -> dict[str, Any]:
+    keys = dict.fromkeys(key for name in flat.names for key in state.atoms[name] if key != "fp32")
+    scalars = next((state.scalars[name] for name in flat.names if state.scalars.get(name)), {})
+    entry = {key: value.clone() if torch.is_tensor(value) else value for key, value in scalars.items()}
+    for key in keys:
+        sources = {name: state.atoms[name][key] for name in flat.names if key in state.atoms[name]}
+        tensor = fill(flat, sources, padding)
+        entry[key] = tensor.view(state.atoms[flat.names[0]]["fp32"].shape) if shaped else tensor
+    return entry
+
+
+def _lean_states(state: State, flats: Sequence[Flat]) -> list[dict[str, Any]]:
+    entries = [_flat_state(flat, state, False, 0.0) for flat in flats]
+    return [{key: _lean(value, flat) if torch.is_tensor(value) and value.dim() else value
+             for key, value in entry.items()} for entry, flat in zip(entries, flats, strict=True)]
+
+
+def _master(flat: Flat, state: State, padding: float = 0.0) -> torch.Tensor:
+    return fill(flat, {name: state.atoms[name]["fp32"] for name in flat.names}, padding).requires_grad_()
+
+
+def _whole_master(flat: Flat, state: State) -> torch.Tensor:
+    return state.atoms[flat.names[0]]["fp32"].clone().requires_grad_()
+
+
+def _lean(tensor: torch.Tensor, flat: Flat) -> torch.Tensor:
+    """Without its padding, but still a view of the padded storage: that is what torch.save writes."""
+    return tensor[:flat.numel - flat.padding]
+
+
+def _scaling(topology: Topology, run: Run) -> dict[str, Any]:
+    scaler = loss_scaler(topology, run)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic, "overflow": run.overflow}
+
+
+def _slice_mapping(model: Model, group: GroupLayout, dp: int, rank: int) -> OrderedDict[str, fragment_address]:
+    params = trained(model.groups[group.group])
+    size = group.numel // dp
+    slices = {whole.name: whole for whole in group.slices}
+    result = OrderedDict()
+    for param, offset in zip(params, recorded_offsets(group, params), strict=True):
+        whole = slices[param.name]
+        part = clip(replace(whole, offset=offset), rank * size, (rank + 1) * size)
+        if part:
+            result[param.name] = fragment_address(numel=part.numel, start=part.offset)
+    return result
