@@ -52,7 +52,9 @@ def parse_config(ds_config: Mapping[str, Any], default_on: bool = False) -> Univ
     if value is True:
         return UniversalConfig()
     if not isinstance(value, Mapping):
-        raise ConfigError(f'ds_config: "{SECTION}" must be true, false or an object, found {value!r}. {describe_keys()}')
+        raise ConfigError(
+            f'ds_config: "{SECTION}" must be true, false or an object, found {value!r}. {describe_keys()}'
+        )
     try:
         return UniversalConfig.model_validate(dict(value))
     except ValidationError as error:

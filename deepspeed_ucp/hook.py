@@ -28,7 +28,7 @@ from .topology import find_differences
 logger = logging.getLogger("deepspeed_ucp")
 
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
-_default_on = False
+_settings = {"default_on": False}
 
 
 def install(*, default_on: bool = False) -> None:
@@ -37,8 +37,7 @@ def install(*, default_on: bool = False) -> None:
     Args:
         default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that).
     """
-    global _default_on
-    _default_on = default_on
+    _settings["default_on"] = default_on
     _wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
     _wrap(DeepSpeedConfig, "_configure_train_batch_size", _configure_train_batch_size)
     _wrap(DeepSpeedEngine, "_check_for_duplicates", _check_for_duplicates)
@@ -76,7 +75,7 @@ def get_config(engine: Any) -> UniversalConfig | None:
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
-    options = parse_config(config._param_dict, _default_on)
+    options = parse_config(config._param_dict, _settings["default_on"])
     config.ucp_config = options
     if options is not None:
         _fit_batch_sizes(config, options)
@@ -122,7 +121,7 @@ def _load_checkpoint(
     **kwargs: Any,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """DeepSpeed's own load where the topology is the same (or the plugin off), else ours."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
         "load_lr_scheduler_states": load_lr_scheduler_states,

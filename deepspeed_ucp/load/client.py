@@ -46,7 +46,7 @@ def _read(path: str, trust_pickle: bool, is_zip: bool) -> dict[str, Any]:
         reason = str(error).split("Please file")[0].split("\n\n")[0].strip()
         raise CheckpointError(
             f"{path}: the client state or scheduler holds an object that is not unpickled without your consent "
-            f"({reason}). If you trust the file, allow the class with torch.serialization.add_safe_globals([...]) or set "
+            f"({reason}). If you trust the file, allow the class with torch.serialization.add_safe_globals or set "
             '"checkpoint": {"universal": {"trust_pickle": true}}.'
         ) from error
     return {key: _own(value) for key, value in saved.items() if key not in _BULKY}

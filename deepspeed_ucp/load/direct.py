@@ -34,6 +34,7 @@ from ..targets.finish import (
 )
 from ..targets.optimizer import restore_hyper
 from .client import read_client_objects
+from .custom import run_custom_load
 from .exchange import exchange
 from .job import Job, make_job
 from .report import LoadReport
@@ -41,7 +42,7 @@ from .samples import check_samples
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_CHUNK = 4 << 20
+_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,9 @@ def load_direct(
     Raises:
         UcpError: the same on every rank; nothing of the engine has changed then.
     """
-    with report.phase("plan"):
-        with comm.together():
-            job, match = _prepare(index, target, comm, arguments)
-            plan = _plan(index, job, comm)
+    with report.phase("plan"), comm.together():
+        job, match = _prepare(index, target, comm, arguments)
+        plan = _plan(index, job, comm)
     report.state_bytes = job.state_bytes
     saved = _read_objects(engine, index, comm, config)
     reader = _Reader(index, job, config)
@@ -96,6 +96,10 @@ def load_direct(
     with report.phase("verify"):
         _verify(index, plan, first, comm)
         check_samples(index, job.touched.values(), comm)
+    if arguments.custom_load_fn is not None:
+        with report.phase("custom"):
+            follow = not job.touched
+            run_custom_load(arguments.custom_load_fn, index, target, comm, reader.threads, masters_follow=follow)
     with report.phase("fill"):
         report.bytes_again = _fill_live(reader, plan, first, comm)
     with report.phase("exchange"):
@@ -103,7 +107,8 @@ def load_direct(
         for sink in job.sinks:
             sink.settle()
     with report.phase("copies"):
-        target.refresh_copies(comm)
+        if job.touched:
+            target.refresh_copies(comm)
     with report.phase("finish"):
         if arguments.with_states:
             _attach(index, target, job, match)
@@ -115,13 +120,16 @@ def load_direct(
 
 def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments) -> tuple[Job, Match]:
     with_states = arguments.with_states and target.optimizer is not None
-    extras: list[Extra] = target.extras()
+    if arguments.custom_load_fn is not None and not with_states:
+        return Job(), Match()  # the weights are the user's business then
+    custom = arguments.custom_load_fn is not None
+    extras: list[Extra] = [] if custom else target.extras()
     match = match_parameters(
         index,
         target.owned_shapes(),
-        {extra.name: extra.shape for extra in extras},
+        None if custom else {extra.name: extra.shape for extra in extras},
         target.aliases,
-        strict=arguments.load_module_strict,
+        strict=arguments.load_module_strict or custom,
         with_states=with_states,
     )
     if with_states:
@@ -138,7 +146,9 @@ def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
 
 
 def _read_objects(engine: Any, index: AtomicIndex, comm: Comm, config: UniversalConfig) -> dict[str, Any]:
-    is_zip = all(record.crc is not None for record in index.records if index.files[record.file].path == index.state_file)
+    is_zip = all(
+        record.crc is not None for record in index.records if index.files[record.file].path == index.state_file
+    )
     return read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle, is_zip=is_zip)
 
 
@@ -242,9 +252,7 @@ def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:
     target.relink()
 
 
-def _finish(
-    engine: Any, index: AtomicIndex, target: Target, saved: dict[str, Any], arguments: LoadArguments
-) -> None:
+def _finish(engine: Any, index: AtomicIndex, target: Target, saved: dict[str, Any], arguments: LoadArguments) -> None:
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:
         return
@@ -253,5 +261,3 @@ def _finish(
         restore_clip(engine.optimizer, index.clip_grad)
     restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
     restore_counters(engine, saved)
-
-

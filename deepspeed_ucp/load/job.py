@@ -115,9 +115,7 @@ class _JobMaker:
         if key not in self.probes:
             group = self.match.groups.get(flat.group)
             hyper = self.index.groups[group].hyper if group is not None else {}
-            self.probes[key] = probe_optimizer(
-                self.target.optimizer, self.target.param_group(flat), hyper, flat.master
-            )
+            self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.master)
         return self.probes[key]
 
     def check_optimizer(self) -> None:

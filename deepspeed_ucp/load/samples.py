@@ -61,7 +61,7 @@ def _check_file(index: AtomicIndex, file: int, entries: list[tuple[Atom, Atom, F
     if differing > max(tolerated * total, 1):
         raise CheckpointError(
             f"{index.files[file].path}: its fp32 weights are not those of the model states in {index.state_file} "
-            f"({differing} of {total} elements looked at differ; {first}). The file belongs to another run or step; put "
+            f"({differing} of {total} elements compared differ; {first}). The file belongs to another run or step; put "
             "the right one back."
         )
 

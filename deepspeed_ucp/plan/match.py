@@ -21,7 +21,7 @@ class Match:
 def match_parameters(
     index: AtomicIndex,
     owned: Mapping[str, tuple[int, ...]],
-    extras: Mapping[str, tuple[int, ...]],
+    extras: Mapping[str, tuple[int, ...]] | None,
     aliases: Mapping[str, str],
     *,
     strict: bool,
@@ -31,7 +31,7 @@ def match_parameters(
 
     Args:
         owned: shapes of live parameters that the optimizer owns.
-        extras: shapes of live parameters without optimizer, and buffers.
+        extras: shapes of live parameters without optimizer, and buffers; None leaves them out of the comparison.
         aliases: live tied names → the name that holds the data.
         strict: refuse missing and extra names (as ``load_module_strict``).
         with_states: optimizer states are loaded as well, so that trained and frozen may not be swapped.
@@ -43,7 +43,7 @@ def match_parameters(
     for alias, name in aliases.items():
         others.setdefault(name, []).append(alias)
     match, faults, taken = Match(), [], set()
-    for name, shape, wants_master in _chain(owned, extras):
+    for name, shape, wants_master in _chain(owned, extras or {}):
         found = _find(index, (name, *others.get(name, ())), wants_master, with_states)
         if found is None:
             match.skipped.append(f"{name} {shape}: not in the checkpoint{_explain(index, name, wants_master)}")
@@ -52,13 +52,16 @@ def match_parameters(
         match.names[name] = found.name
         if found.shape != shape:
             faults.append(f"{name}: shape {found.shape} in the checkpoint, {shape} in the model")
-    saved = {name for name, state in index.atoms if state in (MASTER, MODULE)}
+    compared = (MASTER,) if extras is None else (MASTER, MODULE)
+    saved = {name for name, state in index.atoms if state in compared}
     for name in sorted(saved - taken):
         match.skipped.append(f"{name}: in the checkpoint, not in the model")
     if strict:
         faults += match.skipped
     if faults:
-        hint = "" if not strict or not match.skipped else " load_module_strict=False passes missing and extra ones over."
+        hint = (
+            "" if not strict or not match.skipped else " load_module_strict=False passes missing and extra ones over."
+        )
         raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
     return match
 

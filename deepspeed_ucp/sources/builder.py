@@ -73,7 +73,9 @@ class Builder:
         """
         for state, piece in holder.states.items():
             if piece.numel != numel:
-                self.mark_irregular(names, state, f"shape {piece.shape} where the parameter's part has {numel} elements")
+                self.mark_irregular(
+                    names, state, f"shape {piece.shape} where the parameter's part has {numel} elements"
+                )
                 continue
             for name, shape, offset, start, part in names:
                 self.add(name, state, shape, file, piece.narrow(offset, part), start)
@@ -115,5 +117,3 @@ class Builder:
             check_coverage(atom, [self.files[self.records[part.record].file].path for part in parts])
             atoms[name, state] = atom
         return atoms
-
-

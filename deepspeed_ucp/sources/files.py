@@ -41,7 +41,9 @@ def list_sizes(folder: str) -> dict[str, int]:
     try:
         with os.scandir(folder) as entries:
             return {
-                e.name: -1 if e.is_dir() else e.stat().st_size for e in entries if e.is_dir() or _STATES.fullmatch(e.name)
+                e.name: -1 if e.is_dir() else e.stat().st_size
+                for e in entries
+                if e.is_dir() or _STATES.fullmatch(e.name)
             }
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error

@@ -220,7 +220,7 @@ class _Reader:
         if "state" in state and "param_groups" in state:
             return self._read_flat({"optimizer_state_dict": state}, "torch", [])
         raise UnsupportedError(
-            f"{self.file.path}: optimizer state with keys {sorted(map(str, state))} is of a wrapper that is not covered."
+            f"{self.file.path}: optimizer state with keys {sorted(map(str, state))}: a wrapper that is not covered."
         )
 
     def _read_zero12(self, state: dict[str, Any]) -> OptimHeader:
@@ -228,7 +228,7 @@ class _Reader:
         if slices is None:
             raise UnsupportedError(f"{self.file.path}: no param_slice_mappings; saved by a DeepSpeed release too old.")
         kind = "zero12" if "zero_stage" in state else "bf16"
-        base = state.get("base_optimizer_state")
+        base: Any = state.get("base_optimizer_state")
         elastic = isinstance(base, list)
         if elastic:
             step = state.get("base_optimizer_state_step")
@@ -267,7 +267,7 @@ class _Reader:
             partition_count=tuple(_as_ints(state.get("partition_count"))),
             scaler=_read_scaler(state),
             clip_grad=state.get("clip_grad"),
-            names=tuple(tuple(n) for n in named) if kind == "torch" and named and all(named) else None,  # type: ignore[arg-type]
+            names=tuple(tuple(n) for n in named) if kind == "torch" and named and all(named) else None,
         )
 
     def _read_holder(self, entries: dict[str, Any]) -> Holder:
@@ -332,7 +332,7 @@ def _as_groups(shapes: Any) -> list[dict[str, tuple[int, ...]]]:
 def _as_pairs(shared: Any) -> list[tuple[str, str]]:
     if isinstance(shared, dict):
         return list(shared.items())
-    return [tuple(pair) for pair in shared or []]  # type: ignore[misc]
+    return [tuple(pair) for pair in shared or []]
 
 
 def _as_ints(value: Any) -> list[int]:

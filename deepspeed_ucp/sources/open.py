@@ -36,8 +36,7 @@ def open_checkpoint(folder: str, comm: Comm, live_groups: GroupNames | None = No
     first = _read_first(listing, comm)
     headers = _read_rest(listing, first, comm)
     with comm.together():
-        index = _build(listing, headers, live_groups)
-    return index
+        return _build(listing, headers, live_groups)
 
 
 def _list_everywhere(folder: str, comm: Comm) -> Listing:
@@ -46,8 +45,7 @@ def _list_everywhere(folder: str, comm: Comm) -> Listing:
     listings = comm.gather(sizes)
     with comm.together():
         compare_listings(folder, listings)
-        listing = sort_files(folder, sizes)
-    return listing
+        return sort_files(folder, sizes)
 
 
 def _read_first(listing: Listing, comm: Comm) -> list[FileHeader]:
@@ -93,7 +91,7 @@ def _read_shard0(listing: Listing, model: FileHeader | None) -> FileHeader | Non
 
 
 def _prefixes(listing: Listing, model: FileHeader | None) -> list[str]:
-    """Prefixes of optimizer files, the one that the saved precision uses first (engine.py ``_get_zero_ckpt_prefix``)."""
+    """Prefixes of optimizer files, the saved precision's own first (engine.py ``_get_zero_ckpt_prefix``)."""
     config = model.model.config if model and model.model else {}
     expected = "bf16_" if _enabled(config, "bf16", "bfloat16") else ""
     others = sorted({prefix for prefix, _ in listing.optim} - {expected})
@@ -238,8 +236,10 @@ def _contrast(mine: Any, theirs: Any) -> str:
 
 
 def _add_module(builder: Builder, model: ModelHeader, file: int, sharded: bool) -> dict[str, str]:
-    """Tensors of the module states: buffers, parameters without optimizer, copies of optimized ones; ties as aliases."""
-    aliases = {strip_compiled(a): strip_compiled(n) for a, n in model.shared.items() if not _is_empty(model, a, sharded)}
+    """Tensors of the module states: buffers, parameters without optimizer, copies of optimized ones. Returns ties."""
+    aliases = {
+        strip_compiled(a): strip_compiled(n) for a, n in model.shared.items() if not _is_empty(model, a, sharded)
+    }
     buffers = {strip_compiled(name) for name in model.buffers}
     seen: dict[tuple[Any, int, tuple[int, ...]], str] = {}
     for raw, piece in (model.module or {}).items():

@@ -1,6 +1,6 @@
 """Header of a ``torch.save`` file: its object tree with tensors as references, and where each storage's bytes lie.
 
-Both formats are read: the zip (records stored uncompressed, a CRC32 each; torch/csrc ``caffe2/serialize/inline_container``)
+Both formats are read: the zip (records stored uncompressed, a CRC32 each; caffe2/serialize/inline_container.cc)
 and the legacy one (``torch.serialization._legacy_save``: pickles followed by raw storages, no checksum).
 """
 

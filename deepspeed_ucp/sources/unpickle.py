@@ -180,9 +180,13 @@ def _rebuild_parameter(data: Any, *_rest: Any) -> Any:
     return data
 
 
+def _rebuild_from_type(make: Callable[..., Any], _kind: Any, args: Any, _state: Any = None) -> Any:
+    """A tensor that carries Python attributes, as ZeRO 3's flat buffers do after a step."""
+    return make(*args)
+
+
 def _reconstruct(cls: Any, _base: Any = None, _state: Any = None) -> Any:
     return cls()
-
 
 
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
@@ -191,6 +195,8 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._tensor", "_rebuild_from_type"): _rebuild_from_type,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
     ("copyreg", "_reconstructor"): _reconstruct,

@@ -51,7 +51,7 @@ def _add_partition(builder: Builder, shard: FileHeader, group: int, layout: Layo
     file = builder.file(builder.folder + "/" + shard.name, shard.size)
     if (found := _partition_numel(builder, shard, group)) != partition:
         raise CheckpointError(
-            f"{builder.files[file].path}: its partition of group {group} has {found} elements, rank 0's has {partition}. "
+            f"{builder.files[file].path}: partition {group} has {found} elements, rank 0's has {partition}. "
             "The file belongs to another run or world size; put the right one back."
         )
     _check_slices(builder, shard, group, layout, file)
@@ -75,7 +75,9 @@ def _check_slices(builder: Builder, shard: FileHeader, group: int, layout: Layou
         return
     slices = _optim(shard).slices
     expected = [(name, offset, numel) for name, _, offset, _, numel in layout]
-    found = [(strip_compiled(name), start, numel) for name, start, numel in slices[group]] if group < len(slices) else []
+    found = (
+        [(strip_compiled(name), start, numel) for name, start, numel in slices[group]] if group < len(slices) else []
+    )
     if sorted(found) != sorted(expected):
         odd = sorted(set(found) ^ set(expected))[0]
         raise CheckpointError(
@@ -98,7 +100,7 @@ def _partition_numel(builder: Builder, shard: FileHeader, group: int) -> int:
     optim = _optim(shard)
     if group >= len(optim.masters):
         raise CheckpointError(
-            f"{builder.folder}/{shard.name}: has {len(optim.masters)} param groups, the model states list more. The file "
+            f"{builder.folder}/{shard.name}: has {len(optim.masters)} param groups, fewer than the model states. The file "
             "belongs to another run; put the right one back."
         )
     padding = optim.paddings[group] if optim.kind == "zero12" and group < len(optim.paddings) else 0
@@ -146,7 +148,7 @@ def _add_sub_group(builder: Builder, shard: FileHeader, index: int, layout: Layo
         raise UnsupportedError(f"{builder.files[file].path}: optimizer states on NVMe are not in the file.")
     if found != partition:
         raise CheckpointError(
-            f"{builder.files[file].path}: sub-group {index} has {found} elements, the model states make it {partition}. "
+            f"{builder.files[file].path}: sub-group {index} has {found} elements; by the model states it has {partition}. "
             "The file belongs to another run or world size."
         )
     for name, shape, offset, start, numel in layout:

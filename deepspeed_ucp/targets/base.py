@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,11 +182,25 @@ class Target(ABC):
                 return number
         return min(flat.group, len(groups) - 1)
 
+    def whole_parameters(self) -> AbstractContextManager[Any]:
+        """Inside, the module's parameters are whole on every rank."""
+        return nullcontext()
+
+    def refresh_masters(self) -> None:
+        """Make the masters from the model's own copies (DeepSpeed's ``refresh_fp32_params``)."""
+        refresh = getattr(self.wrapped, "refresh_fp32_params", None) or getattr(
+            self.wrapped, "_restore_from_bit16_weights", None
+        )
+        if refresh:
+            refresh()
+
     def prepare(self) -> None:
         """Called before the buffers are filled."""
+        return
 
     def relink(self) -> None:
         """Called after optimizer states were attached: views into them are stale."""
+        return
 
 
 def strip(name: str) -> str:
@@ -209,9 +224,7 @@ def _device(section: Any) -> str:
     return str(getattr(device, "value", device) or "none")
 
 
-def lay_out(
-    names: Sequence[str], numels: Sequence[int], offsets: Sequence[int], low: int, high: int
-) -> list[Cut]:
+def lay_out(names: Sequence[str], numels: Sequence[int], offsets: Sequence[int], low: int, high: int) -> list[Cut]:
     """Cuts of parameters laid out at ``offsets`` of a flat space that fall into [low, high) of it."""
     cuts = []
     for name, numel, offset in zip(names, numels, offsets, strict=True):

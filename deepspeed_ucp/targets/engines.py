@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch._utils import _unflatten_dense_tensors
 
-from ..comm import Comm
+from ..comm import Comm, gather_in_place
 from ..errors import UnsupportedError
 from ..topology import FlatGroup
 from .base import Cut, Extra, Flat, Target, accumulate, flatten, lay_out, strip
@@ -78,8 +80,7 @@ class Zero12Target(Target):
         for flat, partitions, master, process_group in self.copies():
             own = partitions[ds_comm.get_rank(group=process_group)]
             own.data.copy_(master.data)
-            if len(partitions) > 1:
-                gather_in_place(flat.data, own.data, process_group)
+            gather_in_place(flat.data, process_group)
 
     def relink(self) -> None:
         opt = self.wrapped
@@ -114,12 +115,6 @@ class Bf16Target(Zero12Target):
         )
 
 
-def gather_in_place(flat: torch.Tensor, own: torch.Tensor, process_group: Any) -> None:
-    """All-gather partitions into the flat buffer that holds them."""
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-    gather(flat, own, group=process_group)
-
-
 class Zero3Target(Target):
     """DeepSpeedZeroOptimizer_Stage3: per sub-group a flat buffer of each parameter's ``ceil(numel / dp)`` elements."""
 
@@ -132,7 +127,9 @@ class Zero3Target(Target):
     def collect(self) -> None:
         opt = self.wrapped
         if getattr(opt, "swap_optimizer", False) or getattr(opt, "params_in_nvme_and_cpu", False):
-            raise UnsupportedError("ZeRO-3 with optimizer or parameters on NVMe: this release cannot fill swapped buffers.")
+            raise UnsupportedError(
+                "ZeRO-3 with optimizer or parameters on NVMe: this release cannot fill swapped buffers."
+            )
         for index, params in enumerate(opt.fp16_groups):
             raw = tuple(self.names[id(p)] for p in params)
             names, parts = tuple(map(strip, raw)), [p.partition_numel() for p in params]
@@ -153,6 +150,9 @@ class Zero3Target(Target):
             return super().extra_parameter(name, param)
         return partitioned_extra(name, param)
 
+    def whole_parameters(self) -> AbstractContextManager[Any]:
+        return gather_parameters(self.engine.module)
+
     def refresh_copies(self, comm: Comm) -> None:
         opt = self.wrapped
         for index, master in enumerate(opt.fp32_partitioned_groups_flat):
@@ -161,6 +161,13 @@ class Zero3Target(Target):
         invalidate = getattr(opt, "invalidate_secondary_tensor", None)
         if invalidate:
             invalidate()
+
+
+def gather_parameters(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """ZeRO-3 parameters whole inside, rank 0's changes kept (as DeepSpeed's ``load_module_state_dict``)."""
+    parted: list[Any] = [param for param in module.parameters() if hasattr(param, "ds_id")]
+    away = [param for param in parted if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    return GatheredParameters(away, modifier_rank=0)  # type: ignore[no-any-return]
 
 
 def partitioned_extra(name: str, param: Any) -> Extra:
@@ -241,6 +248,9 @@ class OffloadOnlyTarget(Target):
     def collect(self) -> None:
         """No masters."""
 
+    def whole_parameters(self) -> AbstractContextManager[Any]:
+        return gather_parameters(self.engine.module)
+
     @property
     def optimizer(self) -> Any:
         return None
@@ -281,8 +291,8 @@ def open_target(engine: Any) -> Target:
         found = TorchTarget
     if found is None:
         raise UnsupportedError(
-            f"The engine's optimizer wrapper {kind} is not covered. Covered: {', '.join(sorted(TARGETS))} and raw torch "
-            "optimizers."
+            f"The engine's optimizer wrapper {kind} is not covered. Covered: {', '.join(sorted(TARGETS))} "
+            "and raw torch optimizers."
         )
     return found(engine)
 

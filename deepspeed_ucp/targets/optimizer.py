@@ -60,7 +60,7 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
 
 def _make_shadow(optimizer: Any, fields: dict[str, Any]) -> Any:
     # A subclass without __del__: DeepSpeed's CPU optimizers free their native state in it.
-    kind = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
+    kind: Any = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
     shadow = kind.__new__(kind)
     shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     shadow.__dict__.update(state=defaultdict(dict), param_groups=[fields])
@@ -82,7 +82,7 @@ def _sort(state: Mapping[str, Any], shape: torch.Size, step_in_group: bool) -> K
     for name, value in state.items():
         if value is None:
             continue
-        if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (int, float, bool)):
+        if isinstance(value, (int, float, bool)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
             scalars[name] = value
         elif isinstance(value, torch.Tensor) and value.shape == shape:
             elementwise[name] = value.dtype

@@ -1,0 +1,95 @@
+# demo, test, bench, lint. Each works in the virtual environment that is active, or else makes .venv itself.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ifeq ($(strip $(VIRTUAL_ENV)),)
+VENV := $(CURDIR)/.venv
+else
+VENV := $(VIRTUAL_ENV)
+endif
+OLDEST := $(CURDIR)/.venv-oldest
+OLDEST_DEEPSPEED := $(shell sed -n 's/^ *deepspeed *>= *\([0-9.]*\).*/\1/p' setup.cfg)
+
+# This checkout is what an environment's packages are installed for; each environment remembers which.
+STAMP := $(VENV)/.deepspeed_ucp
+OLDEST_STAMP := $(OLDEST)/.deepspeed_ucp
+REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
+
+export DS_ACCELERATOR ?= cpu
+# torch first and under the constraint, so that nothing else chooses another build. DeepSpeed is a source package:
+# no operator is compiled ahead.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export DS_BUILD_OPS := 0
+INSTALL = -m pip install --quiet -c constraints.txt
+
+# What the commands below find: the environment's own deepspeed, mpirun and ninja, and the operator that DeepSpeed
+# compiles at its first launch, kept with the environment because it depends on the DeepSpeed that is in it.
+IN_ENV = PATH="$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$${TORCH_EXTENSIONS_DIR:-$(1)/torch_extensions}"
+
+# Run a command, then remove the shared memory that its DeepSpeed launches left behind (69 MB per rank, also after a
+# clean exit): what is ours, was written since, and no live process has mapped.
+define TIDY_SCRIPT
+start=$$(mktemp); trap : INT TERM; rc=0
+"$$@" || rc=$$?
+find /dev/shm -maxdepth 1 -name 'deepspeed_allreduce_buffer_*' -user "$$(id -u)" -newer "$$start" 2>/dev/null |
+while read -r buffer; do
+  cat /proc/[0-9]*/maps 2>/dev/null | grep -F "$$buffer" >/dev/null || rm -f "$$buffer"
+done
+rm -f "$$start"
+exit $$rc
+endef
+export TIDY_SCRIPT
+TIDY = bash -c "$$TIDY_SCRIPT" tidy
+
+.PHONY: help demo test bench lint pytest test-oldest clean
+help:
+	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt)'
+	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
+	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
+	@echo 'make lint    ruff, mypy, import-linter'
+
+demo: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/byte_gpt/demo.py
+
+bench: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py
+
+test: lint
+	$(MAKE) --no-print-directory pytest
+	$(MAKE) --no-print-directory test-oldest
+
+pytest: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST_STAMP)
+	$(call IN_ENV,$(OLDEST)) $(TIDY) $(OLDEST)/bin/python -m pytest -m engine_smoke $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# An environment that another checkout has installed itself into since is installed again.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+$(STAMP): $(REQUIREMENTS)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(INSTALL) torch numpy
+	$(VENV)/bin/python $(INSTALL) -e '.[test,mpi,plot]'
+	echo $(CURDIR) > $@
+
+ifneq ($(shell cat $(OLDEST_STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(OLDEST_STAMP)
+endif
+$(OLDEST_STAMP): $(REQUIREMENTS)
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(INSTALL) torch numpy
+	$(OLDEST)/bin/python $(INSTALL) -e '.[test]' deepspeed==$(OLDEST_DEEPSPEED)
+	echo $(CURDIR) > $@
+
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

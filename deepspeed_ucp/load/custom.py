@@ -1,0 +1,67 @@
+"""``custom_load_fn``: the user's own way of giving the saved weights to the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
+from ..comm import Comm
+from ..io import read_requests
+from ..plan import Want, plan_load
+from ..targets import Target
+from .sinks import TensorSink
+
+_CHUNK = 8 << 20
+
+
+def assemble_module(index: AtomicIndex, threads: int) -> dict[str, torch.Tensor]:
+    """The whole saved module as a state dict on the CPU, in the dtypes that the module states had.
+
+    ZeRO 3 saves no such copy: there the fp32 masters stand in, as in DeepSpeed's own consolidation.
+    """
+    weights: dict[str, Atom] = {}
+    for state in (MASTER, COPY, MODULE):  # later ones win
+        weights.update({name: atom for (name, kind), atom in index.atoms.items() if kind == state})
+    tensors, sinks, wants = {}, [], []
+    for number, (name, atom) in enumerate(weights.items()):
+        flat = torch.empty(atom.numel, dtype=getattr(torch, atom.dtype))
+        tensors[name] = flat.view(atom.shape)
+        sinks.append(TensorSink(flat, atom.dtype, fresh=True))
+        wants.append(Want(atom, 0, atom.numel, number, 0))
+    plan = plan_load(wants, (), index.records, 0, 1, _CHUNK)
+    read_requests(
+        plan.requests,
+        index.records,
+        index.files,
+        sinks,
+        threads=threads,
+        make_scratch=lambda nbytes: memoryview(bytearray(nbytes)),
+        checksum=False,
+    )
+    tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
+    return tensors
+
+
+def run_custom_load(
+    load_fn: Callable[..., Any], index: AtomicIndex, target: Target, comm: Comm, threads: int, *, masters_follow: bool
+) -> None:
+    """Call ``load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
+
+    Args:
+        masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
+    """
+    source: dict[str, torch.Tensor] = {}
+    with comm.together():
+        source = assemble_module(index, threads)
+    error: Exception | None = None
+    with target.whole_parameters():
+        try:
+            load_fn(src=source, dst=target.engine.module)
+        except Exception as caught:  # noqa: BLE001 - the user's function; re-raised on every rank
+            error = caught
+    comm.agree(error)
+    if masters_follow:
+        target.refresh_masters()
