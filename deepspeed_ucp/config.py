@@ -103,8 +103,8 @@ def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | 
 def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) -> str:
     """What to write instead of a ``train_batch_size`` that ``world`` ranks cannot make."""
     per_step = world * (micro or 1) * (gas or 1)
-    below, above = train // per_step * per_step, -(-train // per_step) * per_step
-    sizes = [str(size) for size in dict.fromkeys((below, above)) if size > 0]
+    around = (train // per_step * per_step, -(-train // per_step) * per_step)
+    sizes = [str(size) for size in dict.fromkeys((per_step,) if micro and gas else around) if size > 0]
     worlds = [str(w) for w in range(1, min(train, 4096) + 1) if fit_batch(train, micro, gas, w)]
     near = sorted(worlds, key=lambda w: abs(int(w) - world))[:6]
     parts = [f"train_batch_size {' or '.join(sizes)} fits {world} data-parallel ranks"]

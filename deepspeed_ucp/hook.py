@@ -190,7 +190,7 @@ def _decide(engine: Any, folder: str, comm: Comm) -> _Choice:
             fault = error
     if target is None:
         return _Choice(f"the engine is not covered ({fault})")
-    index = open_checkpoint(folder, comm, target.live_groups())
+    index = open_checkpoint(folder, comm, target.live_groups(), target.live_hyper())
     differences: list[str] = []
     with comm.together():
         differences = find_differences(index.topology, target.topology)

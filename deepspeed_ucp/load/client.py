@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import datetime
 import pathlib
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -14,19 +16,19 @@ import torch
 
 from ..comm import Comm
 from ..errors import CheckpointError
+from ..sources import is_zip
 from ..targets import pickled_classes
 
 _BULKY = ("module", "optimizer", "frozen_param_fragments")
 """Tensors of the model that the index reads; they do not belong to the client."""
 
 
-def read_client_objects(path: str, comm: Comm, *, trust_pickle: bool, is_zip: bool) -> dict[str, Any]:
+def read_client_objects(path: str, comm: Comm, *, trust_pickle: bool) -> dict[str, Any]:
     """Read everything but the model's tensors from a model-states file, on rank 0, and tell all ranks; collective.
 
     Args:
         path: the file.
         trust_pickle: allow any class (``weights_only=False``).
-        is_zip: the zip format can be mapped, so that the model's bytes are not read.
 
     Raises:
         CheckpointError: the client state holds a class that torch does not unpickle safely.
@@ -34,33 +36,30 @@ def read_client_objects(path: str, comm: Comm, *, trust_pickle: bool, is_zip: bo
     found: dict[str, Any] = {}
     with comm.together():
         if comm.rank == 0:
-            found = _read(path, trust_pickle, is_zip)
+            found = _read(path, trust_pickle)
     return comm.broadcast(found)  # type: ignore[no-any-return]
 
 
-def _read(path: str, trust_pickle: bool, is_zip: bool) -> dict[str, Any]:
+def _read(path: str, trust_pickle: bool) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(safe_classes()):
-            saved = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=not trust_pickle)
+            # A zip is mapped, so that the model's own bytes are not read.
+            saved = torch.load(path, map_location="cpu", mmap=is_zip(path), weights_only=not trust_pickle)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("Please file")[0].split("\n\n")[0].strip()
         raise CheckpointError(
             f"{path}: the client state or scheduler holds an object that is not unpickled without your consent "
-            f"({reason}). If you trust the file, allow the class with torch.serialization.add_safe_globals or set "
-            '"checkpoint": {"universal": {"trust_pickle": true}}.'
+            f"({_shorten_reason(str(error))}). If you trust the file, allow the class with "
+            'torch.serialization.add_safe_globals or set "checkpoint": {"universal": {"trust_pickle": true}}.'
         ) from error
-    return {key: _own(value) for key, value in saved.items() if key not in _BULKY}
+    # Copied, so that nothing refers to the mapped file any more.
+    return copy.deepcopy({key: value for key, value in saved.items() if key not in _BULKY})
 
 
-def _own(value: Any) -> Any:
-    """Copies of mapped tensors, so that nothing refers to the file any more."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: _own(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_own(item) for item in value)
-    return value
+def _shorten_reason(text: str) -> str:
+    """What torch says about the object, without its advice and colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    reason = plain.split("WeightsUnpickler error:")[-1]
+    return re.split(r"\. Please use|\n\s*\n|Check the documentation", reason)[0].strip().rstrip(".")
 
 
 def safe_classes() -> list[Any]:
@@ -70,9 +69,10 @@ def safe_classes() -> list[Any]:
         collections.OrderedDict,
         collections.defaultdict,
         collections.Counter,
-        collections.deque,
+        *(bool, int, float, str, list, dict, tuple),  # factories of a defaultdict
         datetime.datetime,
         datetime.timedelta,
+        datetime.timezone,
         datetime.date,
         pathlib.PosixPath,
         pathlib.PurePosixPath,

@@ -30,6 +30,7 @@ from ..targets.finish import (
     restore_clip,
     restore_counters,
     restore_helpers,
+    restore_rates,
     restore_scaler,
 )
 from ..targets.optimizer import restore_hyper
@@ -88,7 +89,7 @@ def load_direct(
         job, match = _prepare(index, target, comm, arguments)
         plan = _plan(index, job, comm)
     report.state_bytes = job.state_bytes
-    saved = _read_objects(engine, index, comm, config)
+    saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
     reader = _Reader(index, job, config)
     with report.phase("read"):
         first = _read_fresh(reader, plan, comm, config.verify == "crc")
@@ -143,13 +144,6 @@ def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArgu
 
 def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
     return plan_load(job.own, job.touched.values(), index.records, comm.rank, comm.size, _CHUNK)
-
-
-def _read_objects(engine: Any, index: AtomicIndex, comm: Comm, config: UniversalConfig) -> dict[str, Any]:
-    is_zip = all(
-        record.crc is not None for record in index.records if index.files[record.file].path == index.state_file
-    )
-    return read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle, is_zip=is_zip)
 
 
 class _Reader:
@@ -260,4 +254,6 @@ def _finish(engine: Any, index: AtomicIndex, target: Target, saved: dict[str, An
         restore_scaler(engine.optimizer, index.scaler)
         restore_clip(engine.optimizer, index.clip_grad)
     restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
+    if index.topology.elastic and arguments.with_states and arguments.load_lr_scheduler_states:
+        restore_rates(engine)
     restore_counters(engine, saved)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import ITEMSIZE
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, UcpError, UnsupportedError
 from .torchfile import Blob, ScalarRef, TorchFile, read_header
 from .unpickle import Opaque, TensorRef, simplify
 
@@ -45,11 +45,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What an optimizer keeps for one of its tensors: element-wise states, scalars, and anything else by name."""
+    """What an optimizer keeps for one of its tensors: element-wise states, scalars, and anything else by name.
+
+    ``zero_dim`` locates those scalars that are 0-dim tensors: for a 0-dim parameter they are its states.
+    """
 
     states: dict[str, Piece] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
+    zero_dim: dict[str, Piece] = field(default_factory=dict)
     other: dict[str, str] = field(default_factory=dict)
+
+    def of_zero_dim(self) -> Holder:
+        """The same for a 0-dim parameter, whose states look like scalars; ``step`` remains one."""
+        states = {name: piece for name, piece in self.zero_dim.items() if name != "step"}
+        scalars = {name: value for name, value in self.scalars.items() if name not in states}
+        return replace(self, states={**self.states, **states}, scalars=scalars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,16 @@ def read_file(folder: str, name: str) -> FileHeader:
         UnsupportedError: an optimizer wrapper that is not covered.
     """
     path = os.path.join(folder, name)
+    try:
+        return _read_file(path, name)
+    except UcpError:
+        raise
+    except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: its header cannot be read ({kind}: {error}); the file is damaged.") from error
+
+
+def _read_file(path: str, name: str) -> FileHeader:
     file = read_header(path)
     stem = name.removesuffix(".pt")
     if file.saved_as is not None and file.saved_as != stem:
@@ -271,7 +291,7 @@ class _Reader:
         )
 
     def _read_holder(self, entries: dict[str, Any]) -> Holder:
-        states, scalars, other = {}, {}, {}
+        states, scalars, zero_dim, other = {}, {}, {}, {}
         for name, value in entries.items():
             if value is None:
                 continue
@@ -279,9 +299,11 @@ class _Reader:
                 states[str(name)] = self.piece(value, str(name))
             elif isinstance(value, (ScalarRef, int, float, bool)):
                 scalars[str(name)] = _plain_scalar(value)
+                if isinstance(value, ScalarRef):
+                    zero_dim[str(name)] = self.piece(value, str(name))
             else:
                 other[str(name)] = value.kind if isinstance(value, Opaque) else type(value).__name__
-        return Holder(states, scalars, other)
+        return Holder(states, scalars, zero_dim, other)
 
 
 def _renumber(params: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

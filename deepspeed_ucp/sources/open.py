@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import COPY, MODULE, AtomicIndex, count
@@ -19,13 +19,19 @@ from .zero import add_frozen_zero3, build_zero3, build_zero12
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def open_checkpoint(folder: str, comm: Comm, live_groups: GroupNames | None = None) -> AtomicIndex:
+def open_checkpoint(
+    folder: str,
+    comm: Comm,
+    live_groups: GroupNames | None = None,
+    live_hyper: Sequence[Mapping[str, Any]] = (),
+) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
 
     Args:
         folder: the tag's folder.
         comm: the ranks that load.
         live_groups: param groups of the live optimizer, which name the parameters of a stage-0 source.
+        live_hyper: their hyper-parameters, which tell whether they are in the saved order.
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
@@ -36,7 +42,7 @@ def open_checkpoint(folder: str, comm: Comm, live_groups: GroupNames | None = No
     first = _read_first(listing, comm)
     headers = _read_rest(listing, first, comm)
     with comm.together():
-        return _build(listing, headers, live_groups)
+        return _build(listing, headers, live_groups, live_hyper)
 
 
 def _list_everywhere(folder: str, comm: Comm) -> Listing:
@@ -133,7 +139,9 @@ def _name_rest(listing: Listing, first: list[FileHeader]) -> list[str]:
     return names
 
 
-def _build(listing: Listing, headers: list[FileHeader], live: GroupNames | None) -> AtomicIndex:
+def _build(
+    listing: Listing, headers: list[FileHeader], live: GroupNames | None, live_hyper: Sequence[Mapping[str, Any]]
+) -> AtomicIndex:
     builder = Builder(listing.folder)
     main = headers[0]
     model = main.model
@@ -151,7 +159,7 @@ def _build(listing: Listing, headers: list[FileHeader], live: GroupNames | None)
     if not shards:
         for group in model.param_shapes or ():
             builder.shapes.update({strip_compiled(name): tuple(shape) for name, shape in group})
-        flats = build_stage0(builder, main, live)
+        flats = build_stage0(builder, main, live, live_hyper)
     elif shards[0].optim and shards[0].optim.kind == "zero3":
         flats = build_zero3(builder, model, shards)
         add_frozen_zero3(builder, models)

@@ -6,7 +6,8 @@ These files name no parameters in the optimizer's part: states are positional, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..atoms import MASTER, GroupInfo, count
 from ..errors import MismatchError
@@ -17,9 +18,14 @@ from .headers import FileHeader, OptimHeader, Piece, strip_compiled
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
 
+_CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
+"""Fields of a param group that differ between a saved and a fresh optimizer."""
 
-def build_stage0(builder: Builder, header: FileHeader, live: GroupNames | None) -> tuple[FlatGroup, ...]:
-    """Add masters and states of stage 0.
+
+def build_stage0(
+    builder: Builder, header: FileHeader, live: GroupNames | None, live_hyper: Sequence[Mapping[str, Any]] = ()
+) -> tuple[FlatGroup, ...]:
+    """Add masters and states of stage 0, named by the live param groups (whose hyper-parameters are ``live_hyper``).
 
     Raises:
         MismatchError: the live param groups do not fit the saved ones.
@@ -29,6 +35,9 @@ def build_stage0(builder: Builder, header: FileHeader, live: GroupNames | None) 
     optim, module = header.model.optim, {strip_compiled(k): v for k, v in header.model.module.items()}
     file = builder.file(builder.folder + "/" + header.name, header.size)
     groups = _name_groups(optim, module, live, builder.files[file].path)
+    if optim.names is None:
+        _check_group_order(optim.groups, live_hyper, builder.files[file].path)
+        _check_state_shapes(optim, groups, module, builder.files[file].path)
     frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
     for names, hyper in zip(groups, optim.groups, strict=True):
         owned = tuple(name for name in names if count(module[name].shape) and name not in frozen)
@@ -61,6 +70,46 @@ def _name_groups(
     )
 
 
+def _check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Refuse groups that look like the saved ones in another order: nothing else would tell equal shapes apart.
+
+    Raises:
+        MismatchError: the same hyper-parameters, permuted.
+    """
+    if len(saved) != len(live):
+        return
+    keys = {key for group in (*saved, *live) for key in group} - set(_CHANGING)
+    shared = sorted(key for key in keys if all(key in group for group in (*saved, *live)))
+    before, now = ([tuple(repr(group[key]) for key in shared) for group in groups] for groups in (saved, live))
+    if before != now and sorted(before) == sorted(now):
+        raise MismatchError(
+            f"{path}: this run's param groups have the saved groups' hyper-parameters in another order "
+            f"({', '.join(shared)}). Stage 0 saves no parameter names, so make the groups in the saved order."
+        )
+
+
+def _check_state_shapes(optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], path: str) -> None:
+    """Refuse states that have the shapes of the parameters in another order.
+
+    Raises:
+        MismatchError: naming the first parameter whose states are of another one's shape.
+    """
+    names = [name for group in groups for name in group]
+    if optim.kind == "fp16_fused" or len(names) != len(optim.holders):
+        return
+    for state in sorted({state for holder in optim.holders for state in holder.states}):
+        pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.holders, strict=True) if state in h.states]
+        expected = [module[name].shape for name, _ in pairs]
+        found = [shape for _, shape in pairs]
+        if found != expected and sorted(found) == sorted(expected):
+            name, shape = next(pair for pair in pairs if pair[1] != module[pair[0]].shape)
+            raise MismatchError(
+                f"{path}: {name} has shape {module[name].shape}, the {state} saved at its place has {shape}. Stage 0 "
+                "saves no parameter names: this run gives its parameters to the optimizer in another order than the "
+                "saved run did. Use the saved run's order."
+            )
+
+
 def _unit(optim: OptimHeader) -> str:
     return "elements" if optim.kind == "fp16_fused" else "parameters"
 
@@ -91,12 +140,7 @@ def _add_torch(
     names = [name for group in groups for name in group]
     for name, holder in zip(names, optim.holders, strict=True):
         piece = module[name]
-        for state, tensor in holder.states.items():
-            if tensor.numel == piece.numel and tensor.shape != piece.shape:
-                raise MismatchError(
-                    f"{builder.files[file].path}: {name} has shape {piece.shape}, its {state} has {tensor.shape}. The "
-                    "param groups of this run name the parameters in another order than the saved run's."
-                )
+        holder = holder if piece.shape else holder.of_zero_dim()
         if name in builder.shapes:
             builder.add(name, MASTER, piece.shape, file, piece)
         builder.add_holder([(name, piece.shape, 0, 0, piece.numel)], holder, piece.numel, file)
@@ -106,6 +150,7 @@ def _add_torch(
 def _add_unfused(builder: Builder, optim: OptimHeader, module: dict[str, Piece], file: int) -> tuple[FlatGroup, ...]:
     names = [name for group in builder.groups for name in group.names]
     for name, master, holder in zip(names, optim.masters, optim.holders, strict=True):
+        holder = holder if master.shape else holder.of_zero_dim()
         builder.add(name, MASTER, master.shape, file, master)
         builder.add_holder([(name, master.shape, 0, 0, master.numel)], holder, master.numel, file)
     return tuple(

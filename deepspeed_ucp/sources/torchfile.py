@@ -62,6 +62,12 @@ def read_header(path: str) -> TorchFile:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
 
 
+def is_zip(path: str) -> bool:
+    """Whether a ``torch.save`` file is in the zip format (which can be memory-mapped), not the legacy one."""
+    with open(path, "rb") as stream:
+        return stream.read(2) == b"PK"
+
+
 def _read_zip(path: str, stream: BinaryIO, size: int) -> TorchFile:
     try:
         archive = zipfile.ZipFile(stream)
@@ -84,7 +90,7 @@ def _read_zip(path: str, stream: BinaryIO, size: int) -> TorchFile:
     for name, info in entries.items():
         if name.startswith(prefix):
             blobs[name[len(prefix) :]] = _locate(path, stream, info, size, checked)
-    tree = _fill_scalars(load_skeleton(io.BytesIO(pickle_bytes), path), path, stream, blobs)
+    tree = _ScalarFiller(path, stream, blobs).fill(load_skeleton(io.BytesIO(pickle_bytes), path))
     saved_as = root.rstrip("/")
     return TorchFile(path, size, tree, blobs, None if saved_as in _ARCHIVE_NAMES else saved_as)
 
@@ -145,27 +151,38 @@ def _read_legacy(path: str, stream: BinaryIO, size: int) -> TorchFile:
         count = stream.read(8)
         if len(count) < 8:
             raise CheckpointError(f"{path}: ends at byte {size} before storage {key}; the file is truncated.")
-        nbytes = struct.unpack("<q", count)[0] * ITEMSIZE[storages[str(key)].dtype]
+        nbytes = struct.unpack("<q", count)[0] * ITEMSIZE.get(storages[str(key)].dtype, 1)
         offset = stream.tell()
         if offset + nbytes > size:
             raise CheckpointError(f"{path}: storage {key} ends beyond the file ({size} bytes); it is truncated.")
         blobs[str(key)] = Blob(offset, nbytes, None)
         stream.seek(nbytes, os.SEEK_CUR)
-    return TorchFile(path, size, _fill_scalars(tree, path, stream, blobs), blobs, None)
+    return TorchFile(path, size, _ScalarFiller(path, stream, blobs).fill(tree), blobs, None)
 
 
-def _fill_scalars(tree: Any, path: str, stream: BinaryIO, blobs: dict[str, Blob]) -> Any:
-    """Replace 0-dim tensors (``step``) by their bytes, which the index carries."""
-    if isinstance(tree, TensorRef):
-        return _read_scalar(tree, path, stream, blobs) if tree.shape == () else tree
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            tree[key] = _fill_scalars(value, path, stream, blobs)
-    elif isinstance(tree, list):
-        tree[:] = [_fill_scalars(value, path, stream, blobs) for value in tree]
-    elif type(tree) is tuple:
-        return tuple(_fill_scalars(value, path, stream, blobs) for value in tree)
-    return tree
+class _ScalarFiller:
+    """Replaces 0-dim tensors (``step``) in an object tree by their bytes, which the index carries."""
+
+    def __init__(self, path: str, stream: BinaryIO, blobs: dict[str, Blob]) -> None:
+        self.path, self.stream, self.blobs = path, stream, blobs
+        self.seen: set[int] = set()
+
+    def fill(self, tree: Any) -> Any:
+        if isinstance(tree, TensorRef):
+            known = tree.shape == () and tree.dtype in ITEMSIZE
+            return _read_scalar(tree, self.path, self.stream, self.blobs) if known else tree
+        if type(tree) is tuple:
+            return tuple(self.fill(value) for value in tree)
+        if id(tree) in self.seen:  # shared parts, and client states with cycles
+            return tree
+        if isinstance(tree, dict):
+            self.seen.add(id(tree))
+            for key, value in tree.items():
+                tree[key] = self.fill(value)
+        elif isinstance(tree, list):
+            self.seen.add(id(tree))
+            tree[:] = [self.fill(value) for value in tree]
+        return tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def _partition_numel(builder: Builder, shard: FileHeader, group: int) -> int:
     optim = _optim(shard)
     if group >= len(optim.masters):
         raise CheckpointError(
-            f"{builder.folder}/{shard.name}: has {len(optim.masters)} param groups, fewer than the model states. The file "
+            f"{builder.folder}/{shard.name}: has {len(optim.masters)} param groups, the model states more. The file "
             "belongs to another run; put the right one back."
         )
     padding = optim.paddings[group] if optim.kind == "zero12" and group < len(optim.paddings) else 0
@@ -148,7 +148,7 @@ def _add_sub_group(builder: Builder, shard: FileHeader, index: int, layout: Layo
         raise UnsupportedError(f"{builder.files[file].path}: optimizer states on NVMe are not in the file.")
     if found != partition:
         raise CheckpointError(
-            f"{builder.files[file].path}: sub-group {index} has {found} elements; by the model states it has {partition}. "
+            f"{builder.files[file].path}: sub-group {index} has {found} elements, {partition} are expected. "
             "The file belongs to another run or world size."
         )
     for name, shape, offset, start, numel in layout:

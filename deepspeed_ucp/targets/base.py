@@ -158,6 +158,11 @@ class Target(ABC):
             return [[(name, strip(name) in self.owned) for name in group] for group in recorded]
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
 
+    def live_hyper(self) -> list[dict[str, Any]]:
+        """Hyper-parameters of these groups."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
     def extras(self) -> list[Extra]:
         """Parameters without optimizer, and persistent buffers."""
         found = [self.extra_parameter(name, p) for name, p in self.params.items() if name not in self.owned]

@@ -40,6 +40,19 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
         loader.data_sampler.load_state_dict(saved["data_sampler"])
 
 
+def restore_rates(engine: Any) -> None:
+    """Set the learning rates from the restored scheduler, where the checkpoint keeps no hyper-parameters (elastic)."""
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return
+    if type(scheduler).__module__.startswith("deepspeed"):
+        rates = scheduler.get_lr()
+    else:
+        rates = getattr(scheduler, "_last_lr", None) or []
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
 def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> bool:
     """Take over a dynamic loss scaler's state where both sides scale dynamically; True when taken."""
     scaler = getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
