@@ -140,7 +140,7 @@ def _load_checkpoint(
         return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
     folder = os.path.join(str(load_dir), found)
     with report.phase("index"):
-        choice = _decide(engine, folder, comm)
+        choice = _decide(engine, folder, comm, LoadArguments(**arguments))
     report.reason = choice.reason
     report.direct = choice.index is not None
     if comm.rank == 0:
@@ -176,7 +176,7 @@ class _Choice:
         self.reason, self.index, self.target = reason, index, target
 
 
-def _decide(engine: Any, folder: str, comm: Comm) -> _Choice:
+def _decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments) -> _Choice:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Engines that this package does not cover are left to DeepSpeed's own load.
@@ -190,7 +190,9 @@ def _decide(engine: Any, folder: str, comm: Comm) -> _Choice:
             fault = error
     if target is None:
         return _Choice(f"the engine is not covered ({fault})")
-    index = open_checkpoint(folder, comm, target.live_groups(), target.live_hyper())
+    index = open_checkpoint(
+        folder, comm, target.live_groups(), target.live_hyper(), weights_only=not arguments.with_states
+    )
     differences: list[str] = []
     with comm.together():
         differences = find_differences(index.topology, target.topology)

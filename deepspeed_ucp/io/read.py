@@ -60,7 +60,7 @@ def read_requests(
     """Carry out requests with several threads.
 
     Args:
-        requests: in file order; each thread takes the next one.
+        requests: each thread takes the next one.
         sinks: per buffer number where its bytes go; None discards them (they are still checksummed).
         threads: how many read at once; each holds scratch memory of the largest request's size.
         make_scratch: allocates scratch memory of so many bytes.

@@ -59,7 +59,7 @@ def _shorten_reason(text: str) -> str:
     """What torch says about the object, without its advice and colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     reason = plain.split("WeightsUnpickler error:")[-1]
-    return re.split(r"\. Please use|\n\s*\n|Check the documentation", reason)[0].strip().rstrip(".")
+    return re.split(r"\. Please use|\n\s*\n|Check the documentation", reason.strip())[0].strip().rstrip(".")
 
 
 def safe_classes() -> list[Any]:
@@ -67,9 +67,7 @@ def safe_classes() -> list[Any]:
     found: list[Any] = [
         argparse.Namespace,
         collections.OrderedDict,
-        collections.defaultdict,
         collections.Counter,
-        *(bool, int, float, str, list, dict, tuple),  # factories of a defaultdict
         datetime.datetime,
         datetime.timedelta,
         datetime.timezone,

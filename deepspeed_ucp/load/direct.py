@@ -43,7 +43,7 @@ from .samples import check_samples
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_CHUNK = 8 << 20
+_CHUNK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,10 @@ def load_direct(
             _attach(index, target, job, match)
         _finish(engine, index, target, saved, arguments)
     return pick_client_state(
-        saved, with_scheduler=arguments.load_lr_scheduler_states, with_optimizer=arguments.load_optimizer_states
+        saved,
+        module_only=arguments.load_module_only,
+        with_scheduler=arguments.load_lr_scheduler_states,
+        with_optimizer=arguments.load_optimizer_states,
     )
 
 

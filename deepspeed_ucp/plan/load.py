@@ -48,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """One rank's part of a load: requests in file order, and the bytes that they read."""
+    """One rank's part of a load: requests in the order in which they are read, and the bytes that they read."""
 
     requests: tuple[Request, ...]
     nbytes: int
@@ -83,12 +83,15 @@ def plan_load(
         chunk: largest request in bytes.
 
     Returns:
-        The plan; its requests are in file order and each lies in one record.
+        The plan; each request lies in one record. They are in file order, but each rank starts at a place of its own
+        and wraps around, so that ranks that need neighbouring bytes do not all wait for the same part of the storage.
     """
     pieces = [piece for want in wants for piece in _locate(want)]
     pieces += _find_gaps(touched, records, rank, size)
     pieces.sort(key=lambda piece: (records[piece.record].file, records[piece.record].offset + piece.offset))
-    requests = tuple(_coalesce(_split(pieces, chunk), chunk))
+    ordered = tuple(_coalesce(_split(pieces, chunk), chunk))
+    first = len(ordered) * rank // size
+    requests = ordered[first:] + ordered[:first]
     return LoadPlan(requests, sum(request.nbytes for request in requests))
 
 

@@ -124,8 +124,8 @@ def read_latest(load_dir: str) -> str | None:
             f"{path} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming from scratch would lose "
             "them: pass tag=… to load_checkpoint, or write the wanted tag into that file."
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
     if not tag:
         raise CheckpointError(f"{path} is empty; write the wanted tag into it ({shorten(find_tags(load_dir))}).")
     return tag

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..atoms import COPY, MODULE, AtomicIndex, count
 from ..comm import Comm
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..topology import FlatGroup, Topology
 from .builder import Builder
 from .files import Listing, compare_listings, find_leftovers, list_sizes, sort_files
@@ -24,6 +24,8 @@ def open_checkpoint(
     comm: Comm,
     live_groups: GroupNames | None = None,
     live_hyper: Sequence[Mapping[str, Any]] = (),
+    *,
+    weights_only: bool = False,
 ) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
 
@@ -32,6 +34,7 @@ def open_checkpoint(
         comm: the ranks that load.
         live_groups: param groups of the live optimizer, which name the parameters of a stage-0 source.
         live_hyper: their hyper-parameters, which tell whether they are in the saved order.
+        weights_only: the optimizer's states are not wanted, so that a stage-0 source needs no naming.
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
@@ -42,7 +45,12 @@ def open_checkpoint(
     first = _read_first(listing, comm)
     headers = _read_rest(listing, first, comm)
     with comm.together():
-        return _build(listing, headers, live_groups, live_hyper)
+        try:
+            return _build(listing, headers, live_groups, live_hyper)
+        except MismatchError:
+            if not weights_only:
+                raise
+            return _build(listing, headers, None, (), optimizer=False)
 
 
 def _list_everywhere(folder: str, comm: Comm) -> Listing:
@@ -68,12 +76,13 @@ def _choose(listing: Listing) -> list[FileHeader]:
     candidates = []
     plain = read_file(listing.folder, listing.model) if listing.model else None
     sharded = read_file(listing.folder, listing.model_zero3[0]) if 0 in listing.model_zero3 else None
-    shard = _read_shard0(listing, plain or sharded)
+    shard = _read_shard0(listing, plain, ("zero12", "bf16"))
     if plain and plain.model and plain.model.optim:
-        candidates.append([plain])
-    if plain and shard and shard.optim and shard.optim.kind in ("zero12", "bf16"):
+        candidates.append([plain])  # shards of ZeRO 1/2 beside it lost their model file to it: leftovers
+    elif plain and shard:
         candidates.append([plain, shard])
-    if sharded and shard and shard.optim and shard.optim.kind == "zero3":
+    shard = _read_shard0(listing, sharded, ("zero3",))
+    if sharded and shard:
         candidates.append([sharded, shard])
     if len(candidates) > 1:
         raise CheckpointError(
@@ -85,20 +94,31 @@ def _choose(listing: Listing) -> list[FileHeader]:
     if plain and plain.model and plain.model.module and not listing.optim:
         return [plain]  # the weights alone: enough for load_optimizer_states=False
     raise CheckpointError(
-        f"{listing.folder}: the optimizer states that go with {(plain or sharded or shard).name} are missing "  # type: ignore[union-attr]
+        f"{listing.folder}: the optimizer states that go with {_first_name(plain, sharded)} are missing "
         f"({shorten(sorted(listing.sizes))}). Copy the whole folder, or load with load_optimizer_states=False where "
         "the model states hold the weights (ZeRO 0-2)."
     )
 
 
-def _read_shard0(listing: Listing, model: FileHeader | None) -> FileHeader | None:
-    names = [listing.optim[prefix, 0] for prefix in _prefixes(listing, model) if (prefix, 0) in listing.optim]
-    return read_file(listing.folder, names[0]) if names else None
+def _first_name(*headers: FileHeader | None) -> str:
+    return next((header.name for header in headers if header), "the model states")
 
 
-def _prefixes(listing: Listing, model: FileHeader | None) -> list[str]:
+def _read_shard0(listing: Listing, model: FileHeader | None, kinds: tuple[str, ...]) -> FileHeader | None:
+    """Dp rank 0's optimizer file that goes with a model file."""
+    if model is None:
+        return None
+    for prefix in _prefixes(listing, model):
+        name = listing.optim.get((prefix, 0))
+        header = read_file(listing.folder, name) if name else None
+        if header and header.optim and header.optim.kind in kinds:
+            return header
+    return None
+
+
+def _prefixes(listing: Listing, model: FileHeader) -> list[str]:
     """Prefixes of optimizer files, the saved precision's own first (engine.py ``_get_zero_ckpt_prefix``)."""
-    config = model.model.config if model and model.model else {}
+    config = model.model.config if model.model else {}
     expected = "bf16_" if _enabled(config, "bf16", "bfloat16") else ""
     others = sorted({prefix for prefix, _ in listing.optim} - {expected})
     return [expected, *others]
@@ -140,7 +160,12 @@ def _name_rest(listing: Listing, first: list[FileHeader]) -> list[str]:
 
 
 def _build(
-    listing: Listing, headers: list[FileHeader], live: GroupNames | None, live_hyper: Sequence[Mapping[str, Any]]
+    listing: Listing,
+    headers: list[FileHeader],
+    live: GroupNames | None,
+    live_hyper: Sequence[Mapping[str, Any]],
+    *,
+    optimizer: bool = True,
 ) -> AtomicIndex:
     builder = Builder(listing.folder)
     main = headers[0]
@@ -159,7 +184,7 @@ def _build(
     if not shards:
         for group in model.param_shapes or ():
             builder.shapes.update({strip_compiled(name): tuple(shape) for name, shape in group})
-        flats = build_stage0(builder, main, live, live_hyper)
+        flats = build_stage0(builder, main, live, live_hyper) if optimizer else ()
     elif shards[0].optim and shards[0].optim.kind == "zero3":
         flats = build_zero3(builder, model, shards)
         add_frozen_zero3(builder, models)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import MASTER, GroupInfo, count
-from ..errors import MismatchError
+from ..errors import MismatchError, shorten
 from ..topology import FlatGroup
 from .builder import Builder
-from .headers import FileHeader, OptimHeader, Piece, strip_compiled
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece, strip_compiled
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
@@ -34,11 +34,11 @@ def build_stage0(
         return ()
     optim, module = header.model.optim, {strip_compiled(k): v for k, v in header.model.module.items()}
     file = builder.file(builder.folder + "/" + header.name, header.size)
-    groups = _name_groups(optim, module, live, builder.files[file].path)
+    groups = _name_groups(header.model, module, live, builder.files[file].path)
     if optim.names is None:
         _check_group_order(optim.groups, live_hyper, builder.files[file].path)
         _check_state_shapes(optim, groups, module, builder.files[file].path)
-    frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
+    frozen = _find_frozen(optim, groups, live)
     for names, hyper in zip(groups, optim.groups, strict=True):
         owned = tuple(name for name in names if count(module[name].shape) and name not in frozen)
         builder.groups.append(GroupInfo(owned, hyper))
@@ -50,23 +50,48 @@ def build_stage0(
     return _add_fused(builder, optim, module, file)
 
 
+def _find_frozen(optim: OptimHeader, groups: list[tuple[str, ...]], live: GroupNames | None) -> set[str]:
+    """Parameters of the groups that the optimizer did not train: frozen here, and without states there."""
+    frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
+    names = [name for group in groups for name in group]
+    if len(names) == len(optim.holders):
+        frozen -= {name for name, holder in zip(names, optim.holders, strict=True) if holder.states}
+    return frozen
+
+
 def _name_groups(
-    optim: OptimHeader, module: dict[str, Piece], live: GroupNames | None, path: str
+    model: ModelHeader, module: dict[str, Piece], live: GroupNames | None, path: str
 ) -> list[tuple[str, ...]]:
     """Names of the parameters of each saved group, in saved order."""
+    optim = model.optim
+    if optim is None or (live is None and optim.names is None):
+        raise MismatchError(f"{path}: stage 0 saves no parameter names; a live engine is needed to name them.")
     if optim.names is not None:
         return [tuple(strip_compiled(name) for name in group) for group in optim.names]
-    if live is None:
-        raise MismatchError(f"{path}: stage 0 saves no parameter names; a live engine is needed to name them.")
     sizes = _group_sizes(optim)
     for only_owned in (False, True):
-        named = [tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live]
+        named = [
+            tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live or ()
+        ]
         if _fits(named, sizes, optim, module):
             return named
-    found = [len(group) for group in live]
-    raise MismatchError(
-        f"{path}: the saved optimizer has param groups of {sizes} {_unit(optim)}, this run's optimizer has {found} "
-        "parameters, or their shapes differ. Stage 0 saves no names, so the groups must be made as in the saved run."
+    raise MismatchError(f"{path}: {_tell_misfit(model, module, live or (), sizes)}")
+
+
+def _tell_misfit(model: ModelHeader, module: dict[str, Piece], live: GroupNames, sizes: list[int]) -> str:
+    known = {strip_compiled(name) for name in model.buffers}
+    names = [strip_compiled(name) for group in live for name, _ in group]
+    missing, extra = [n for n in names if n not in module], [n for n in module if n not in {*names, *known}]
+    if missing:
+        also = f"; in the checkpoint, not in this run's optimizer: {shorten(extra)}" if extra else ""
+        return f"the model and the checkpoint differ: not in the checkpoint: {shorten(missing)}{also}."
+    fused = model.optim is not None and model.optim.kind == "fp16_fused"
+    groups = " | ".join(f"[{shorten([name for name, _ in group], 6)}]" for group in live)
+    others = f" Parameters that are in no group here: {shorten(extra)}." if extra else ""
+    return (
+        f"the param groups differ. Checkpoint: groups of {sizes} {'elements' if fused else 'parameters'}; this run: "
+        f"{groups}, or their shapes differ.{others} Stage 0 saves no parameter names, so the groups "
+        "must be made as in the saved run; or load with load_optimizer_states=False."
     )
 
 
@@ -108,10 +133,6 @@ def _check_state_shapes(optim: OptimHeader, groups: list[tuple[str, ...]], modul
                 "saves no parameter names: this run gives its parameters to the optimizer in another order than the "
                 "saved run did. Use the saved run's order."
             )
-
-
-def _unit(optim: OptimHeader) -> str:
-    return "elements" if optim.kind == "fp16_fused" else "parameters"
 
 
 def _group_sizes(optim: OptimHeader) -> list[int]:

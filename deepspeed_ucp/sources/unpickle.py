@@ -189,18 +189,33 @@ def _reconstruct(cls: Any, _base: Any = None, _state: Any = None) -> Any:
     return cls()
 
 
+class _Sealed:
+    """A function that a pickle may call but not change (its BUILD opcode could set attributes of a plain one)."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __setstate__(self, _state: Any) -> None:
+        raise pickle.UnpicklingError("the pickle tries to change a function")
+
+
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("torch._tensor", "_rebuild_from_type"): _rebuild_from_type,
-    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+    ("torch._utils", "_rebuild_tensor"): _Sealed(_rebuild_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): _Sealed(_rebuild_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): _Sealed(_rebuild_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _Sealed(_rebuild_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Sealed(_rebuild_parameter),
+    ("torch._tensor", "_rebuild_from_type"): _Sealed(_rebuild_from_type),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Sealed(_rebuild_from_type),
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
-    ("copyreg", "_reconstructor"): _reconstruct,
-    ("copy_reg", "_reconstructor"): _reconstruct,
+    ("copyreg", "_reconstructor"): _Sealed(_reconstruct),
+    ("copy_reg", "_reconstructor"): _Sealed(_reconstruct),
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,

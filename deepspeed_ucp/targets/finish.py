@@ -71,9 +71,11 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
         wrapped.clip_grad = clip_grad
 
 
-def pick_client_state(saved: Mapping[str, Any], *, with_scheduler: bool, with_optimizer: bool) -> dict[str, Any]:
+def pick_client_state(
+    saved: Mapping[str, Any], *, module_only: bool, with_scheduler: bool, with_optimizer: bool
+) -> dict[str, Any]:
     """What DeepSpeed's load returns as client state."""
-    hidden = set(NOT_CLIENT)
+    hidden = {"module"} if module_only else set(NOT_CLIENT)
     if with_scheduler:
         hidden.add("lr_scheduler")
     if with_optimizer:
