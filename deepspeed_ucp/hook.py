@@ -147,6 +147,8 @@ def _load_checkpoint(
         logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", choice.reason)
     if choice.index is None or choice.target is None:
         return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
+    if kwargs:
+        raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {sorted(kwargs)}.")
     client = _run_direct(engine, choice.index, choice.target, comm, config, LoadArguments(**arguments), report)
     return choice.index.state_file, client
 

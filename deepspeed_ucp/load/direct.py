@@ -111,7 +111,7 @@ def load_direct(
         if job.touched:
             target.refresh_copies(comm)
     with report.phase("finish"):
-        if arguments.with_states:
+        if arguments.with_states and target.flats:
             _attach(index, target, job, match)
         _finish(engine, index, target, saved, arguments)
     return pick_client_state(
@@ -123,7 +123,7 @@ def load_direct(
 
 
 def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments) -> tuple[Job, Match]:
-    with_states = arguments.with_states and target.optimizer is not None
+    with_states = arguments.with_states and bool(target.flats)
     if arguments.custom_load_fn is not None and not with_states:
         return Job(), Match()  # the weights are the user's business then
     custom = arguments.custom_load_fn is not None
@@ -253,10 +253,10 @@ def _finish(engine: Any, index: AtomicIndex, target: Target, saved: dict[str, An
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:
         return
-    if arguments.with_states and target.optimizer is not None:
+    if arguments.with_states and target.flats:
         restore_scaler(engine.optimizer, index.scaler)
         restore_clip(engine.optimizer, index.clip_grad)
     restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
-    if index.topology.elastic and arguments.with_states and arguments.load_lr_scheduler_states:
+    if index.topology.elastic and arguments.with_states and target.flats and arguments.load_lr_scheduler_states:
         restore_rates(engine)
     restore_counters(engine, saved)

@@ -240,7 +240,7 @@ class _Reader:
         if "state" in state and "param_groups" in state:
             return self._read_flat({"optimizer_state_dict": state}, "torch", [])
         raise UnsupportedError(
-            f"{self.file.path}: optimizer state with keys {sorted(map(str, state))} is of a wrapper that is not covered."
+            f"{self.file.path}: optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered."
         )
 
     def _read_zero12(self, state: dict[str, Any]) -> OptimHeader:

@@ -166,14 +166,11 @@ class Target(ABC):
     def extras(self) -> list[Extra]:
         """Parameters without optimizer, and persistent buffers."""
         found = [self.extra_parameter(name, p) for name, p in self.params.items() if name not in self.owned]
-        kept = set(self.engine.module.state_dict(keep_vars=True)) if self._has_buffers() else set()
+        persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
-            if name in kept:
+            if name in persistent:
                 found.append(Extra(strip(name), tuple(buffer.shape), flatten(buffer), True))
         return found
-
-    def _has_buffers(self) -> bool:
-        return next(iter(self.engine.module.buffers()), None) is not None
 
     def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
         """A parameter without optimizer as a destination."""
