@@ -19,6 +19,9 @@ from ..errors import CheckpointError
 from ..sources import is_zip
 from ..targets import pickled_classes
 
+EXTRA_STATES = "deepspeed_ucp.extra_states"
+"""Key under which the modules' extra states are returned."""
+
 _BULKY = ("module", "optimizer", "frozen_param_fragments")
 """Tensors of the model that the index reads; they do not belong to the client."""
 
@@ -51,8 +54,11 @@ def _read(path: str, trust_pickle: bool) -> dict[str, Any]:
             f"({_shorten_reason(str(error))}). If you trust the file, allow the class with "
             'torch.serialization.add_safe_globals or set "checkpoint": {"universal": {"trust_pickle": true}}.'
         ) from error
-    # Copied, so that nothing refers to the mapped file any more.
-    return copy.deepcopy({key: value for key, value in saved.items() if key not in _BULKY})
+    kept = {key: value for key, value in saved.items() if key not in _BULKY}
+    module = saved.get("module")
+    if isinstance(module, dict):
+        kept[EXTRA_STATES] = {key: value for key, value in module.items() if str(key).endswith("_extra_state")}
+    return copy.deepcopy(kept)  # so that nothing refers to the mapped file any more
 
 
 def _shorten_reason(text: str) -> str:

@@ -19,13 +19,15 @@ import torch
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 from ..io import ReadStats, read_requests
 from ..io.checksum import join_checks, verify_records
 from ..plan import LoadPlan, Request, plan_load
 from ..plan.match import Match, match_groups, match_parameters
 from ..targets import Extra, Target
+from ..targets.base import strip
 from ..targets.finish import (
+    find_extra_states,
     pick_client_state,
     restore_clip,
     restore_counters,
@@ -34,7 +36,7 @@ from ..targets.finish import (
     restore_scaler,
 )
 from ..targets.optimizer import restore_hyper
-from .client import read_client_objects
+from .client import EXTRA_STATES, read_client_objects
 from .custom import run_custom_load
 from .exchange import exchange
 from .job import Job, make_job
@@ -90,6 +92,9 @@ def load_direct(
         plan = _plan(index, job, comm)
     report.state_bytes = job.state_bytes
     saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
+    extra = saved.pop(EXTRA_STATES, {})
+    with comm.together():
+        modules = _match_extra_states(engine, extra, arguments)
     reader = _Reader(index, job, config)
     with report.phase("read"):
         first = _read_fresh(reader, plan, comm, config.verify == "crc")
@@ -102,7 +107,11 @@ def load_direct(
             follow = not job.touched
             run_custom_load(arguments.custom_load_fn, index, target, comm, reader.threads, masters_follow=follow)
     with report.phase("fill"):
-        report.bytes_again = _fill_live(reader, plan, first, comm)
+        again = _fill_live(reader, plan, first, comm)
+    if config.verify == "crc":
+        report.bytes_again = again.nbytes
+    else:  # pass 1 has left these bytes alone
+        report.bytes_read, report.requests = report.bytes_read + again.nbytes, report.requests + again.requests
     with report.phase("exchange"):
         exchange(job.segments, job.sinks, comm, config.window_mb << 20)
         for sink in job.sinks:
@@ -113,6 +122,8 @@ def load_direct(
     with report.phase("finish"):
         if arguments.with_states and target.flats:
             _attach(index, target, job, match)
+        for key, module in modules.items():
+            module.set_extra_state(extra[key])
         _finish(engine, index, target, saved, arguments)
     return pick_client_state(
         saved,
@@ -143,6 +154,24 @@ def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArgu
     job = make_job(index, target, match, extras, with_states=with_states)
     job.take_share(comm.rank, comm.size)
     return job, match
+
+
+def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArguments) -> dict[str, torch.nn.Module]:
+    """Modules whose extra state is restored, by key.
+
+    Raises:
+        MismatchError: one side has extra states that the other lacks.
+    """
+    if arguments.custom_load_fn is not None:
+        return {}
+    live = find_extra_states(engine.module)
+    plain = {strip(key): key for key in saved}
+    if arguments.load_module_strict and set(plain) != set(live):
+        raise MismatchError(
+            f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
+            "model. load_module_strict=False passes missing and extra ones over."
+        )
+    return {plain[key]: live[key] for key in live if key in plain}
 
 
 def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
@@ -210,23 +239,22 @@ def _verify(index: AtomicIndex, plan: LoadPlan, stats: ReadStats, comm: Comm) ->
         verify_records(gathered, index.records, index.files, comm.rank, comm.size)
 
 
-def _fill_live(reader: _Reader, plan: LoadPlan, first: ReadStats, comm: Comm) -> int:
+def _fill_live(reader: _Reader, plan: LoadPlan, first: ReadStats, comm: Comm) -> ReadStats:
     """Pass 2: the live buffers. Their bytes have to be the ones that were verified.
 
     Raises:
         CheckpointError: a file changed in between.
     """
     again = [(i, request) for i, request in enumerate(plan.requests) if reader.is_live(request)]
-    nbytes = 0
+    stats = ReadStats(0, 0, [])
     with comm.together():
         stats = reader.run([request for _, request in again], fresh_only=False, checksum=bool(first.crcs))
-        nbytes = stats.nbytes
         for blank in reader.job.blanks:
             if not blank.fresh:
                 blank.tensor[blank.low : blank.high].zero_()
         if first.crcs and stats.crcs != [first.crcs[i] for i, _ in again]:
             raise CheckpointError("The checkpoint was written to while it was being loaded; the engine is half loaded.")
-    return nbytes
+    return stats
 
 
 def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:
@@ -236,7 +264,8 @@ def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:
         entry = {**states.scalars, **states.tensors}
         live = optimizer.state.get(states.flat.holder)
         if not entry:
-            optimizer.state.pop(states.flat.holder, None)
+            if states.lazy:
+                optimizer.state.pop(states.flat.holder, None)
         elif live is None:
             optimizer.state[states.flat.holder] = entry
         else:

@@ -24,11 +24,15 @@ WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
 @dataclass(slots=True)
 class States:
-    """Optimizer states of one flat buffer on their way: tensors by name, scalars by name."""
+    """Optimizer states of one flat buffer on their way: tensors by name, scalars by name.
+
+    ``lazy``: the optimizer makes missing states in its next step, so that none may be left to it.
+    """
 
     flat: Flat
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
+    lazy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,8 @@ class _JobMaker:
         self.job.blanks += [Blank(flat.master, low, high, False) for low, high in flat.gaps()]
 
     def add_states(self, flat: Flat) -> None:
-        result = States(flat, scalars=self._join_scalars(flat))
+        kept = self.probe(flat)
+        result = States(flat, scalars=self._join_scalars(flat), lazy=kept is None or kept.lazy)
         live = self.target.optimizer.state.get(flat.holder, {})
         for state in self.saved_states(flat):
             tensor, fresh = self._state_tensor(flat, live.get(state), state)

@@ -13,6 +13,9 @@ from .torchfile import Blob, ScalarRef, TorchFile, read_header
 from .unpickle import Opaque, TensorRef, simplify
 
 MODULE_PREFIX = "_orig_mod."
+EXTRA_STATE = "_extra_state"
+"""Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
+
 _SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
@@ -222,9 +225,10 @@ class _Reader:
     def _read_module(self, module: Any) -> tuple[dict[str, Piece] | None, bool]:
         if not isinstance(module, dict):
             return None, False
-        if any(isinstance(value, dict) for value in module.values()):
+        if any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items()):
             return None, True
-        tensors = {k: v for k, v in module.items() if isinstance(v, (TensorRef, ScalarRef))}
+        kept = {k: v for k, v in module.items() if not str(k).endswith(EXTRA_STATE)}
+        tensors = {k: v for k, v in kept.items() if isinstance(v, (TensorRef, ScalarRef))}
         return {name: self.piece(value, name) for name, value in tensors.items()}, False
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:

@@ -237,6 +237,8 @@ def _check_family(listing: Listing, models: list[FileHeader], shards: list[FileH
     dp = len(shards)
     for header in shards:
         fault = _find_stranger(header, shards[0], dp)
+        if reference and reference.config and header.config and header.config != reference.config:
+            fault = fault or f"its ds_config differs from that of {models[0].name}"
         if fault:
             raise CheckpointError(
                 f"{listing.path(header.name)}: {fault}. The file belongs to another step, run or world size; put the "

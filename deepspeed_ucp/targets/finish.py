@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
+
+from .base import strip
 
 NOT_CLIENT = (
     "module",
@@ -19,6 +22,17 @@ NOT_CLIENT = (
     "random_ltd",
 )
 """Keys of a model-states file that DeepSpeed keeps out of the client state (engine.py ``_load_checkpoint``)."""
+
+
+def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules that keep an extra state (``set_extra_state``), by the key of it in a state dict."""
+    base = torch.nn.Module.set_extra_state
+    found = {}
+    for name, child in module.named_modules():
+        if type(child).set_extra_state is not base:
+            prefix = f"{strip(name)}." if strip(name) else ""
+            found[f"{prefix}_extra_state"] = child
+    return found
 
 
 def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ class Kept:
         scalars: name → an example value (a tensor or a number), which tells how it wants to get it back.
         other: states that are neither, with their shape or type.
         step_in_group: the step is kept in the param group.
+        lazy: it makes these states in a step, not at construction.
     """
 
     elementwise: dict[str, torch.dtype]
     scalars: dict[str, Any]
     other: dict[str, str]
     step_in_group: bool
+    lazy: bool = True
 
 
 def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> Kept | None:
@@ -73,7 +75,8 @@ def _make_shadow(optimizer: Any, fields: dict[str, Any]) -> Any:
 def _look(optimizer: Any, group: int) -> Kept | None:
     for param in optimizer.param_groups[group]["params"]:
         if optimizer.state.get(param):
-            return _sort(optimizer.state[param], param.shape, "step" in optimizer.param_groups[group])
+            found = _sort(optimizer.state[param], param.shape, "step" in optimizer.param_groups[group])
+            return replace(found, lazy=False)
     return None
 
 

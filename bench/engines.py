@@ -1,0 +1,197 @@
+"""Real engines over a GPT-shaped list of parameters: one that trains a step and saves, and the loads to be measured.
+
+Every function that returns a body imports DeepSpeed already imported by the parent; only `ours` imports the plugin, so
+that the other cases run without its hook.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from meters import Io, peak_resident_bytes, reset_peak, resident_bytes
+from ranks import Body, Peer, release_free_memory
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A topology to run in: ranks, ZeRO stage, and the `checkpoint` section of the configuration."""
+
+    ranks: int
+    stage: int
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 1 << 30,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": self.stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "checkpoint": self.checkpoint,
+        }
+
+
+class GPTShapes(nn.Module):
+    """The parameters of a GPT of the given sizes; the forward is a sum of products over each of them.
+
+    That gives every parameter a dense gradient of its own at almost no cost, which is all that a checkpoint needs.
+    """
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(1024, width)
+        self.wpe = nn.Embedding(1024, width)
+        self.h = nn.ModuleList(_block(width) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale * torch.stack([p.flatten() @ p.flatten() for p in self.parameters()]).float().sum()
+
+
+def _block(width: int) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "ln_1": nn.LayerNorm(width),
+            "qkv": nn.Linear(width, 3 * width),
+            "projection": nn.Linear(width, width),
+            "ln_2": nn.LayerNorm(width),
+            "expand": nn.Linear(width, 4 * width),
+            "contract": nn.Linear(4 * width, width),
+        }
+    )
+
+
+def build_model(params_m: float) -> GPTShapes:
+    """A bf16 model of about `params_m` million parameters, all 0.5: what a load does not write stays visible."""
+    width = 1024 if params_m >= 50 else 256
+    layers = max(1, round((params_m * 1e6 - 2048 * width) / (12 * width**2)))
+    with torch.device("meta"):
+        model = GPTShapes(width, layers)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    return model
+
+
+def _initialise(topology: Engine, model: nn.Module) -> Any:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=topology.config())
+    return engine
+
+
+def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
+    """Train one step from random weights and save; each rank returns the fingerprints of its partitions."""
+
+    def body(peer: Peer) -> dict[str, Any]:
+        model = build_model(params_m)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+        engine = _initialise(topology, model)
+        peer.ready()
+        engine.backward(engine(torch.tensor(1e-2)))
+        engine.step()
+        engine.save_checkpoint(str(folder))
+        return {"fingerprint": fingerprint(engine), "parameters": sum(p.numel() for p in model.parameters())}
+
+    return body
+
+
+def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
+    """Load into an engine that is ready and has never trained; each rank returns its measurements."""
+
+    def body(peer: Peer) -> dict[str, Any]:
+        if with_plugin:
+            import deepspeed_ucp  # noqa: F401  (here and not above: the other cases run without its hook)
+        engine = _initialise(topology, build_model(params_m))
+        release_free_memory()
+        peer.ready()
+        measured = _measure(engine, folder, tag)
+        measured["fingerprint"] = fingerprint(engine)
+        report = getattr(engine, "ucp_report", None)
+        if with_plugin and not (report is not None and report.direct):
+            raise RuntimeError("the plugin left the load to DeepSpeed: " + getattr(report, "reason", "no report"))
+        if with_plugin:
+            measured |= {"phases": dict(report.phases), "reported_bytes": report.bytes_read}
+        dist.barrier()
+        return measured
+
+    return body
+
+
+def _measure(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
+    """Time, bytes and memory of one load call.
+
+    `kept` is what the process holds afterwards beyond what it held before and the optimizer state that it now has;
+    `extra` is the highest resident size beyond what it ends with; both in bytes.
+    """
+    state_before = _optimizer_bytes(engine)
+    held_before = resident_bytes()
+    reset_peak()
+    io, began = Io.now(), time.perf_counter()
+    path, _ = engine.load_checkpoint(str(folder), tag=tag)
+    seconds, io = time.perf_counter() - began, Io.now() - io
+    peak = peak_resident_bytes()
+    if path is None:
+        raise RuntimeError(f"nothing was loaded from {folder}/{tag}")
+    release_free_memory()
+    held = resident_bytes()
+    grown = _optimizer_bytes(engine) - state_before
+    return {"seconds": seconds, "io": io, "extra": max(0, peak - held), "kept": held - held_before - grown}
+
+
+def _optimizer_bytes(engine: Any) -> int:
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _optimizer_tensors(engine))}
+    return sum(storages.values())
+
+
+def _optimizer_tensors(engine: Any) -> Iterator[torch.Tensor]:
+    for state in engine.optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def fingerprint(engine: Any) -> dict[str, int]:
+    """Per state the sum of its elements' bits as integers: exact, and the same however it is partitioned."""
+    optimizer = engine.optimizer
+    flats = (
+        optimizer.fp32_partitioned_groups_flat
+        if engine.zero_optimization_stage() == 3
+        else optimizer.single_partition_of_fp32_groups
+    )
+    sums = dict.fromkeys(STATES, 0)
+    for flat in flats:
+        state = optimizer.optimizer.state[flat]
+        for name in STATES:
+            sums[name] += _sum_of_bits(flat if name == "fp32" else state[name])
+    return sums
+
+
+def _sum_of_bits(flat: torch.Tensor) -> int:
+    bits = flat.detach().view(torch.int32)
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(1 << 24))
+
+
+def add_fingerprints(parts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(part[name] for part in parts) % (1 << 64) for name in STATES}
+
+
+def state_bytes(parameters: int) -> int:
+    """fp32 master, exp_avg and exp_avg_sq, without padding."""
+    return parameters * 4 * len(STATES)

@@ -1,0 +1,49 @@
+"""What the kernel counts for a process: bytes read and memory held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class Io:
+    """Bytes: `storage` came from the storage, `requested` were asked of read calls (cached or not)."""
+
+    storage: int
+    requested: int
+
+    @classmethod
+    def now(cls) -> Io:
+        """The counters of this process and of the children that it has waited for."""
+        fields = _fields("io")
+        return cls(storage=fields["read_bytes"], requested=fields["rchar"])
+
+    def __sub__(self, other: Io) -> Io:
+        return Io(self.storage - other.storage, self.requested - other.requested)
+
+
+def resident_bytes() -> int:
+    return _fields("status")["VmRSS"] << 10
+
+
+def peak_resident_bytes() -> int:
+    """The highest resident size since `reset_peak`."""
+    return _fields("status")["VmHWM"] << 10
+
+
+def reset_peak() -> None:
+    """Set the peak to the present resident size (proc(5), clear_refs)."""
+    (_SELF / "clear_refs").write_text("5")
+
+
+def _fields(name: str) -> dict[str, int]:
+    fields = {}
+    for line in (_SELF / name).read_text().splitlines():
+        key, _, value = line.partition(":")
+        number = value.split()[:1]
+        if number and number[0].isdigit():
+            fields[key] = int(number[0])
+    return fields

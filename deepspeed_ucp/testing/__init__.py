@@ -1,0 +1,39 @@
+"""Check in your own CI that your model resumes exactly, on any number of ranks and under any ZeRO stage.
+
+```python
+def train(ds_config):                       # in a module that can be imported
+    engine, *_ = deepspeed.initialize(model=make_model(), config=ds_config)
+    yield engine
+    while True:
+        x, y = batch(engine.global_steps, rank=dist.get_rank(), ranks=dist.get_world_size())
+        loss = loss_fn(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+
+def test_resumes(resume_equivalence):       # with pytest_plugins = ["deepspeed_ucp.testing.pytest_plugin"]
+    resume_equivalence(
+        train,
+        source={"world_size": 4, "ds_config": {"train_batch_size": 12, "zero_optimization": {"stage": 1}}},
+        target={"world_size": 3, "ds_config": {"train_batch_size": 12, "zero_optimization": {"stage": 3}}},
+    )
+```
+"""
+
+from __future__ import annotations
+
+from deepspeed_ucp.testing.resume import LOSS_TOLERANCE, Launch, ResumeReport, assert_resume_equivalent
+from deepspeed_ucp.testing.world import World, WorldFailure, WorldPool, WorldTimeout, run_world
+
+__all__ = [
+    "LOSS_TOLERANCE",
+    "Launch",
+    "ResumeReport",
+    "World",
+    "WorldFailure",
+    "WorldPool",
+    "WorldTimeout",
+    "assert_resume_equivalent",
+    "run_world",
+]

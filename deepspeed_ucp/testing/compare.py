@@ -1,0 +1,123 @@
+"""Bitwise comparison of what was saved with what came back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deepspeed_ucp.testing.capture import EngineState, ParameterState
+
+Tensor = torch.Tensor
+
+
+def compare(saved: EngineState, loaded: EngineState, *, optimizer_states: bool = True) -> tuple[int, list[str]]:
+    """Compare the state of an engine at its save with that of the engine that loaded it.
+
+    Element-wise states are equal when their bits are. A state that only one side has (one optimizer makes it before
+    the first step, another in it) must be zero. Values and buffers are compared after the cast to the loaded engine's
+    dtype, as DeepSpeed casts them when it builds an engine of that precision.
+
+    Args:
+        saved: captured when the checkpoint was written.
+        loaded: captured after the load.
+        optimizer_states: False leaves out the optimizer's tensors and scalars.
+
+    Returns:
+        The number of tensors that were compared, and one line for each difference.
+    """
+    differences = list(_names("parameter", saved.parameters, loaded.parameters))
+    differences += _names("buffer", saved.buffers, loaded.buffers)
+    count = 0
+    for name in saved.parameters.keys() & loaded.parameters.keys():
+        pairs = list(_pairs(saved.parameters[name], loaded.parameters[name], optimizer_states))
+        count += len(pairs)
+        for state, want, got in pairs:
+            differences += _difference(f"parameter {name}, state {state}", want, got)
+        differences += _settings(name, saved.parameters[name], loaded.parameters[name], optimizer_states)
+    for name in saved.buffers.keys() & loaded.buffers.keys():
+        count += 1
+        got = loaded.buffers[name]
+        differences += _difference(f"buffer {name}", saved.buffers[name].to(got.dtype), got)
+    differences += _mappings("counter", saved.counters, loaded.counters)
+    if saved.scheduler is not None and loaded.scheduler is not None:
+        differences += _mappings("lr scheduler", saved.scheduler, loaded.scheduler)
+    if saved.loss_scale is not None and loaded.loss_scale is not None and saved.loss_scale != loaded.loss_scale:
+        differences.append(f"loss scale: saved {saved.loss_scale}, loaded {loaded.loss_scale}")
+    return count, differences
+
+
+def _names(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(saved.keys() - loaded.keys()):
+        yield f"{kind} {name}: saved, but the engine that loads has none"
+    for name in sorted(loaded.keys() - saved.keys()):
+        yield f"{kind} {name}: not in the engine that saved"
+
+
+def _pairs(saved: ParameterState, loaded: ParameterState, optimizer_states: bool) -> Iterator[tuple[str, Any, Any]]:
+    master = saved.fp32 if saved.fp32 is not None else saved.value
+    if loaded.fp32 is not None:
+        yield "fp32", master.float(), loaded.fp32
+    yield "value", master.to(loaded.value.dtype), loaded.value
+    if not optimizer_states:
+        return
+    for state in sorted(saved.tensors.keys() | loaded.tensors.keys()):
+        zeros = torch.zeros_like(saved.tensors[state] if state in saved.tensors else loaded.tensors[state])
+        yield state, saved.tensors.get(state, zeros), loaded.tensors.get(state, zeros)
+
+
+def _settings(name: str, saved: ParameterState, loaded: ParameterState, optimizer_states: bool) -> list[str]:
+    if saved.fp32 is None or loaded.fp32 is None or not optimizer_states:
+        return []
+    # Some optimizers add defaults to their groups when they load; a parameter without gradients has no step at stage 0.
+    found = _mappings(f"parameter {name}, group's", *_shared(saved.hyper, loaded.hyper))
+    return found + _mappings(f"parameter {name}, state", *_shared(saved.scalars, loaded.scalars))
+
+
+def _shared(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    keys = left.keys() & right.keys()
+    return {key: left[key] for key in keys}, {key: right[key] for key in keys}
+
+
+def _mappings(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:
+    keys = sorted(saved.keys() | loaded.keys(), key=str)
+    return [
+        f"{kind} {key}: saved {saved.get(key)!r}, loaded {loaded.get(key)!r}"
+        for key in keys
+        if not _equal(saved.get(key), loaded.get(key))
+    ]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if torch.is_tensor(left) or torch.is_tensor(right):
+        return torch.is_tensor(left) and torch.is_tensor(right) and torch.equal(left, right)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return bool(left == right)
+
+
+def _difference(what: str, want: Tensor, got: Tensor) -> list[str]:
+    """The first place where two tensors differ, in words; nothing where their bits agree."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return [f"{what}: saved {tuple(want.shape)} {want.dtype}, loaded {tuple(got.shape)} {got.dtype}"]
+    if want.numel() == 0:
+        return []
+    differs = (_bits(want) != _bits(got)).view(want.numel(), -1).any(dim=1)
+    if not differs.any():
+        return []
+    first = int(differs.nonzero()[0])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), want.shape)) if want.dim() else ()
+    values = f"saved {want.flatten()[first].item()!r}, loaded {got.flatten()[first].item()!r}"
+    return [f"{what}: {int(differs.sum())} of {want.numel()} elements differ, first at {index}: {values}"]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    # Adding zero makes -0.0 and 0.0 the same: DeepSpeed's getters sum fragments with zeros and lose that sign.
+    tensor = tensor + 0 if tensor.is_floating_point() else tensor
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,83 @@
+"""What the ranks of a world do in a resume check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepspeed_ucp  # noqa: F401 - installs the hook in this process
+from deepspeed_ucp.testing.capture import EngineState, capture
+from deepspeed_ucp.testing.compare import compare
+
+CLIENT_STATE = {"deepspeed_ucp_testing": {"note": "comes back", "numbers": [1, 2, 3]}}
+_REFERENCE = "resume_reference.pt"
+
+
+@dataclass
+class Resumed:
+    """What one rank of the target reports."""
+
+    parameters: int
+    states: int
+    direct: bool | None
+    differences: list[str]
+    losses: list[float]
+
+
+def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int], folder: str) -> list[float]:
+    """Train, save, go on; return the losses after the save. Rank 0 leaves the state at the save in the folder."""
+    training, engine = start(train_fn, ds_config)
+    train(training, steps[0])
+    engine.save_checkpoint(folder, client_state=copy.deepcopy(CLIENT_STATE))
+    state = capture(engine)
+    if torch.distributed.get_rank() == 0:
+        torch.save(state, Path(folder) / _REFERENCE)
+    losses = train(training, steps[1])
+    stop(training, engine)
+    return losses
+
+
+def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str) -> Resumed:
+    """Load, compare with what the source left, train on."""
+    training, engine = start(train_fn, ds_config)
+    path, client_state = engine.load_checkpoint(folder)
+    state = capture(engine)
+    if path is None:
+        raise AssertionError(f"load_checkpoint({folder!r}) found nothing to load and returned None")
+    count, differences = compare(saved_state(folder), state)
+    for key, value in CLIENT_STATE.items():
+        if client_state.get(key) != value:
+            differences.append(f"client state {key}: saved {value!r}, loaded {client_state.get(key)!r}")
+    report = getattr(engine, "ucp_report", None)
+    direct = None if report is None else bool(report.direct)
+    losses = [] if differences else train(training, steps)
+    stop(training, engine)
+    return Resumed(len(state.parameters), count, direct, differences, losses)
+
+
+def saved_state(folder: str) -> EngineState:
+    """What `run_source` left in the folder."""
+    state: EngineState = torch.load(Path(folder) / _REFERENCE, weights_only=False)
+    return state
+
+
+def start(train_fn: Any, ds_config: dict[str, Any]) -> tuple[Generator[Any, None, None], Any]:
+    """Begin the training; return its generator and the engine that it yields first."""
+    training = train_fn(copy.deepcopy(ds_config))
+    return training, next(training)
+
+
+def train(training: Generator[Any, None, None], steps: int) -> list[float]:
+    """Train `steps` steps; return their losses."""
+    return [float(next(training)) for _ in range(steps)]
+
+
+def stop(training: Generator[Any, None, None], engine: Any) -> None:
+    """End the training and let go of the engine, so that the next one in this process starts clean."""
+    training.close()
+    engine.destroy()

@@ -1,0 +1,212 @@
+"""Resume equivalence: a run that goes on elsewhere is the run that never stopped."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ucp.testing.world import DEFAULT_TIMEOUT, WorldPool
+
+TrainFn = Callable[[dict[str, Any]], Generator[Any, None, None]]
+
+LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
+"""Allowed relative gap between a resumed loss and the uninterrupted one, by the coarser precision of the two launches.
+
+The restored state is compared bit by bit, so the gap is only rounding: another world size adds the same numbers in
+another order, another precision rounds activations and gradients elsewhere. fp32 keeps 24 bits of a number, fp16 11 and
+bf16 8; a few optimizer steps amplify the last of them."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a training is launched.
+
+    Attributes:
+        world_size: number of ranks.
+        ds_config: the DeepSpeed configuration, a dict. `train_batch_size` should be the same in both launches.
+    """
+
+    world_size: int
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What `assert_resume_equivalent` found.
+
+    Attributes:
+        parameters: number of parameters compared.
+        states: number of tensors compared bit by bit: masters, 16-bit values, optimizer states, buffers.
+        direct: True when the plugin's own loader ran, False for DeepSpeed's (same topology), None when unknown.
+        max_loss_gap: the largest relative gap between a resumed loss and the uninterrupted one.
+        reference_losses: the uninterrupted run's, one per step after the save, averaged over its ranks.
+        resumed_losses: the resumed run's, one per step after the load, averaged over its ranks.
+    """
+
+    parameters: int
+    states: int
+    direct: bool | None
+    max_loss_gap: float
+    reference_losses: tuple[float, ...]
+    resumed_losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A source launch that has been run: its checkpoint folder and the losses after the save."""
+
+    launch: Launch
+    folder: Path
+    losses: tuple[float, ...]
+
+
+def assert_resume_equivalent(
+    train_fn: TrainFn,
+    *,
+    source: Launch | Mapping[str, Any],
+    target: Launch | Mapping[str, Any],
+    steps: tuple[int, int] = (3, 3),
+    loss_tolerance: float | None = None,
+    directory: str | Path | None = None,
+    worlds: WorldPool | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> ResumeReport:
+    """Check that a training saved under `source` resumes under `target` as if it had never stopped.
+
+    The source trains `steps[0]` steps, saves, and goes on for `steps[1]` more: the reference. The target loads and is
+    compared with the source at its save: every parameter's fp32 master, its 16-bit value and every optimizer state bit
+    by bit, frozen parameters, buffers, each parameter's hyper-parameters, counters, learning-rate scheduler. Then it
+    trains `steps[1]` steps, whose losses must match the reference's.
+
+    Args:
+        train_fn: a function of an importable module (or a `functools.partial` of one) that takes the DeepSpeed
+            configuration as a dict and is a generator: it yields the engine first and then, for each step that it
+            trains, that step's loss as a float. The batch of a step depends on `engine.global_steps` only, and each
+            rank takes its share of it: rank r of n the r-th n-th. The losses of the ranks are averaged.
+        source: the launch that saves; a dict `{"world_size": 4, "ds_config": {...}}` is accepted.
+        target: the launch that resumes. Its `checkpoint.universal` is set to true if it is not set.
+        steps: optimizer steps before and after the save.
+        loss_tolerance: allowed relative gap between losses; by default `LOSS_TOLERANCE` of the coarser precision.
+        directory: where the checkpoint is written; by default a temporary folder that is removed.
+        worlds: a pool of worlds to run in; by default one that is made and closed here.
+        timeout: seconds for each launch.
+
+    Returns:
+        A `ResumeReport`.
+
+    Raises:
+        AssertionError: something differs. It names the parameter, the state, the first index and both values.
+        Exception: what `train_fn`, the save or the load raised on a rank (see `World.run`).
+    """
+    source, target = _launch(source), _launch(target)
+    with ExitStack() as stack:
+        if worlds is None:
+            worlds = stack.enter_context(WorldPool(timeout=timeout))
+        if directory is None:
+            directory = tempfile.mkdtemp(prefix="ucp-resume-")
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        saved = save_run(train_fn, source, steps, directory, worlds, timeout=timeout)
+        return check_resume(train_fn, saved, target, worlds, loss_tolerance=loss_tolerance, timeout=timeout)
+
+
+def save_run(
+    train_fn: TrainFn,
+    launch: Launch,
+    steps: tuple[int, int],
+    directory: str | Path,
+    worlds: WorldPool,
+    *,
+    timeout: float | None = None,
+) -> SavedRun:
+    """The first half of `assert_resume_equivalent`: train, save into `directory`, go on. Targets may share it."""
+    from deepspeed_ucp.testing import ranks
+
+    folder = Path(directory)
+    world = worlds.get(launch.world_size)
+    losses = world.run(ranks.run_source, train_fn, dict(launch.ds_config), steps, str(folder), timeout=timeout)
+    return SavedRun(launch=launch, folder=folder, losses=_mean(losses))
+
+
+def check_resume(
+    train_fn: TrainFn,
+    saved: SavedRun,
+    target: Launch,
+    worlds: WorldPool,
+    *,
+    loss_tolerance: float | None = None,
+    timeout: float | None = None,
+) -> ResumeReport:
+    """The second half of `assert_resume_equivalent`: load `saved` under `target`, compare, train on, compare losses."""
+    from deepspeed_ucp.testing import ranks
+
+    config = dict(target.ds_config)
+    config["checkpoint"] = {"universal": True, **config.get("checkpoint", {})}
+    world = worlds.get(target.world_size)
+    arguments = (train_fn, config, len(saved.losses), str(saved.folder))
+    answers: list[ranks.Resumed] = world.run(ranks.run_target, *arguments, timeout=timeout)
+    _assert_same_state(answers, saved.launch, target)
+    report = ResumeReport(
+        parameters=answers[0].parameters,
+        states=answers[0].states,
+        direct=answers[0].direct,
+        max_loss_gap=0.0,
+        reference_losses=saved.losses,
+        resumed_losses=_mean([answer.losses for answer in answers]),
+    )
+    if loss_tolerance is None:
+        loss_tolerance = LOSS_TOLERANCE[_coarser(precision(saved.launch.ds_config), precision(target.ds_config))]
+    return _assert_same_losses(report, loss_tolerance)
+
+
+def precision(ds_config: Mapping[str, Any]) -> str:
+    """ "bf16", "fp16" or "fp32": what the configuration trains in."""
+    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
+        if any(ds_config.get(key, {}).get("enabled") for key in keys):
+            return name
+    return "fp32"
+
+
+def _assert_same_state(answers: list[Any], source: Launch, target: Launch) -> None:
+    for rank, answer in enumerate(answers):
+        if answer.differences:
+            shown = "\n  ".join(answer.differences[:20])
+            more = f"\n  and {len(answer.differences) - 20} more" if len(answer.differences) > 20 else ""
+            launches = f"saved on {source.world_size} ranks, loaded on {target.world_size}"
+            raise AssertionError(f"the state that was loaded differs from the saved one (rank {rank}; {launches}):"
+                                 f"\n  {shown}{more}")  # fmt: skip
+
+
+def _assert_same_losses(report: ResumeReport, tolerance: float) -> ResumeReport:
+    gaps = [_gap(want, got) for want, got in zip(report.reference_losses, report.resumed_losses, strict=True)]
+    for step, gap in enumerate(gaps):
+        if not gap <= tolerance:  # also refuses NaN
+            raise AssertionError(
+                f"step {step + 1} after the resume: the uninterrupted run's loss is {report.reference_losses[step]!r}, "
+                f"the resumed one's {report.resumed_losses[step]!r}, a relative gap of {gap:.2e} > {tolerance:.2e}"
+            )
+    return ResumeReport(**{**_fields(report), "max_loss_gap": max(gaps, default=0.0)})
+
+
+def _gap(want: float, got: float) -> float:
+    return abs(want - got) / max(abs(want), 1e-12)
+
+
+def _fields(report: ResumeReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in report.__dataclass_fields__}
+
+
+def _mean(losses: list[list[float]]) -> tuple[float, ...]:
+    return tuple(sum(step) / len(step) for step in zip(*losses, strict=True))
+
+
+def _coarser(left: str, right: str) -> str:
+    return max((left, right), key=list(LOSS_TOLERANCE).index)
+
+
+def _launch(launch: Launch | Mapping[str, Any]) -> Launch:
+    return launch if isinstance(launch, Launch) else Launch(**launch)

@@ -1,0 +1,355 @@
+"""Worlds: N processes on this machine that form one gloo process group and run functions for a test.
+
+Importing torch and DeepSpeed costs seconds of CPU per process. The ranks are therefore forked from a fork server that
+has imported both, and a world stays alive between calls: a fresh engine in a warm world takes well under a second.
+This module imports neither of them, so that a pytest plugin may import it at start-up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+DEFAULT_TIMEOUT = 180.0
+"""Seconds that one call on a world may take."""
+
+_GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
+_LOG_TAIL = 4000  # characters of a rank's output shown with its failure
+# torch._dynamo: every torch optimizer imports it when it is first made, which costs over a second per process.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "deepspeed"]
+
+
+class WorldFailure(RuntimeError):
+    """At least one rank failed.
+
+    Attributes:
+        errors: per failed rank (by number), its traceback or what else became of it.
+    """
+
+    def __init__(self, errors: Mapping[int, str]):
+        self.errors = dict(errors)
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(self.errors.items())))
+
+    def __reduce__(self) -> tuple[type[WorldFailure], tuple[dict[int, str]]]:
+        return type(self), (self.errors,)
+
+
+class WorldTimeout(WorldFailure, TimeoutError):
+    """The ranks named in `errors` did not come back in time; the others' errors are listed beside them."""
+
+
+class World:
+    """`world_size` processes in one gloo process group, in which DeepSpeed is initialised.
+
+    Every call of `run` runs one function on all ranks; state of the processes (modules, globals) lives on between
+    calls, the engines of one call are collected after it. A world in which a call failed is closed.
+    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as a launcher sets them, and
+    DS_ACCELERATOR is "cpu" unless the environment says otherwise.
+
+    Args:
+        world_size: number of ranks, at least 1.
+        timeout: seconds that a call may take unless it says otherwise.
+        env: further environment variables of the ranks.
+    """
+
+    def __init__(self, world_size: int, *, timeout: float = DEFAULT_TIMEOUT, env: Mapping[str, str] | None = None):
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        self.world_size = world_size
+        self.timeout = timeout
+        self.closed = False
+        self._folder = Path(tempfile.mkdtemp(prefix="ucp-world-"))
+        self._port = _free_port()
+        self._processes: list[mp.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        base = {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
+        base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port), WORLD_SIZE=str(world_size))
+        # The DeepSpeed launcher's: the number of nodes and this one's; its checkpoint writers want them.
+        base.update(LOCAL_WORLD_SIZE=str(world_size), CROSS_SIZE="1", CROSS_RANK="0", **(env or {}))
+        base.pop("LOCAL_SIZE", None)  # the DeepSpeed launcher's: it would switch shared-memory collectives on
+        with _environment(DS_ACCELERATOR=base["DS_ACCELERATOR"]):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                arguments = (theirs, variables, str(self._folder), timeout)
+                process = context.Process(target=_serve, args=arguments, name=f"ucp-rank-{rank}", daemon=False)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Run `fn(*args, **kwargs)` on every rank; return the results by rank.
+
+        `fn`, its arguments and its results travel by pickle, so `fn` is a function of an importable module (or a
+        `functools.partial` of one).
+
+        Raises:
+            Exception: the exception of the rank that failed first; its cause is a `WorldFailure` with the tracebacks
+                of all ranks that failed.
+            WorldTimeout: a rank did not come back; all ranks have been killed.
+            WorldFailure: a rank died, or its exception cannot be pickled.
+        """
+        if self.closed:
+            raise RuntimeError("this world is closed: it was left, or an earlier call on it failed")
+        call = pickle.dumps((fn, args, kwargs))
+        for rank, connection in enumerate(self._connections):
+            self._send(rank, connection, call)
+        answers, timed_out = self._collect(self.timeout if timeout is None else timeout)
+        if not timed_out and all(answer.error is None for answer in answers.values()):
+            return [answers[rank].result for rank in range(self.world_size)]
+        errors = self._describe(answers, timed_out)
+        self.close()
+        raise_first(answers, errors, timed_out)
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Kill the ranks and remove what they left in the temporary folder and in /dev/shm. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            _kill_group(process)
+        for process in self._processes:
+            process.join(10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
+            left.unlink(missing_ok=True)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, rank: int, connection: Connection, call: bytes) -> None:
+        try:
+            connection.send_bytes(call)
+        except OSError as error:
+            text = f"the rank had ended before the call ({error})\n{self._log(rank)}"
+            self.close()
+            raise WorldFailure({rank: text}) from error
+
+    def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
+        """The answers by rank, and the ranks that gave none in time."""
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        answers: dict[int, _Answer] = {}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return answers, sorted(pending.values())
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[call-overload]
+                answers[rank] = self._receive(rank, connection)  # type: ignore[arg-type]
+                if answers[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return answers, []
+
+    def _receive(self, rank: int, connection: Connection) -> _Answer:
+        try:
+            answer: _Answer = pickle.loads(connection.recv_bytes())
+            return answer
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(5)
+            return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._log(rank)}")
+
+    def _describe(self, answers: Mapping[int, _Answer], silent: list[int]) -> dict[int, str]:
+        for rank in silent:
+            os.kill(_pid(self._processes[rank]), signal.SIGUSR1)  # faulthandler writes where it hangs
+        if silent:
+            time.sleep(0.5)
+        errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
+        return errors | {rank: f"did not come back; it was here:\n{self._log(rank)}" for rank in silent}
+
+    def _log(self, rank: int) -> str:
+        path = _log_path(self._folder, rank)
+        return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
+
+
+class WorldPool:
+    """Worlds by size, started when first asked for, replaced when a call broke one, closed together."""
+
+    def __init__(self, *, timeout: float = DEFAULT_TIMEOUT, env: Mapping[str, str] | None = None):
+        self._timeout = timeout
+        self._env = dict(env or {})
+        self._worlds: dict[int, World] = {}
+
+    def get(self, world_size: int) -> World:
+        """The live world of that size."""
+        world = self._worlds.get(world_size)
+        if world is None or world.closed:
+            world = self._worlds[world_size] = World(world_size, timeout=self._timeout, env=self._env)
+        return world
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
+
+    def __enter__(self) -> WorldPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_world(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on a new world of `world_size` ranks and close it. See `World.run`."""
+    with World(world_size, timeout=timeout) as world:
+        return world.run(fn, *args, **kwargs)
+
+
+class _Answer:
+    """What one rank sends back: a result, or an error's text with the exception itself where it can be pickled."""
+
+    def __init__(self, result: Any = None, error: str | None = None, exception: bytes | None = None):
+        self.result = result
+        self.error = error
+        self.exception = exception
+        self.stamp = time.monotonic()  # one clock for all processes of a machine
+
+
+def raise_first(answers: Mapping[int, _Answer], errors: Mapping[int, str], timed_out: list[int]) -> None:
+    """Raise what the rank that failed first raised, or the summary where there is no such exception."""
+    summary = WorldTimeout(errors) if timed_out else WorldFailure(errors)
+    failed = sorted((a.stamp, rank) for rank, a in answers.items() if a.error is not None)
+    if not failed:
+        raise summary
+    exception = answers[failed[0][1]].exception
+    if exception is None:
+        raise summary
+    raise pickle.loads(exception) from summary
+
+
+def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float) -> None:
+    """The life of a rank: join the group, then answer calls until the other end goes away."""
+    os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
+    os.environ.clear()
+    os.environ.update(variables)
+    _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
+    try:
+        _join_group(folder, timeout)
+        gc.freeze()  # what the fork server imported need not be walked after every call
+    except Exception:  # noqa: BLE001 - whatever it was, the log has it and the other end sees the exit code
+        traceback.print_exc()
+        os._exit(1)
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)
+        connection.send_bytes(_answer(call))
+        gc.collect()
+
+
+def _answer(call: bytes) -> bytes:
+    try:
+        fn, args, kwargs = pickle.loads(call)
+        return pickle.dumps(_Answer(fn(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001 - whatever ended the function is the answer
+        text = traceback.format_exc()
+        traceback.print_exc()
+        return pickle.dumps(_Answer(error=text, exception=_pickled(error)))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception if it survives a round trip. KeyboardInterrupt and the like do not leave the rank."""
+    if not isinstance(error, Exception):
+        return None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - any failure means that the text has to do
+        return None
+    return data
+
+
+def _join_group(folder: str, timeout: float) -> None:
+    import deepspeed
+    import torch
+
+    backend = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm's attribute torch is torch itself
+    torch.set_num_threads(1)
+    # Without the shared-memory op DeepSpeed falls back to gloo: nothing to compile (a minute on a fresh machine), and
+    # no 69 MB per rank left in /dev/shm.
+    if hasattr(backend, "build_shm_op"):
+        vars(backend)["build_shm_op"] = lambda: None
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{folder}/store",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout),
+        verbose=False,
+    )
+
+
+def _redirect_output(path: Path) -> None:
+    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+def _log_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _kill_group(process: mp.process.BaseProcess) -> None:
+    for kill in (os.killpg, os.kill):  # the group is only there once the rank has called setsid
+        try:
+            kill(_pid(process), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _pid(process: mp.process.BaseProcess) -> int:
+    if process.pid is None:
+        raise RuntimeError(f"{process.name} was never started")
+    return process.pid
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

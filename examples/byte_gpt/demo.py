@@ -1,0 +1,397 @@
+"""`make demo`: one training run, killed twice, each time resumed on other hardware, beside one that never stopped.
+
+    reference   4 ranks, ZeRO-1, to the end
+    segment 1   4 ranks, ZeRO-1, killed with SIGKILL
+    segment 2   2 ranks, ZeRO-3, resumed from segment 1's checkpoint, killed with SIGKILL
+    segment 3   3 ranks, ZeRO-2, resumed from segment 2's checkpoint, to the end
+
+Exits with 1 when the state that a segment restored is not to the bit what the one before it saved, or when its
+losses leave the uninterrupted curve. What counts as leaving it:
+
+*First step after a resume.* The killed run had done that step too, with the same weights and the same batch: the two
+losses differ only by how the forward rounds (another micro batch size may block a bf16 product differently, ZeRO-3 adds
+a bias in a step of its own). bf16 rounds to 2^-9 of a value; a sequence's loss can be off by that much of itself, and
+the 24 sequences of the batch average it: 2^-9 · loss / √24, about 0.001. Measured: 0.0002 and below.
+
+*Later steps.* Another number of ranks sums the bf16 gradients in another order, so that every update differs in its
+last bits and the runs drift apart. The drift must stay below a tenth of what the loss changes from one step to the
+next (the median of that in the reference), about 0.007: a resume must move the curve far less than any one batch does.
+Measured: 0.0004. Measured for wrong states, from the same checkpoint: 0.25 with moments and step count zeroed,
+0.06 with the moments zeroed, 0.04 with exp_avg zeroed, 0.03 with the moments shifted by 1000 elements, 0.07 with the
+scheduler restarted, 3 for a fresh start. Masters rounded to bf16 give 0.0009: curves alone would miss that, which is
+why the state is compared to the bit as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from plot import Curve, draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+OUT = ROOT / "demo_out"
+BATCH = 24  # divisible by 4, 2 and 3
+STEPS = 120
+SAVE_EVERY = 20
+FIRST_STEP_BOUND = 2.0**-9 / math.sqrt(BATCH)  # of the loss
+DRIFT_BOUND = 0.1  # of the median change of the loss from step to step
+TIME_FOR_CONTRAST = 220  # seconds: later than this the last launch is left out
+BASE_CONFIG = {
+    "train_batch_size": BATCH,
+    "steps_per_print": 1 << 30,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": STEPS, "warmup_num_steps": 20, "warmup_max_lr": 1e-3, "warmup_type": "linear"},
+    },
+    "gradient_clipping": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One launch; `kill_after` is the step after whose log line the launch is killed."""
+
+    name: str
+    ranks: int
+    stage: int
+    resumes_at: int = 0
+    kill_after: int | None = None
+
+
+REFERENCE = Segment("reference", ranks=4, stage=1)
+SEGMENTS = (
+    Segment("segment 1", ranks=4, stage=1, kill_after=47),
+    Segment("segment 2", ranks=2, stage=3, resumes_at=40, kill_after=87),
+    Segment("segment 3", ranks=3, stage=2, resumes_at=80),
+)
+
+
+@dataclass
+class Outcome:
+    """What a launch logged."""
+
+    segment: Segment
+    exit_code: int = 0
+    seconds: float = 0.0
+    losses: dict[int, float] = field(default_factory=dict)
+    held_out_loss: float | None = None
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+    digests: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)  # by ("saved" or "loaded", step)
+
+    def take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "step":
+            self.losses[event["step"]] = event["loss"]
+        elif kind == "digest":
+            self.digests[event["when"], event["step"]] = event["atoms"]
+        elif kind == "loaded":
+            self.loaded = event
+        elif kind == "finished":
+            self.held_out_loss = event["held_out_loss"]
+
+
+class DemoFailed(Exception):
+    """A launch did not do what it was meant to do."""
+
+
+class Launcher:
+    """Launches of train.py with the `deepspeed` launcher, each watched through its log."""
+
+    def __init__(self, work: Path) -> None:
+        self.work, self.began = work, time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)
+
+    def run(self, segment: Segment, checkpoints: Path, save_every: int) -> Outcome:
+        """Launch the segment and follow it to its end, or to the step after which it is to be killed."""
+        self.say(f"{segment.name}: starting {segment.ranks} ranks with ZeRO-{segment.stage}")
+        began = time.monotonic()
+        outcome = Outcome(segment)
+        log = self.work / f"{segment.name}.jsonl".replace(" ", "_")
+        arguments = [
+            "--checkpoint_dir",
+            str(checkpoints),
+            "--save_every",
+            str(save_every),
+            "--log",
+            str(log),
+            "--digest",
+        ]
+        with self._launch(segment, {"universal": True}, arguments) as process:
+            for event in follow(log, lambda: process.poll() is None):
+                outcome.take(event)
+                self._report(segment, event)
+                if segment.kill_after is not None and event.get("step") == segment.kill_after:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    self.say(f"{segment.name}: killed all its processes with SIGKILL")
+        outcome.exit_code, outcome.seconds = process.returncode, time.monotonic() - began
+        self._check_exit(outcome)
+        return outcome
+
+    def refusal_without_plugin(self, checkpoints: Path) -> list[str]:
+        """What the same launch says when the plugin is off: the last lines of its error."""
+        segment = Segment("plugin off", ranks=2, stage=3)
+        self.say(f"{segment.name}: the same resume on 2 ranks with ZeRO-3, by DeepSpeed alone")
+        with self._launch(segment, {}, ["--checkpoint_dir", str(checkpoints)]) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=120)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                return ["nothing, within 120 s"]
+        if process.returncode == 0:
+            return ["DeepSpeed loaded it without the plugin"]
+        lines = self._output(segment).read_text(errors="replace").splitlines()
+        errors = [i for i, line in enumerate(lines) if "Error" in line and "[rank0]" in line] or [len(lines) - 1]
+        return lines[max(0, errors[0] - 2) : errors[0] + 1]
+
+    def _launch(self, segment: Segment, checkpoint: dict[str, object], arguments: Sequence[str]) -> _Launch:
+        config = self.work / f"{segment.name}.json".replace(" ", "_")
+        zero = {"stage": segment.stage}
+        config.write_text(json.dumps(BASE_CONFIG | {"zero_optimization": zero, "checkpoint": checkpoint}, indent=1))
+        port = free_port()
+        command = [
+            find_deepspeed(),
+            "--num_accelerators",
+            str(segment.ranks),
+            "--no_local_rank",
+            "--master_port",
+            str(port),
+            str(HERE / "train.py"),
+            "--deepspeed_config",
+            str(config),
+            "--steps",
+            str(STEPS),
+            *arguments,
+        ]
+        return _Launch(command, make_environment(segment.ranks), port, self._output(segment))
+
+    def _output(self, segment: Segment) -> Path:
+        return self.work / f"{segment.name}.out".replace(" ", "_")
+
+    def _report(self, segment: Segment, event: Mapping[str, Any]) -> None:
+        kind, step = event["event"], event.get("step")
+        if kind == "step" and step % 10 == 0:
+            self.say(f"{segment.name}: step {step:3}  loss {event['loss']:.4f}")
+        elif kind == "loaded" and event["path"]:
+            self.say(f"{segment.name}: resumed at step {step} in {event['seconds']:.2f} s; {event['reason']}")
+        elif kind == "saved":
+            self.say(f"{segment.name}: step {step:3}  checkpoint saved")
+
+    def _check_exit(self, outcome: Outcome) -> None:
+        segment = outcome.segment
+        expected = 0 if segment.kill_after is None else -signal.SIGKILL
+        if outcome.exit_code != expected:
+            tail = self._output(segment).read_text(errors="replace").splitlines()[-40:]
+            raise DemoFailed(
+                f"{segment.name} ended with {outcome.exit_code} instead of {expected}:\n" + "\n".join(tail)
+            )
+
+
+class _Launch:
+    """A launch in a process group of its own; leaving it kills what is left and removes its shared memory."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], port: int, output: Path) -> None:
+        self._command, self._environment, self._port, self._output = command, environment, port, output
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return self._process
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{self._port}_*"):
+            buffer.unlink(missing_ok=True)  # killed ranks leave 69 MB each
+
+
+def follow(log: Path, is_alive: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """The events of a growing file of JSON lines, as they come, until its writer has ended."""
+    position = 0
+    while True:
+        ending = not is_alive()
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(position)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # half a line: come back for it
+                    position += len(line)
+                    yield json.loads(line)
+        if ending:
+            return
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def find_deepspeed() -> str:
+    """The `deepspeed` command of this interpreter's environment."""
+    beside = Path(sys.executable).with_name("deepspeed")
+    found = str(beside) if beside.exists() else shutil.which("deepspeed")
+    if not found:
+        raise DemoFailed("the `deepspeed` command was not found; is DeepSpeed installed in this environment?")
+    return found
+
+
+def make_environment(ranks: int) -> dict[str, str]:
+    """On a machine without accelerators the ranks share the cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
+
+
+def differences(outcome: Outcome, reference: Outcome) -> dict[int, float]:
+    return {step: abs(loss - reference.losses[step]) for step, loss in outcome.losses.items()}
+
+
+def drift_bound(reference: Outcome) -> float:
+    """A tenth of the median change of the reference's loss from one step to the next, after its steep beginning."""
+    losses = [reference.losses[step] for step in range(STEPS // 4, STEPS + 1)]
+    return DRIFT_BOUND * median(abs(b - a) for a, b in itertools.pairwise(losses))
+
+
+def find_faults(reference: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+    """Everything in which the interrupted run is not the uninterrupted one."""
+    faults = []
+    bound = drift_bound(reference)
+    for before, outcome in zip([None, *outcomes], outcomes, strict=False):
+        name, deltas = outcome.segment.name, differences(outcome, reference)
+        worst = max(deltas, key=deltas.__getitem__)
+        if deltas[worst] > bound:
+            faults.append(f"{name}: the loss of step {worst} is {deltas[worst]:.2g} off, more than {bound:.2g}")
+        if before is not None:
+            faults += _resume_faults(before, outcome)
+    final = abs(outcomes[-1].held_out_loss - reference.held_out_loss)
+    if final > bound:
+        faults.append(f"the final loss on held-out text is {final:.2g} off, more than {bound:.2g}")
+    return faults
+
+
+def _resume_faults(before: Outcome, outcome: Outcome) -> list[str]:
+    name, step = outcome.segment.name, outcome.segment.resumes_at
+    if outcome.loaded.get("step") != step or not outcome.loaded.get("by_plugin"):
+        return [f"{name}: expected the plugin to resume at step {step}, found {dict(outcome.loaded)}"]
+    faults = []
+    equal, total = count_equal_atoms(before, outcome)
+    if not equal == total > 0:
+        faults.append(f"{name}: only {equal} of {total} atoms are to the bit what {before.segment.name} saved")
+    first, bound = first_difference(before, outcome), FIRST_STEP_BOUND * outcome.losses[step + 1]
+    if first > bound:
+        faults.append(
+            f"{name}: the first loss is {first:.2g} off what {before.segment.name} had got there, more than {bound:.2g}"
+        )
+    return faults
+
+
+def first_difference(before: Outcome, outcome: Outcome) -> float:
+    """How far the first loss after the resume is from what the killed run had got at that step."""
+    step = outcome.segment.resumes_at + 1
+    return abs(outcome.losses[step] - before.losses[step])
+
+
+def count_equal_atoms(before: Outcome, outcome: Outcome) -> tuple[int, int]:
+    """How many atoms were restored to the bit, of how many that either side has."""
+    step = outcome.segment.resumes_at
+    saved, restored = before.digests.get(("saved", step), {}), outcome.digests.get(("loaded", step), {})
+    return sum(saved.get(atom) == sha for atom, sha in restored.items()), len(saved.keys() | restored.keys())
+
+
+def make_table(reference: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """One line a launch: max |Δ| against the reference, first |Δ| against the killed run's own loss at that step."""
+    rows = [("", "ranks", "ZeRO", "steps", "max |Δ loss|", "first |Δ loss|", "state restored", "seconds")]
+    for before, outcome in zip([None, None, *outcomes], [reference, *outcomes], strict=False):
+        segment = outcome.segment
+        steps = f"{min(outcome.losses)}-{max(outcome.losses)}" + (" killed" if segment.kill_after else "")
+        worst = "" if outcome is reference else f"{max(differences(outcome, reference).values()):.1e}"
+        resumed = ("", "") if before is None else _describe_resume(before, outcome)
+        ranks, stage = str(segment.ranks), str(segment.stage)
+        rows.append((segment.name, ranks, stage, steps, worst, *resumed, f"{outcome.seconds:.0f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _describe_resume(before: Outcome, outcome: Outcome) -> tuple[str, str]:
+    equal, total = count_equal_atoms(before, outcome)
+    by = "by the plugin" if outcome.loaded["by_plugin"] else "NOT by the plugin"
+    return f"{first_difference(before, outcome):.1e}", f"{equal} of {total} atoms to the bit, {by}"
+
+
+def make_picture(reference: Outcome, outcomes: Sequence[Outcome]) -> Path:
+    """Draw the curves to demo_out/resume.png."""
+    curves = []
+    for outcome, after in zip(outcomes, [*outcomes[1:], None], strict=True):
+        segment = outcome.segment
+        label = f"{segment.name}: {segment.ranks} ranks, ZeRO-{segment.stage}"
+        kept = after.segment.resumes_at if after else STEPS
+        curves.append(Curve(label, outcome.losses, kept, bool(segment.kill_after)))
+    picture = OUT / "resume.png"
+    draw(Curve("uninterrupted: 4 ranks, ZeRO-1", reference.losses, STEPS), curves, drift_bound(reference), picture)
+    return picture
+
+
+def run_all(launcher: Launcher) -> tuple[Outcome, list[Outcome]]:
+    checkpoints = launcher.work / "checkpoints"
+    reference = launcher.run(REFERENCE, launcher.work / "none", save_every=0)
+    return reference, [launcher.run(segment, checkpoints, SAVE_EVERY) for segment in SEGMENTS]
+
+
+def main() -> int:
+    OUT.mkdir(exist_ok=True)
+    (OUT / ".gitignore").write_text("*\n")
+    with tempfile.TemporaryDirectory(dir=OUT, prefix="run-") as work:
+        launcher = Launcher(Path(work))
+        try:
+            reference, outcomes = run_all(launcher)
+            faults = find_faults(reference, outcomes)
+        except DemoFailed as error:
+            print(f"\nFAILED: {error}")
+            return 1
+        if time.monotonic() - launcher.began < TIME_FOR_CONTRAST:
+            refusal = launcher.refusal_without_plugin(launcher.work / "checkpoints")
+            print("\nWithout the plugin DeepSpeed refuses:\n" + "\n".join(f"    {line}" for line in refusal))
+        picture = make_picture(reference, outcomes)
+    print(f"\n{make_table(reference, outcomes)}\n")
+    print(
+        f"Bounds: first step after a resume {FIRST_STEP_BOUND * min(reference.losses.values()):.1e} or more, "
+        f"later {drift_bound(reference):.1e}. Final loss on held-out text: {outcomes[-1].held_out_loss:.4f}, "
+        f"uninterrupted {reference.held_out_loss:.4f}."
+    )
+    print(f"Curves: {picture}\n{time.monotonic() - launcher.began:.0f} s in all.")
+    for fault in faults:
+        print(f"FAILED: {fault}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

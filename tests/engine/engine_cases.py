@@ -1,0 +1,154 @@
+"""Tiny models, optimizers and training loops that the engine tests run, and the cases that they are combined into."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from deepspeed_ucp.testing import Launch
+
+BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
+FEATURES = 13
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of one of the trainings below.
+
+    Attributes:
+        stage: ZeRO stage.
+        dp: number of ranks.
+        precision: "fp32", "bf16" or "fp16".
+        zero: further keys of `zero_optimization`.
+        config: further top-level keys of the DeepSpeed configuration.
+    """
+
+    stage: int
+    dp: int
+    precision: str = "fp32"
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        name = f"zero{self.stage}-{self.precision}-dp{self.dp}"
+        return "-".join([name, *self.zero, *self.config])
+
+    @property
+    def launch(self) -> Launch:
+        return Launch(self.dp, self.ds_config)
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "train_batch_size": BATCH,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": self.stage, **self.zero},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1000000,
+        }
+        if self.precision != "fp32":
+            config[self.precision] = {"enabled": True}
+        if self.precision == "fp16":
+            config["fp16"]["initial_scale_power"] = 8
+        return {**config, **self.config}
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+def pair_id(pair: tuple[Case, Case]) -> str:
+    """The id of a test that saves under one case and resumes under another."""
+    return f"{pair[0]}->{pair[1]}"
+
+
+def training(model: str = "mixed", optimizer: str = "adamw", **options: Any) -> Any:
+    """A `train_fn` for `assert_resume_equivalent` from the names of a model and an optimizer below."""
+    return partial(train, model=model, optimizer=optimizer, **options)
+
+
+def train(
+    ds_config: dict[str, Any],
+    model: str = "mixed",
+    optimizer: str = "adamw",
+    scheduler: bool = False,
+    reverse_groups: bool = False,
+    seed: int = 0,
+    zero_init: bool = False,
+    warm: int = 0,
+) -> Generator[Any, None, None]:
+    """Yields the engine, then the loss of each step. Every rank takes its share of one global batch.
+
+    Args:
+        warm: steps that the engine has made before it is yielded.
+    """
+    engine = make_engine(ds_config, model, optimizer, scheduler, reverse_groups, seed, zero_init)
+    steps = train_engine(engine)
+    for _ in range(warm):
+        next(steps)
+    yield engine
+    yield from steps
+
+
+def train_engine(engine: Any) -> Generator[float, None, None]:
+    """The loss of each step."""
+    import torch
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    while True:
+        generator = torch.Generator().manual_seed(1000 + engine.global_steps)
+        batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank]
+        loss = (engine(batch[:, :FEATURES]).float().squeeze(-1) - batch[:, FEATURES]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+
+def make_engine(
+    ds_config: dict[str, Any],
+    model: str = "mixed",
+    optimizer: str = "adamw",
+    scheduler: bool = False,
+    reverse_groups: bool = False,
+    seed: int = 0,
+    zero_init: bool = False,
+) -> Any:
+    """A DeepSpeed engine of a model and an optimizer by name.
+
+    Args:
+        scheduler: with a learning-rate scheduler.
+        reverse_groups: the optimizer's groups in the other order.
+        zero_init: build the model under `deepspeed.zero.Init`, partitioned from the start.
+    """
+    import deepspeed
+    import torch
+    from engine_models import MODELS, OPTIMIZERS, param_groups
+    from torch.optim.lr_scheduler import LambdaLR
+
+    allow_fp16_on_cpu()
+    torch.manual_seed(seed)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=zero_init):
+        module = MODELS[model]()
+    groups = param_groups(module, uniform=optimizer.endswith("_uniform"))
+    if reverse_groups:
+        groups = groups[::-1]
+    inner = OPTIMIZERS[optimizer.removesuffix("_uniform")](groups)
+    schedule = LambdaLR(inner, lambda step: 1.0 / (1 + step)) if scheduler else None
+    engine, *_ = deepspeed.initialize(model=module, optimizer=inner, lr_scheduler=schedule, config=ds_config)
+    return engine
+
+
+def allow_fp16_on_cpu() -> None:
+    """DeepSpeed refuses fp16 on a CPU without AMX-FP16; torch computes it all the same."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+
+
+def build_op(name: str) -> None:
+    """Compile one of DeepSpeed's ops, or find it compiled."""
+    import deepspeed.ops.op_builder.cpu as builders
+
+    getattr(builders, name)().load()

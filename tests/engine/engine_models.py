@@ -1,0 +1,281 @@
+"""The models and optimizers of the engine tests. Imports torch, so only the ranks import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FEATURES = 13
+
+
+class Base(nn.Module):
+    """Casts the input to the precision that the engine gave the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.to(next(self.parameters()).dtype))
+
+    def body(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Mixed(Base):
+    """Odd shapes, a one-element parameter, a frozen layer, tied weights, buffers of several dtypes, an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 7)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.again = nn.Linear(7, 7)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(7, 5)
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+        self.last = nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.randn(3, 2))
+        self.register_buffer("running", torch.zeros(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("table", torch.arange(5, dtype=torch.int16))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.running += 0.5
+            self.mask ^= True
+            self.table += 3
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.again(torch.tanh(self.tied(x))))
+        return self.last(torch.tanh(self.frozen(x))) * self.scale
+
+
+class Plain(Base):
+    """Two layers, nothing special."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 7)
+        self.last = nn.Linear(7, 1)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Bulk(Base):
+    """Some ten thousand parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 1000)
+        self.last = nn.Linear(1000, 1)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Renamed(Plain):
+    """`Plain` whose last layer has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = self.last
+        del self.last
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x)))
+
+
+class Wider(Base):
+    """`Plain` with another hidden size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 9)
+        self.last = nn.Linear(9, 1)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Deeper(Plain):
+    """`Plain` with one more parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * self.gain
+
+
+class Frozen(Plain):
+    """`Plain` whose first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.first.parameters():
+            parameter.requires_grad_(False)
+
+
+class Lora(Base):
+    """Frozen layers with trainable low-rank adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.ModuleList([nn.Linear(FEATURES, 11), nn.Linear(11, 1)])
+        for parameter in self.base.parameters():
+            parameter.requires_grad_(False)
+        self.down = nn.ParameterList([nn.Parameter(torch.randn(2, n) * 0.1) for n in (FEATURES, 11)])
+        self.up = nn.ParameterList([nn.Parameter(torch.randn(n, 2) * 0.1) for n in (11, 1)])
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = layer(x) + x @ down.T @ up.T
+        return x
+
+
+class Tiny(Base):
+    """Fewer elements than ranks in every group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.shift = nn.Parameter(torch.full((1, 1), 0.1))
+
+    def body(self, x: Tensor) -> Tensor:
+        return x[:, :1] * self.weight + self.bias.sum() + self.shift
+
+
+class Empty(Plain):
+    """`Plain` with parameters of no elements, between and after the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x)
+
+
+def compiled() -> nn.Module:
+    """Parameter names get the prefix `_orig_mod.`; the eager backend keeps the test fast."""
+    return torch.compile(Plain(), backend="eager")
+
+
+def reordered() -> nn.Module:
+    """`Plain` whose layers are registered the other way round."""
+    module = Plain()
+    first, last = module.first, module.last
+    del module.first, module.last
+    module.last, module.first = last, first
+    return module
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mixed": Mixed,
+    "plain": Plain,
+    "bulk": Bulk,
+    "renamed": Renamed,
+    "wider": Wider,
+    "deeper": Deeper,
+    "frozen": Frozen,
+    "lora": Lora,
+    "tiny": Tiny,
+    "empty": Empty,
+    "compiled": compiled,
+    "reordered": reordered,
+}
+
+
+def param_groups(module: nn.Module, uniform: bool = False) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without and at another learning rate; one group of them all if uniform."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if uniform:
+        return [{"params": trainable}]
+    shapes = {id(p): getattr(p, "ds_shape", p.shape) for p in trainable}  # zero.Init leaves it an empty vector
+    matrices = [p for p in trainable if len(shapes[id(p)]) > 1]
+    others = [p for p in trainable if len(shapes[id(p)]) <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023) in plain torch: one state, called as only this optimizer calls it."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.99):
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["lion_momentum"] = torch.zeros_like(parameter)
+                momentum, gradient = state["lion_momentum"], parameter.grad
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                update = torch.lerp(gradient, momentum, group["beta1"]).sign_()
+                parameter.add_(update, alpha=-group["lr"])
+                momentum.lerp_(gradient, 1 - group["beta2"])
+
+
+class RowMean(torch.optim.Optimizer):
+    """SGD with one momentum number per parameter tensor pair: a state that is not element-wise, as in Adafactor."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3):
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["factored"] = torch.zeros(2, device=parameter.device)
+                state["factored"].lerp_(parameter.grad.abs().mean().expand(2), 0.1)
+                parameter.add_(parameter.grad / (state["factored"].mean() + 1e-8), alpha=-group["lr"])
+
+
+def _deepspeed_cpu_adam(groups: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, lr=1e-2)
+
+
+def _deepspeed_cpu_lion(groups: Any) -> Any:
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return DeepSpeedCPULion(groups, lr=1e-3)
+
+
+def _fused_adam(groups: Any) -> Any:
+    """DeepSpeed has a CPU build of it, which brings the FP16_Optimizer wrapper with it."""
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam(groups, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True),
+    "lion": lambda groups: Lion(groups, lr=1e-3),
+    "adam_like_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "row_mean": lambda groups: RowMean(groups, lr=1e-3),
+    "fused_adam": _fused_adam,
+    "cpu_adam": _deepspeed_cpu_adam,
+    "cpu_lion": _deepspeed_cpu_lion,
+}

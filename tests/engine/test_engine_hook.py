@@ -1,0 +1,112 @@
+"""The hook itself: when it steps in, and that it leaves everything else alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_ranks
+import pytest
+from engine_cases import Case, pair_id
+
+from deepspeed_ucp.testing import WorldPool
+
+ON = {"checkpoint": {"universal": True}}
+PLAIN = {"model": "plain"}
+
+
+OTHER = [(Case(1, 3), Case(1, 2)), (Case(1, 2), Case(2, 2)), (Case(3, 2), Case(3, 2, "bf16"))]
+SMOKE = pytest.mark.engine_smoke
+SAME = [pytest.param(Case(s, 2, p), marks=SMOKE) for s in (0, 1, 2, 3) for p in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize("case", [*SAME, *(Case(stage, 2, "fp16") for stage in (0, 1, 2, 3))], ids=str)
+def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
+    """Its own load runs exactly once, and one INFO line says why."""
+    folder = str(sources.get(case, **PLAIN).folder)
+    answers = ucp_worlds.get(case.dp).run(engine_ranks.calls_of_own_load, case.but(config=ON).ds_config, folder)
+    for rank, answer in enumerate(answers):
+        assert answer["calls"] == 1
+        assert answer["direct"] is False
+        assert "same topology" in answer["reason"]
+        assert len(answer["info"]) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("pair", OTHER, ids=pair_id)
+def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worlds: WorldPool) -> None:
+    source, target = pair
+    folder = str(sources.get(source, **PLAIN).folder)
+    answers = ucp_worlds.get(target.dp).run(engine_ranks.calls_of_own_load, target.but(config=ON).ds_config, folder)
+    for rank, answer in enumerate(answers):
+        assert answer["calls"] == 0
+        assert answer["direct"] is True
+        assert len(answer["info"]) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
+def test_without_the_flag(config: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:
+    case = Case(1, 2, config=config)
+    folder = str(sources.get(Case(1, 2), **PLAIN).folder)
+    for answer in ucp_worlds.get(2).run(engine_ranks.calls_of_own_load, case.ds_config, folder):
+        assert answer == {"calls": 1, "path": answer["path"], "info": [], "direct": None, "reason": ""}
+
+
+def test_install_twice_and_uninstall(ucp_worlds: WorldPool) -> None:
+    assert ucp_worlds.get(2).run(engine_ranks.install_twice_and_uninstall) == [[True] * 4] * 2
+
+
+def test_engines_with_and_without_in_one_process(sources: Any, ucp_worlds: WorldPool) -> None:
+    folder = str(sources.get(Case(1, 3), **PLAIN).folder)
+    on, off = Case(1, 2, config=ON), Case(1, 2)
+    for answer in ucp_worlds.get(2).run(engine_ranks.two_engines, on.ds_config, off.ds_config, folder):
+        assert answer["differences"] == []
+        assert "world size" in answer["error"]
+        assert answer["reports"] == [True, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"wndow_mb": 3}, ("wndow_mb", "window_mb", "verify")),
+        ({"window_mb": "many"}, ("window_mb", "many")),
+        ({"verify": "md5"}, ("verify", "md5", "crc")),
+        ({"mode": 3}, ("mode", "direct")),
+        ("yes", ("yes", "true")),
+        (3, ("3", "true")),
+    ],
+    ids=str,
+)
+def test_unknown_keys_and_wrong_types(value: Any, words: tuple[str, ...], ucp_worlds: WorldPool) -> None:
+    config = Case(1, 2, config={"checkpoint": {"universal": value}}).ds_config
+    answers = ucp_worlds.get(2).run(engine_ranks.initialize_error, config)
+    assert len(set(answers)) == 1
+    assert answers[0][0] == "ConfigError"
+    for word in words:
+        assert word in answers[0][1]
+
+
+def test_both_universal_loads_are_refused(ucp_worlds: WorldPool) -> None:
+    config = Case(1, 2, config={"checkpoint": {"universal": True, "load_universal": True}}).ds_config
+    kind, message = ucp_worlds.get(2).run(engine_ranks.initialize_error, config)[0]
+    assert kind == "ConfigError"
+    assert "load_universal" in message
+
+
+@pytest.mark.parametrize(
+    ("dp", "sizes", "expected"),
+    [
+        (2, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, (12, 3, 2)),
+        (
+            3,
+            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
+            (12, 2, 2),
+        ),
+        (2, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, (12, 3, 2)),
+    ],
+)
+def test_preserve_batch_size(
+    dp: int, sizes: dict[str, int], expected: tuple[int, int, int], ucp_worlds: WorldPool
+) -> None:
+    config = Case(1, dp, config={"checkpoint": {"universal": {"preserve_batch_size": True}}}).ds_config
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        del config[key]
+    assert ucp_worlds.get(dp).run(engine_ranks.batch_sizes, {**config, **sizes}) == [expected] * dp

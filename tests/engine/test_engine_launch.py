@@ -1,0 +1,115 @@
+"""`ds_ucp run` under the launchers, for a script that knows nothing of the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import Case
+
+from deepspeed_ucp.testing import WorldPool
+
+SCRIPT = str(Path(__file__).with_name("untouched_script.py"))
+ROOT = str(Path(__file__).parents[2])
+RANKS = 2
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={RANKS}"]
+DEEPSPEED = [shutil.which("deepspeed") or "deepspeed", f"--num_gpus={RANKS}", "--no_python"]
+MPIRUN = [shutil.which("mpirun") or "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(RANKS)]
+LAUNCHERS = {
+    "torchrun": [*TORCHRUN, "--master-port={port}", "--no-python", "ds_ucp", "run"],
+    "torchrun-module": [*TORCHRUN, "--master-port={port}", "-m", "deepspeed_ucp", "run"],
+    "deepspeed": [*DEEPSPEED, "--master_port={port}", "ds_ucp", "run"],
+    "mpirun": [*MPIRUN, "ds_ucp", "run"],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved on three ranks under ZeRO-1 by the same model as the script's."""
+    folder = tmp_path_factory.mktemp("launch") / "checkpoint"
+    ucp_worlds.get(3).run(save_for_the_script, Case(1, 3).ds_config, str(folder))
+    return folder
+
+
+def save_for_the_script(ds_config: dict[str, Any], folder: str) -> None:
+    import deepspeed
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(13, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    for _ in range(5):
+        loss = engine(torch.ones(4, 13)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """With a `ds_ucp` on the PATH, also where the package is not installed. Cleans up /dev/shm after DeepSpeed."""
+    script = tmp_path / "bin" / "ds_ucp"
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom deepspeed_ucp.cli import main\nsys.exit(main())\n")
+    script.chmod(0o755)
+    path = [str(script.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    python_path = [ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    variables = {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+    yield {**os.environ, **variables}
+    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        left.unlink(missing_ok=True)
+
+
+def launch(command: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str]:
+    """Run a launcher in a session of its own, so that nothing of it outlives the test."""
+    with subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=500)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+@pytest.mark.timeout(600)  # DeepSpeed may have to compile its shared-memory collectives first
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
+    if not Path(command[0]).exists():
+        pytest.skip(f"{command[0]} is not installed")
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
+    arguments = ["--deepspeed_config", str(config), "--checkpoints", str(checkpoint)]
+    code, output = launch([*command, SCRIPT, *arguments], environment, tmp_path)
+    found = [json.loads(line.split("FOUND ", 1)[1]) for line in output.splitlines() if "FOUND " in line]
+    assert code == 0 and len(found) == 1, output[-4000:]
+    assert found[0]["direct"] is True
+    assert (found[0]["world"], found[0]["steps"]) == (RANKS, 6)
+    assert (found[0]["main"], found[0]["file"]) == ("__main__", Path(SCRIPT).name)
+    assert [a for a in found[0]["argv"] if not a.startswith("--local_rank")] == arguments
+    assert output.count("deepspeed_ucp loads it") == 1
+
+
+def test_failure_of_the_script_is_the_exit_code(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    assert launch(["ds_ucp", "run", str(script)], environment, tmp_path)[0] == 7

@@ -1,0 +1,212 @@
+"""`deepspeed_ucp.testing` itself: what it finds, and how its worlds fail."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import Case, train, training
+
+from deepspeed_ucp.testing import (
+    Launch,
+    ResumeReport,
+    World,
+    WorldFailure,
+    WorldPool,
+    WorldTimeout,
+    assert_resume_equivalent,
+    run_world,
+)
+
+SOURCE, TARGET = Case(1, 2), Case(3, 1)
+
+
+@pytest.mark.engine_smoke
+def test_fixture(resume_equivalence: Callable[..., ResumeReport]) -> None:
+    report = resume_equivalence(training("plain"), source=SOURCE.launch, target=TARGET.launch, steps=(2, 2))
+    assert (report.parameters, report.states, report.direct) == (4, 16, True)
+    assert len(report.reference_losses) == len(report.resumed_losses) == 2
+    assert 0 <= report.max_loss_gap < 1e-5
+
+
+def test_launch_as_a_dict_and_a_folder_of_its_own(ucp_worlds: WorldPool) -> None:
+    launches = [{"world_size": case.dp, "ds_config": case.ds_config} for case in (SOURCE, TARGET)]
+    report = assert_resume_equivalent(training("plain"), source=launches[0], target=launches[1], worlds=ucp_worlds)
+    assert report.direct
+
+
+def spoiled(ds_config: dict[str, Any], spoil: str) -> Generator[Any, None, None]:
+    """A training whose engine does not come back as it was."""
+    steps = train(ds_config, model="mixed", scheduler=True)
+    engine = next(steps)
+    load = engine.load_checkpoint
+
+    def load_and_spoil(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        SPOILS[spoil](engine)
+        return loaded
+
+    if spoil in SPOILS:
+        engine.load_checkpoint = load_and_spoil
+    yield engine
+    for loss in steps:
+        yield loss + (0.1 if spoil == "loss" and ds_config["zero_optimization"]["stage"] == 3 else 0.0)
+
+
+def spoil_weight(engine: Any) -> None:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    parameter = dict(engine.module.named_parameters())["last.weight"]
+    value = safe_get_full_fp32_param(parameter)
+    value[0, 3] += 1e-7
+    safe_set_full_fp32_param(parameter, value)
+
+
+def spoil_moment(engine: Any) -> None:
+    for state in engine.optimizer.optimizer.state.values():
+        state["exp_avg_sq"].mul_(1.0000002)
+
+
+def spoil_buffer(engine: Any) -> None:
+    engine.module.mask[2] ^= True
+
+
+def spoil_steps(engine: Any) -> None:
+    engine.global_steps += 1
+
+
+def spoil_rate(engine: Any) -> None:
+    engine.optimizer.param_groups[1]["lr"] = 0.5
+
+
+SPOILS: dict[str, Callable[[Any], None]] = {
+    "weight": spoil_weight,
+    "moment": spoil_moment,
+    "buffer": spoil_buffer,
+    "steps": spoil_steps,
+    "rate": spoil_rate,
+}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("weight", ("last.weight", "fp32", "1 of 5 elements", "(0, 3)")),
+        ("moment", ("first.weight", "exp_avg_sq")),
+        ("buffer", ("buffer mask", "1 of 3 elements", "(2,)", "True", "False")),
+        ("steps", ("global_steps", "saved 2, loaded 3")),
+        ("rate", ("first.bias", "lr", "0.5")),
+        ("loss", ("step 1 after the resume", "relative gap")),
+    ],
+)
+def test_differences_are_found(
+    spoil: str, words: tuple[str, ...], resume_equivalence: Callable[..., ResumeReport]
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        resume_equivalence(partial(spoiled, spoil=spoil), source=SOURCE.launch, target=TARGET.launch, steps=(2, 1))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def gather_ranks() -> list[int]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rank())
+    return found
+
+
+def fail_on(which: int, hang: bool) -> int:
+    import torch.distributed as dist
+
+    if rank() == which:
+        raise ValueError(f"rank {which} cannot go on")
+    if hang:
+        dist.barrier()
+    return rank()
+
+
+def hang_on(which: int) -> None:
+    if rank() == which:
+        time.sleep(600)
+
+
+def leave(which: int) -> None:
+    if rank() == which:
+        os._exit(3)
+
+
+def test_several_calls_on_one_world() -> None:
+    with World(2) as world:
+        pids = world.run(os.getpid)
+        assert world.run(gather_ranks) == [[0, 1], [0, 1]]
+        assert world.run(os.getpid) == pids
+        assert len({*pids, os.getpid()}) == 3
+    with pytest.raises(RuntimeError, match="closed"):
+        world.run(os.getpid)
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["others-return", "others-wait"])
+def test_an_error_is_raised_here(hang: bool) -> None:
+    with pytest.raises(ValueError, match="rank 1 cannot go on") as caught:
+        run_world(fail_on, 2, 1, hang)
+    assert isinstance(caught.value.__cause__, WorldFailure)
+    assert "fail_on" in caught.value.__cause__.errors[1]
+
+
+def test_a_rank_that_hangs() -> None:
+    begin = time.monotonic()
+    with pytest.raises(WorldTimeout) as caught:
+        run_world(hang_on, 2, 1, timeout=8)
+    assert list(caught.value.errors) == [1]
+    assert "hang_on" in caught.value.errors[1]  # where it was
+    assert time.monotonic() - begin < 60
+
+
+def test_a_rank_that_dies() -> None:
+    with pytest.raises(WorldFailure) as caught:
+        run_world(leave, 2, 1)
+    assert "exit code 3" in caught.value.errors[1]
+
+
+def test_a_pool_replaces_a_broken_world() -> None:
+    with WorldPool() as worlds:
+        pids = worlds.get(1).run(os.getpid)
+        with pytest.raises(ValueError, match="rank 0"):
+            worlds.get(1).run(fail_on, 0, False)
+        assert worlds.get(1).run(os.getpid) != pids
+
+
+def test_nothing_is_left_behind() -> None:
+    with World(2) as world:
+        pids = world.run(os.getpid)
+        folder = world._folder
+        before = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+    assert not folder.exists()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid)]
+    assert not [left for left in before if str(world._port) in left.name]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_launch_is_a_frozen_value() -> None:
+    assert Launch(2) == Launch(2, {})
+    with pytest.raises(AttributeError):
+        Launch(2).world_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_world_size_is_positive(world_size: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        World(world_size)

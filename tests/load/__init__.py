@@ -1,0 +1,1 @@
+"""Whole loads in one process, over synthesised checkpoints."""

@@ -1,0 +1,196 @@
+"""Client state and scheduler: common objects come back, unknown ones are refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import datetime
+import pathlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.load.client import read_client_objects
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)))
+TOPOLOGIES = [
+    Topology(0),
+    Topology(0, 1, "bf16"),
+    Topology(2, 2, "fp16"),
+    Topology(1, 2, "bf16", "bf16"),
+    Topology(3, 2),
+]
+
+
+class Own:
+    """A class of the training script."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def write(
+    folder: Path, client_state: dict[str, Any], topology: Topology = TOPOLOGIES[2], legacy: bool = False, **run: Any
+) -> str:
+    """The model file of a checkpoint."""
+    state = random_state(MODEL, 0, precision=topology.precision)
+    files = build_files(MODEL, state, topology, Run(client_state=client_state, **run))
+    write_files(folder, files, legacy=legacy)
+    return str(folder / next(name for name in files if "model_states" in name))
+
+
+def read_back(folder: Path, value: Any, trust_pickle: bool = False) -> Any:
+    return read_client_objects(write(folder, {"mine": value}), Comm(), trust_pickle=trust_pickle)["mine"]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("checked", [True, False], ids=["crc", "nocrc"])
+def test_client_state_comes_back_from_every_kind_of_file(
+    tmp_path: Path, topology: Topology, legacy: bool, checked: bool
+) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checked)
+    try:
+        path = write(tmp_path, {"epoch": 3, "rng": torch.arange(4)}, topology, legacy, lr_scheduler={"last": 9})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    found = read_client_objects(path, Comm(), trust_pickle=False)
+    assert (found["epoch"], found["lr_scheduler"], found["global_steps"]) == (3, {"last": 9}, 3)
+    assert found["rng"].equal(torch.arange(4))
+
+
+def test_the_models_tensors_are_left_out(tmp_path: Path) -> None:
+    found = read_client_objects(write(tmp_path, {}, Topology(0)), Comm(), trust_pickle=False)
+    assert not {"module", "optimizer", "frozen_param_fragments"} & set(found)
+
+
+COMMON = {
+    "namespace": argparse.Namespace(lr=1e-3, betas=(0.9, 0.99), path=pathlib.Path("a/b")),
+    "array": np.arange(6.0).reshape(2, 3),
+    "booleans": np.array([True, False]),
+    "float32 scalar": np.float32(1.5),
+    "int64 scalar": np.int64(3),
+    "numpy rng": np.random.get_state(),  # noqa: NPY002 - what scripts save
+    "numpy legacy rng": np.random.RandomState(3).get_state(),
+    "numpy generator": np.random.default_rng(0).bit_generator.state,
+    "python rng": random.getstate(),
+    "torch rng": torch.get_rng_state(),
+    "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5),
+    "aware datetime": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    "timedelta": datetime.timedelta(days=1),
+    "date": datetime.date(2026, 1, 2),
+    "path": pathlib.Path("/data/x"),
+    "counter": collections.Counter("aab"),
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "sets": [{1, 2}, frozenset({3})],
+    "bytes": [b"ab", bytearray(b"cd")],
+    "numbers": [1j, 1 << 80, float("inf"), True, None, slice(1, 2)],
+    "torch": [torch.Size((1, 2)), torch.float16, torch.device("cpu"), torch.tensor(2.0), torch.ones(2, 3).t()],
+    "nested": {"a": [{"b": (torch.ones(2), np.zeros(2))}], 3: "x", ("k", 1): 2},
+}
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(right, (torch.Tensor, np.ndarray)):
+        return type(left) is type(right) and left.dtype == right.dtype and left.tolist() == right.tolist()
+    if isinstance(right, dict):
+        return (
+            type(left) is type(right) and list(left) == list(right) and all(same(left[k], v) for k, v in right.items())
+        )
+    if isinstance(right, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+@pytest.mark.parametrize("kind", COMMON)
+def test_common_classes_come_back(tmp_path: Path, kind: str) -> None:
+    assert same(read_back(tmp_path, COMMON[kind]), COMMON[kind])
+
+
+def test_a_parameter_stays_one(tmp_path: Path) -> None:
+    found = read_back(tmp_path, torch.nn.Parameter(torch.ones(2)))
+    assert found.is_leaf
+    assert copy.deepcopy(found).tolist() == [1.0, 1.0]
+
+
+def test_cycles_come_back(tmp_path: Path) -> None:
+    value: dict[str, Any] = {"x": 1}
+    value["self"] = value
+    found = read_back(tmp_path, value)
+    assert found["self"] is found
+
+
+UNKNOWN = {
+    "own class": (Own(3), "test_client.Own"),
+    "deque": (collections.deque([1, 2]), "deque"),
+    "defaultdict": (collections.defaultdict(Own, x=1), "defaultdict|Own"),
+    "defaultdict of numbers": (collections.defaultdict(int, x=1), "defaultdict|int"),
+    "function": (len, "len"),
+    "string array": (np.array(["a"]), "StrDType|dtype"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_unknown_class_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    value, name = UNKNOWN[kind]
+    with pytest.raises(CheckpointError, match=rf"consent \(.*({name})") as error:
+        read_back(tmp_path, value)
+    text = str(error.value)
+    assert str(tmp_path) in text
+    assert '"trust_pickle": true' in text
+    assert "add_safe_globals" in text
+    assert "weights_only" not in text
+    assert "\x1b" not in text
+
+
+def test_the_users_consent_is_honoured(tmp_path: Path) -> None:
+    assert read_back(tmp_path / "a", Own(3), trust_pickle=True).value == 3
+    assert list(read_back(tmp_path / "b", collections.deque([1, 2]), trust_pickle=True)) == [1, 2]
+    with torch.serialization.safe_globals([Own]):
+        assert read_back(tmp_path / "c", Own(4)).value == 4
+    with pytest.raises(CheckpointError):
+        read_back(tmp_path / "d", Own(5))
+
+
+def test_what_is_allowed_here_stays_here(tmp_path: Path) -> None:
+    before = list(torch.serialization.get_safe_globals())
+    read_back(tmp_path, argparse.Namespace(a=1))
+    assert list(torch.serialization.get_safe_globals()) == before
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [dict, collections.OrderedDict, lambda v: [dict(v)], lambda v: argparse.Namespace(**v)],
+    ids=["dict", "ordered", "list", "namespace"],
+)
+def test_tensors_do_not_refer_to_the_file(tmp_path: Path, wrap: Any) -> None:
+    path = write(tmp_path, {"mine": wrap({"w": torch.ones(5000)})})
+    found = read_client_objects(path, Comm(), trust_pickle=False)["mine"]
+    found = found[0] if isinstance(found, list) else found
+    tensor = found.w if isinstance(found, argparse.Namespace) else found["w"]
+    with open(path, "r+b") as stream:  # as a later save over the same tag would
+        stream.write(bytes(Path(path).stat().st_size))
+    assert tensor.eq(1).all()
+
+
+def test_only_rank_0_reads(tmp_path: Path) -> None:
+    class Second(Comm):
+        rank, size = 1, 2
+
+        def gather(self, value: Any) -> list[Any]:
+            return [None, value]
+
+        def broadcast(self, value: Any, src: int = 0) -> Any:
+            assert src == 0
+            return {"from": "rank 0"}
+
+    assert read_client_objects(str(tmp_path / "absent.pt"), Second(), trust_pickle=False) == {"from": "rank 0"}

@@ -1,0 +1,29 @@
+"""The whole module as a state dict, for users who load it themselves."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+
+from deepspeed_ucp.load.custom import assemble_module
+from tests.reshard import Case, cases, examples, make_targets, open_for, temporary_folder
+from tests.synth import read_state
+
+
+@examples(60)
+@given(case=cases(max_dp=5))
+def test_the_module_is_assembled_in_the_dtypes_that_it_had(case: Case) -> None:
+    with temporary_folder() as folder:
+        path = case.write(folder)
+        saved = read_state(path, case.model, case.topology)
+        tensors = assemble_module(open_for(path, make_targets(case.model, case.topology)[0]), threads=2)
+    for param in case.model.params:
+        value = saved.atoms[param.alias_of or param.name]["fp32"]
+        trained_zero3 = case.topology.stage == 3 and param.trains and param.group is not None
+        expected = value if trained_zero3 else value.to(case.topology.dtype)
+        found = tensors[param.name]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(found, expected)
+    for name, value in case.model.buffers.items():
+        assert torch.equal(tensors[name], value)
+    assert set(tensors) == {param.name for param in case.model.params} | set(case.model.buffers)

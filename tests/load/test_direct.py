@@ -1,0 +1,466 @@
+"""The direct load as a whole: two passes, all or nothing, on every rank alike; the engine is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, UcpError
+from deepspeed_ucp.load import LoadArguments, LoadReport, direct, load_direct
+from deepspeed_ucp.load.job import Job
+from deepspeed_ucp.plan.match import Match
+from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
+from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, make_targets, open_for
+from tests.synth import (
+    Model,
+    Param,
+    Run,
+    State,
+    Topology,
+    build_files,
+    random_state,
+    write_checkpoint,
+    write_files,
+)
+
+PLAIN = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (9,), frozen=True)))
+
+
+class Scheduler:
+    """An lr scheduler."""
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+class FakeEngine:
+    """As much of an engine as the end of a load touches."""
+
+    random_ltd_scheduler = training_dataloader = None
+    module = torch.nn.Module()
+
+    def __init__(self, target: FakeTarget) -> None:
+        self.optimizer, self.lr_scheduler = target.wrapped, Scheduler()
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+
+    def random_ltd_enabled(self) -> bool:
+        return False
+
+    def curriculum_learning_enabled(self) -> bool:
+        return False
+
+    def train_batch_size(self) -> int:
+        return 4
+
+
+class Threads:
+    """Ranks as threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.said, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
+
+    def seat(self, rank: int) -> Comm:
+        world = self
+
+        class Seat(Comm):
+            def gather(self, value: Any) -> list[Any]:
+                world.said[rank] = value
+                world.barrier.wait()
+                heard = list(world.said)
+                world.barrier.wait()
+                return heard
+
+            def broadcast(self, value: Any, src: int = 0) -> Any:
+                return self.gather(value)[src]
+
+        seat = Seat()
+        seat.rank, seat.size = rank, self.size
+        return seat
+
+    def run(self, work: Callable[[int, Comm], Any]) -> list[Any]:
+        """Every rank's result or error."""
+        results: list[Any] = [None] * self.size
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = work(rank, self.seat(rank))
+            except BaseException as error:  # noqa: BLE001 - handed to the test
+                results[rank] = error
+                if not isinstance(error, UcpError):
+                    self.barrier.abort()
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def write(folder: Path, topology: Topology, model: Model = PLAIN, run: Run | None = None) -> tuple[Path, State]:
+    state = random_state(model, 0, precision=topology.precision)
+    return write_checkpoint(folder, model, state, topology, run=run or Run(garbage=float("nan"))), state
+
+
+def run_load(
+    index: AtomicIndex,
+    target: FakeTarget,
+    comm: Comm | None = None,
+    config: UniversalConfig | None = None,
+    **arguments: Any,
+) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
+    engine, report = FakeEngine(target), LoadReport(True, "test")
+    options = LoadArguments(**arguments)
+    client = load_direct(engine, index, target, comm or Comm(), config or UniversalConfig(), options, report)
+    return engine, report, client
+
+
+def check_loaded(targets: list[FakeTarget], state: State) -> None:
+    check_content([Loaded(target, Job(), Match(), target.extras(), counted=False) for target in targets], state)
+
+
+def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
+    """No buffer, state or hyper-parameter has changed."""
+    for flat in target.flats:
+        assert flat.master.eq(SENTINEL).all()
+    for extra in target.extras():
+        if not extra.is_buffer:
+            assert extra.tensor.eq(SENTINEL).all()
+    assert not target.wrapped.state
+    assert all(group["lr"] == lr for group in target.wrapped.param_groups)
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", ["crc", "off"])
+@pytest.mark.parametrize(
+    "target",
+    [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(2), Topology(3, 1, "bf16", sub_group_size=30)],
+    ids=lambda t: t.label,
+)
+@pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
+def test_one_rank(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
+    if source.keeps_lean_states:
+        pytest.skip("keeps no hyper-parameters to compare")
+    path, state = write(tmp_path, source, AWKWARD)
+    rank = FakeTarget(AWKWARD, target, 0)
+    run_load(open_for(path, rank), rank, config=UniversalConfig(verify=verify))  # type: ignore[arg-type]
+    check_loaded([rank], state)
+
+
+@pytest.mark.parametrize("verify", ["crc", "off"])
+def test_an_optimizer_with_live_states(verify: str, tmp_path: Path) -> None:
+    path, state = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    take_a_step(rank.wrapped)
+    run_load(open_for(path, rank), rank, config=UniversalConfig(verify=verify))  # type: ignore[arg-type]
+    check_loaded([rank], state)
+
+
+def test_the_report_counts_what_was_done(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    _, report, _ = run_load(open_for(path, rank), rank)
+    numel = 7 * 13 + 5 * 7
+    assert report.state_bytes == 4 * (3 * numel + 9)
+    padding = 4 * 3 * ((-91 % 6) + (-35 % 6))
+    assert report.state_bytes <= report.bytes_read <= report.state_bytes + padding
+    assert 0 < report.bytes_again <= report.bytes_read
+    assert report.requests > 0
+    assert {"plan", "read", "verify", "fill", "finish"} <= set(report.phases)
+    assert all(seconds >= 0 for seconds in report.phases.values())
+
+
+def test_without_checks_every_byte_is_still_counted_once(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    _, report, _ = run_load(open_for(path, rank), rank, config=UniversalConfig(verify="off"))
+    assert report.bytes_read >= report.state_bytes
+
+
+def test_counters_scheduler_and_client_state_come_back(tmp_path: Path) -> None:
+    run = Run(
+        global_steps=12, global_samples=345, skipped_steps=2, lr_scheduler={"last": 11}, client_state={"epoch": 4}
+    )
+    path, _ = write(tmp_path, Topology(1, 3), run=run)
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    engine, _, client = run_load(open_for(path, rank), rank)
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (12, 345, 2)
+    assert (engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size) == (3, 1)
+    assert engine.lr_scheduler.loaded == {"last": 11}
+    assert client["epoch"] == 4
+    assert not {"module", "optimizer", "lr_scheduler", "global_steps"} & set(client)
+
+
+def test_without_the_scheduler(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3), run=Run(lr_scheduler={"last": 11}))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    engine, _, client = run_load(open_for(path, rank), rank, load_lr_scheduler_states=False)
+    assert engine.lr_scheduler.loaded is None
+    assert client["lr_scheduler"] == {"last": 11}
+
+
+def test_without_optimizer_states(tmp_path: Path) -> None:
+    path, state = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    engine, report, _ = run_load(open_for(path, rank), rank, load_optimizer_states=False)
+    check_loaded([rank], State({name: {"fp32": atoms["fp32"]} for name, atoms in state.atoms.items()}, {}, ()))
+    assert not rank.wrapped.state
+    assert rank.wrapped.param_groups[0]["lr"] == 0.125
+    assert engine.global_steps == 3
+    assert report.state_bytes == 4 * (7 * 13 + 5 * 7 + 9)
+
+
+def test_the_module_only(tmp_path: Path) -> None:
+    path, state = write(tmp_path, Topology(1, 3), run=Run(lr_scheduler={"last": 11}))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    engine, _, _ = run_load(open_for(path, rank), rank, load_module_only=True)
+    check_loaded([rank], State({name: {"fp32": atoms["fp32"]} for name, atoms in state.atoms.items()}, {}, ()))
+    assert not rank.wrapped.state
+    assert (engine.global_steps, engine.lr_scheduler.loaded) == (0, None)
+
+
+def test_a_lenient_load_passes_parameters_over_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, state = write(tmp_path, Topology(1, 3))
+    grown = Model((*PLAIN.params, Param("new", (4,))))
+    rank = FakeTarget(grown, Topology(0), 0)
+    with pytest.raises(MismatchError, match=r"new \(4,\): not in the checkpoint"):
+        run_load(open_for(path, rank), rank)
+    check_untouched(rank)
+    caplog.set_level(logging.WARNING, "deepspeed_ucp")
+    run_load(open_for(path, rank), rank, load_module_strict=False)
+    assert "new (4,): not in the checkpoint" in caplog.text
+    kept = {flat.names[0]: flat for flat in rank.flats}
+    assert kept["new"].master.eq(SENTINEL).all()
+    assert kept["a"].master.equal(state.atoms["a"]["fp32"].view(-1))
+
+
+@pytest.mark.parametrize("source", [Topology(1, 2, "bf16"), Topology(2, 3), Topology(3, 2)], ids=lambda t: t.label)
+def test_a_save_without_frozen_parameters_leaves_them_as_they_are(source: Topology, tmp_path: Path) -> None:
+    """``save_checkpoint(exclude_frozen_parameters=True)``, as for adapters."""
+    state = random_state(PLAIN, 0, precision=source.precision)
+    files = build_files(PLAIN, state, source)
+    for name, content in files.items():
+        if "model_states" in name:
+            del content["module"]["frozen"]
+            content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
+    write_files(tmp_path, files)
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    with pytest.raises(MismatchError, match=r"frozen \(9,\): not in the checkpoint.*load_module_strict=False"):
+        run_load(open_for(tmp_path, rank), rank)
+    check_untouched(rank)
+    run_load(open_for(tmp_path, rank), rank, load_module_strict=False)
+    assert rank.extras()[0].tensor.eq(SENTINEL).all()
+    masters = torch.cat([state.atoms[name]["fp32"].view(-1) for name in ("a", "b")])
+    held = torch.cat([flat.master[: sum(cut.numel for cut in flat.cuts)] for flat in rank.flats])
+    assert held.equal(masters)
+
+
+# -- all or nothing ---------------------------------------------------------------------------------------------------
+
+
+def damage(index: AtomicIndex, name: str, state: str) -> None:
+    """Flip a bit in the middle of an atom's last fragment."""
+    fragment = index.atoms[name, state].fragments[-1]
+    record = index.records[fragment.record]
+    flip(Path(index.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"), [("a", "fp32"), ("b", "exp_avg"), ("b", "exp_avg_sq"), ("frozen", "module")]
+)
+@pytest.mark.parametrize("topology", [Topology(0), Topology(2), Topology(3)], ids=lambda t: t.label)
+def test_a_damaged_record_leaves_the_engine_as_it_was(
+    topology: Topology, name: str, state: str, tmp_path: Path
+) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, topology, 0)
+    index = open_for(path, rank)
+    damage(index, name, state)
+    with pytest.raises(CheckpointError, match=r"states.pt: the \d+ bytes at \d+ have CRC32 .* damaged"):
+        run_load(index, rank)
+    check_untouched(rank)
+
+
+def test_a_damaged_record_leaves_live_states_as_they_were(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    take_a_step(rank.wrapped)
+    before = [value.clone() for entry in rank.wrapped.state.values() for value in entry.values()]
+    masters = [flat.master.clone() for flat in rank.flats]
+    index = open_for(path, rank)
+    damage(index, "b", "exp_avg")
+    with pytest.raises(CheckpointError, match="damaged"):
+        run_load(index, rank)
+    after = [value for entry in rank.wrapped.state.values() for value in entry.values()]
+    assert all(left.equal(right) for left, right in zip(before, after, strict=True))
+    assert all(left.equal(flat.master) for left, flat in zip(masters, rank.flats, strict=True))
+
+
+def test_a_foreign_shard_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 2))
+    other = write_checkpoint(tmp_path / "other", PLAIN, random_state(PLAIN, 5), Topology(1, 2))
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (path / name).write_bytes((other / name).read_bytes())
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    with pytest.raises(CheckpointError, match=f"{name}: its fp32 weights are not those of the model states"):
+        run_load(open_for(path, rank), rank)
+    check_untouched(rank)
+
+
+def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Scheduler()}))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    with pytest.raises(CheckpointError, match="Scheduler"):
+        run_load(open_for(path, rank), rank)
+    check_untouched(rank)
+    run_load(open_for(path, rank), rank, config=UniversalConfig(trust_pickle=True))
+    assert not rank.flats[0].master.eq(SENTINEL).any()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_file_that_changes_between_the_passes_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index = open_for(path, rank)
+    check = direct._verify
+
+    def verify_and_change(*args: Any) -> None:
+        check(*args)
+        damage(index, name, "fp32")
+
+    monkeypatch.setattr(direct, "_verify", verify_and_change)
+    with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+        run_load(index, rank)
+
+
+def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index = open_for(path, rank)
+    (path / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_2_.*: cannot be opened"):
+        run_load(index, rank)
+    check_untouched(rank)
+
+
+# -- several ranks, as threads (ZeRO 3 without buffers exchanges nothing) ---------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("source", KINDS[:7], ids=lambda t: t.label)
+def test_several_ranks(source: Topology, size: int, tmp_path: Path) -> None:
+    path, state = write(tmp_path, source)
+    targets = make_targets(PLAIN, Topology(3, size))
+    index = open_for(path, targets[0])
+    results = Threads(size).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert not [result for result in results if isinstance(result, BaseException)]
+    check_loaded(targets, state)
+    read = sum(report.bytes_read for _, report, _ in results)
+    touched = {f.record for atom in index.atoms.values() if atom.state != "copy" for f in atom.fragments}
+    assert read == sum(index.records[record].nbytes for record in touched)
+    assert len({repr(client) for _, _, client in results}) == 1
+
+
+def test_a_damaged_record_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 4))
+    index = open_for(path, targets[0])
+    damage(index, "b", "exp_avg")
+    results = Threads(4).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert {type(result) for result in results} == {CheckpointError}
+    assert len({str(result) for result in results}) == 1
+    assert "damaged" in str(results[0])
+    for target in targets:
+        check_untouched(target)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 3))
+    targets[culprit] = FakeTarget(Model((Param("a", (13, 7)), *PLAIN.params[1:])), Topology(3, 3), culprit)
+    index = open_for(path, targets[0])
+    results = Threads(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert {type(result) for result in results} == {MismatchError}
+    assert {str(result) for result in results} == {str(results[0])}
+    assert f"[rank {culprit}]" in str(results[0])
+    for target in targets:
+        check_untouched(target)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 3))
+    index = open_for(path, targets[0])
+    run = direct._Reader.run
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.job.sinks and self.job.sinks[0].target.data_ptr() == targets[culprit].flats[0].master.data_ptr():
+            raise OSError(5, "Input/output error")
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(direct._Reader, "run", fail)
+    results = Threads(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert {type(result) for result in results} == {RemoteError}
+    assert {str(result) for result in results} == {f"[rank {culprit}] OSError: [Errno 5] Input/output error"}
+    for target in targets:
+        check_untouched(target)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window_mb", [16, 64, 256])
+@pytest.mark.parametrize("threads", [0, 1, 200])
+def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    reader = direct._Reader(open_for(path, rank), Job(), UniversalConfig(window_mb=window_mb, threads=threads))
+    assert reader.threads >= 1
+    assert reader.threads * direct._CHUNK <= window_mb << 20
+
+
+def test_scratch_memory_is_plain_bytes(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    scratch = direct._Reader(open_for(path, rank), Job(), UniversalConfig()).make_scratch(100)
+    assert (scratch.nbytes, scratch.readonly, scratch.itemsize) == (100, False, 1)
+
+
+def test_a_load_never_sees_a_whole_large_parameter_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are bounded by the chunk, whatever the parameter's size."""
+    monkeypatch.setattr(direct, "_CHUNK", 4096)
+    model = Model((Param("a", (30_000,)),))
+    path, state = write(tmp_path, Topology(1, 3), model)
+    rank = FakeTarget(model, Topology(0), 0)
+    sizes: list[int] = []
+    run = direct._Reader.run
+
+    def note(self: Any, requests: Any, **kwargs: Any) -> Any:
+        sizes.extend(request.nbytes for request in requests)
+        return run(self, requests, **kwargs)
+
+    monkeypatch.setattr(direct._Reader, "run", note)
+    run_load(open_for(path, rank), rank)
+    check_loaded([rank], state)
+    assert max(sizes) <= 4096
+    assert torch.is_tensor(rank.flats[0].master)

@@ -1,0 +1,280 @@
+"""Optimizers: element-wise states of any name are carried over, everything else is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
+from tests.load.test_reshard import take_a_step
+from tests.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.synth import (
+    Model,
+    Param,
+    Run,
+    State,
+    Topology,
+    build_files,
+    random_state,
+    read_state,
+    write_checkpoint,
+    write_files,
+)
+
+MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))
+
+
+class Lion(torch.optim.Optimizer):
+    """One moment, a step that is a plain number, and a note that is neither."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("exp_avg", torch.zeros_like(param))
+                    state["step"] = state.get("step", 0) + 1
+
+
+class Factored(Lion):
+    """Adafactor-like: a state that is no per-element one."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["row"] = torch.zeros(3)
+
+
+ADAM = {"lr": 2e-3, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.1, "amsgrad": False}
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False}
+
+FAMILY: dict[str, tuple[Any, tuple[str, ...], float | None, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), 3, ADAM),
+    "adam": (torch.optim.Adam, ("exp_avg", "exp_avg_sq"), 3, ADAM),
+    "amsgrad": (
+        partial(torch.optim.AdamW, amsgrad=True),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        3,
+        {**ADAM, "amsgrad": True},
+    ),
+    "amsgrad by the saved run": (
+        torch.optim.AdamW,
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        3,
+        {**ADAM, "amsgrad": True},
+    ),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), ("momentum_buffer",), None, SGD),
+    "plain sgd": (torch.optim.SGD, (), None, {**SGD, "momentum": 0}),
+    "adagrad": (torch.optim.Adagrad, ("sum",), 3, {"lr": 0.1, "lr_decay": 0, "weight_decay": 0, "eps": 1e-10}),
+    "rmsprop": (
+        partial(torch.optim.RMSprop, momentum=0.5),
+        ("square_avg", "momentum_buffer"),
+        3,
+        {"lr": 0.1, "alpha": 0.9, "momentum": 0.5},
+    ),
+    "lion": (Lion, ("exp_avg",), 3, {"lr": 0.1, "betas": (0.9, 0.99)}),
+}
+
+
+def make_state(keys: tuple[str, ...], step: float | None, hyper: dict[str, Any], precision: str = "fp32") -> State:
+    state = random_state(MODEL, 1, keys, step=step, precision=precision)
+    return replace(state, groups=tuple({**hyper, "lr": hyper["lr"] / (1 + i)} for i in range(2)))
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("source", [Topology(0), Topology(1, 3, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
+@pytest.mark.parametrize("target", [Topology(0), Topology(2, 2), Topology(3, 3, "bf16")], ids=lambda t: f"→{t.label}")
+def test_every_elementwise_optimizer(family: str, source: Topology, target: Topology, tmp_path: Path) -> None:
+    make, keys, step, hyper = FAMILY[family]
+    state = make_state(keys, step, hyper, source.precision)
+    path = write_checkpoint(tmp_path, MODEL, state, source)
+    targets = make_targets(MODEL, target, make)
+    index = open_for(path, targets[0])
+    ranks = load(index, targets)
+    check_content(ranks, read_state(path, MODEL, source))
+    check_reads(index, ranks)
+    for rank in ranks:
+        take_a_step(rank.target.wrapped)
+
+
+def test_scalars_come_back_as_the_optimizer_keeps_them(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, MODEL, make_state(("exp_avg",), 3, {"lr": 0.1}), Topology(1, 2))
+    lion = make_targets(MODEL, Topology(2, 2), Lion)
+    load(open_for(path, lion[0]), lion)
+    steps = [entry["step"] for target in lion for entry in target.wrapped.state.values()]
+    assert steps == [3] * 4
+    assert {type(step) for step in steps} == {int}
+
+
+@pytest.mark.parametrize("target", [Topology(0), Topology(2, 2), Topology(3, 2)], ids=lambda t: f"→{t.label}")
+def test_another_kind_of_optimizer_is_refused_by_its_states(target: Topology, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, MODEL, make_state(("momentum_buffer",), None, SGD), Topology(1, 2))
+    targets = make_targets(MODEL, target)
+    with pytest.raises(
+        MismatchError,
+        match=r"keeps momentum_buffer for .*; this run's AdamW keeps exp_avg, exp_avg_sq.*load_optimizer_states=False",
+    ):
+        load(open_for(path, targets[0]), targets)
+    load(open_for(path, targets[0]), targets, with_states=False)
+
+
+def test_states_into_an_optimizer_without_any_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2))
+    targets = make_targets(MODEL, Topology(2, 2), torch.optim.SGD)
+    with pytest.raises(MismatchError, match="this run's SGD keeps no state"):
+        load(open_for(path, targets[0]), targets)
+
+
+def test_the_saved_optimizers_name_is_told(tmp_path: Path) -> None:
+    config = {**Topology(1, 2).ds_config(), "optimizer": {"type": "Adagrad", "params": {"lr": 1}}}
+    state = random_state(MODEL, 0, ("sum",))
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 2), run=Run(ds_config=config))
+    targets = make_targets(MODEL, Topology(3, 2))
+    with pytest.raises(MismatchError, match=r"checkpoint's optimizer \(Adagrad\) keeps sum"):
+        load(open_for(path, targets[0]), targets)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_saved_before_the_first_step_any_optimizer_may_go_on(family: str, tmp_path: Path) -> None:
+    state = random_state(MODEL, 0, (), step=None)
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 2))
+    targets = make_targets(MODEL, Topology(3, 2), FAMILY[family][0])
+    for rank in load(open_for(path, targets[0]), targets):
+        take_a_step(rank.target.wrapped)
+
+
+@pytest.mark.parametrize("source", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
+@pytest.mark.parametrize("odd", [torch.zeros(3), "a note", [torch.zeros(2)]], ids=["tensor", "text", "list"])
+def test_saved_states_that_are_not_elementwise_are_refused_by_name(source: Topology, odd: Any, tmp_path: Path) -> None:
+    files = build_files(MODEL, random_state(MODEL, 0), source)
+    for content in files.values():
+        state = content.get("optimizer_state_dict") or content.get("optimizer") or {}
+        base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
+        for entry in base.get("state", {}).values():
+            entry["row"] = odd
+    write_files(tmp_path, files)
+    targets = make_targets(MODEL, Topology(2, 3))
+    index = open_for(tmp_path, targets[0])
+    with pytest.raises(MismatchError, match=r"a\.row \(.*not element-wise|not element-wise.*a\.row \("):
+        load(index, targets)
+    ranks = load(open_for(tmp_path, targets[0]), targets, with_states=False)
+    assert not ranks[0].target.wrapped.state
+
+
+def test_live_states_that_are_not_elementwise_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2))
+    targets = make_targets(MODEL, Topology(2, 2), Factored)
+    with pytest.raises(MismatchError, match=r"Factored keeps states that are not element-wise: row \(shape \(3,\)\)"):
+        load(open_for(path, targets[0]), targets)
+
+
+# -- probing ----------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(make: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, torch.Tensor]:
+    param = torch.nn.Parameter(torch.arange(4.0))
+    return make([{"params": [param]}], lr=0.5, **options), param
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_probe_knows_the_states_and_leaves_the_optimizer_alone(family: str) -> None:
+    make, keys, step, hyper = FAMILY[family]
+    optimizer, param = make_optimizer(make)
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    states = repr(optimizer.state)  # Adagrad makes them at once
+    kept = probe_optimizer(optimizer, 0, hyper, param)
+    assert kept is not None
+    assert set(kept.elementwise) == set(keys)
+    assert ("step" in kept.scalars) == (step is not None)
+    assert not kept.other
+    assert repr(optimizer.state) == states
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+    assert param.tolist() == [0, 1, 2, 3]
+    assert param.grad is None
+
+
+def test_a_probe_calls_no_hooks() -> None:
+    optimizer, param = make_optimizer()
+    called: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    optimizer.register_step_pre_hook(lambda *_: called.append(2))
+    probe_optimizer(optimizer, 0, {}, param)
+    assert not called
+
+
+def test_an_optimizer_that_cannot_be_probed_is_looked_at() -> None:
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("no kernel here")
+
+    optimizer, param = make_optimizer(Stubborn)
+    assert probe_optimizer(optimizer, 0, {}, param) is None
+    optimizer.state[param] = {"momentum_buffer": torch.zeros(4), "count": 3}
+    kept = probe_optimizer(optimizer, 0, {}, param)
+    assert kept is not None
+    assert (kept.elementwise, kept.scalars) == ({"momentum_buffer": torch.float32}, {"count": 3})
+
+
+def test_the_saved_hyper_parameters_decide_what_is_kept() -> None:
+    optimizer, param = make_optimizer(torch.optim.SGD)
+    plain = probe_optimizer(optimizer, 0, {}, param)
+    momentum = probe_optimizer(optimizer, 0, SGD, param)
+    assert plain is not None
+    assert momentum is not None
+    assert (set(plain.elementwise), set(momentum.elementwise)) == (set(), {"momentum_buffer"})
+
+
+# -- hyper-parameters -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_class_takes_all_over() -> None:
+    live = {"params": [1], "lr": 1.0, "betas": (0.9, 0.99)}
+    assert adopt_hyper(live, {"lr": 0.5, "betas": (0.8, 0.9), "note": "x", "params": [2]}) == {
+        "lr": 0.5,
+        "betas": (0.8, 0.9),
+        "note": "x",
+    }
+
+
+def test_another_implementation_keeps_its_own_switches() -> None:
+    live = {"params": [], "lr": 1.0, "bias_correction": True}
+    assert adopt_hyper(live, {"lr": 0.5, "fused": None, "initial_lr": 2.0, "step": 3}) == {
+        "lr": 0.5,
+        "initial_lr": 2.0,
+        "step": 3,
+    }
+
+
+def test_objects_are_not_taken_over() -> None:
+    assert adopt_hyper({"lr": 1.0}, {"lr": 0.5, "hook": object(), "nested": [1, (2, object())]}) == {"lr": 0.5}
+
+
+def test_a_tensor_learning_rate_keeps_its_identity() -> None:
+    lr = torch.tensor(1.0)
+    group = {"lr": lr, "eps": 1e-8}
+    restore_hyper(group, {"lr": 0.25, "eps": 1e-6})
+    assert group["lr"] is lr
+    assert (float(lr), group["eps"]) == (0.25, 1e-6)
+
+
+def test_scalars_take_the_form_that_the_optimizer_keeps() -> None:
+    optimizer, param = make_optimizer()
+    kept = probe_optimizer(optimizer, 0, {}, param)
+    step = restore_scalar("step", 3.0, kept)
+    assert (step.dtype, step.shape, float(step)) == (torch.float32, (), 3.0)
+    optimizer, param = make_optimizer(Lion)
+    lion = probe_optimizer(optimizer, 0, {}, param)
+    assert restore_scalar("step", 3.0, lion) == 3
+    assert type(restore_scalar("step", 3.0, lion)) is int
+    assert restore_scalar("flag", True, None) is True
+    assert float(restore_scalar("step", 7, None)) == 7.0

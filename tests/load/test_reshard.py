@@ -1,0 +1,445 @@
+"""The invariants of a load, over generated models, states and pairs of topologies, for every rank in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from tests.reshard import (
+    BUFFERS,
+    Case,
+    Loaded,
+    cases,
+    check_content,
+    check_reads,
+    examples,
+    exchange,
+    finish,
+    load,
+    make_targets,
+    models,
+    open_for,
+    prepare,
+    read,
+    saved_buffers,
+    states,
+    temporary_folder,
+    topologies,
+    verify,
+)
+from tests.synth import (
+    Model,
+    Param,
+    Run,
+    State,
+    Topology,
+    assert_same_state,
+    build_files,
+    random_state,
+    read_state,
+    write_files,
+)
+
+
+def resume(case: Case, target: Topology, folder: Path, **options: Any) -> tuple[State, list[Loaded]]:
+    """Write a case, load it into another topology, and check everything about it."""
+    path = case.write(folder)
+    saved = read_state(path, case.model, case.topology)
+    targets = make_targets(case.model, target)
+    index = open_for(path, targets[0])
+    ranks = load(index, targets, **options)
+    check_content(ranks, saved)
+    check_reads(index, ranks, options.get("chunk", 64))
+    return saved, ranks
+
+
+# -- invariants 1 to 4 over everything --------------------------------------------------------------------------------
+
+
+@examples(350)
+@given(case=cases(), target=topologies(), chunk=st.sampled_from((16, 64, 1000)))
+def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: int) -> None:
+    """Coverage, fill, read once, bounded requests: ``check_content`` and ``check_reads`` say what that means."""
+    note(f"{case.topology.label}→{target.label}")
+    with temporary_folder() as folder:
+        resume(case, target, folder, chunk=chunk)
+
+
+KINDS = [
+    Topology(0),
+    Topology(0, 1, "bf16", "fused"),
+    Topology(0, 2, "fp16", "unfused"),
+    Topology(1, 4, "bf16"),
+    Topology(1, 3, "bf16", "bf16"),
+    Topology(2, 5, "fp16", round_robin=True, parameter_alignment=True),
+    Topology(2, 2, round_robin=True),
+    Topology(1, 3, elastic=True),
+    Topology(3, 2),
+    Topology(3, 7, "bf16", sub_group_size=10),
+]
+
+AWKWARD = Model(
+    (
+        Param("a.weight", (7, 13)),
+        Param("a.bias", (7,), frozen=True),
+        Param("b.weight", (5, 7), group=1),
+        Param("empty", (0, 3)),
+        Param("one", (1,), group=1),
+        Param("c.weight", (3, 5)),
+        Param("outside", (3,), group=None, frozen=True),
+        Param("alone", (1,), group=2),
+        Param("tied", (7, 13), alias_of="a.weight"),
+    ),
+    {f"buffer{index}": value for index, value in enumerate(BUFFERS)},
+)
+
+
+@pytest.mark.parametrize("target", KINDS, ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
+def test_every_kind_into_every_kind(source: Topology, target: Topology, tmp_path: Path) -> None:
+    state = random_state(AWKWARD, 7, precision=source.precision)
+    resume(Case(AWKWARD, source, state, legacy=False), target, tmp_path)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 32])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_more_ranks_than_elements(stage: int, dp: int, tmp_path: Path) -> None:
+    model = Model((Param("a", (3,)), Param("b", (1,), group=1), Param("c", (2, 2))))
+    state = random_state(model, 0)
+    resume(Case(model, Topology(stage, dp), state, False), Topology(4 - stage, 3), tmp_path / "out")
+    resume(Case(model, Topology(4 - stage, 3), state, False), Topology(stage, dp), tmp_path / "in")
+
+
+@pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
+@pytest.mark.parametrize("target", [KINDS[0], KINDS[2], KINDS[3], KINDS[8]], ids=lambda t: f"→{t.label}")
+def test_zero_dimensional_parameters(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """A learned temperature: its states have the shape of a scalar and are none."""
+    model = Model((Param("w", (3, 5)), Param("t", ()), Param("u", (), 1), Param("v", (), frozen=True)))
+    resume(Case(model, source, random_state(model, 0, precision=source.precision), False), target, tmp_path)
+
+
+@pytest.mark.parametrize("source", [s for s in KINDS if s.stage < 3], ids=lambda t: t.label)
+@pytest.mark.parametrize("target", [KINDS[0], KINDS[2], KINDS[3], KINDS[6]], ids=lambda t: f"→{t.label}")
+def test_trainable_parameters_that_no_optimizer_was_given(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """They train in no wrapper (ZeRO 3 does not even save them): the module states hold them."""
+    model = Model((Param("w", (3, 5)), Param("loose", (7,), group=None)))
+    state = random_state(model, 0, precision=source.precision)
+    resume(Case(model, source, state, False), target, tmp_path)
+
+
+@pytest.mark.parametrize("source", [Topology(0), Topology(1, 2, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
+@pytest.mark.parametrize("target", [Topology(0, 2), Topology(2, 3), Topology(3, 2)], ids=lambda t: f"→{t.label}")
+def test_buffers_that_share_memory(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """One table in many layers, or a view of it: bytes that two buffers share are read twice, and still verified."""
+    table = torch.arange(12.0)
+    model = Model(
+        (Param("w", (3, 5)),), {"a.table": table, "b.table": table, "c.table": table[3:7], "d.count": torch.ones(1)}
+    )
+    path = Case(model, source, random_state(model, 0, precision=source.precision), False).write(tmp_path)
+    targets = make_targets(model, target)
+    ranks = load(open_for(path, targets[0]), targets)
+    check_content(ranks, read_state(path, model, source))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_states_of_another_precision_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A source whose optimizer kept 16-bit moments, a live one that wants fp32."""
+    model = Model((Param("a", (7, 3)), Param("b", (5,))))
+    state = random_state(model, 0, dtype=dtype)
+    path = Case(model, Topology(1, 3), state, False).write(tmp_path)
+    targets = make_targets(model, Topology(2, 2))
+    index = open_for(path, targets[0])
+    ranks = load(index, targets)
+    fp32 = {name: {key: value.float() for key, value in atoms.items()} for name, atoms in state.atoms.items()}
+    check_content(ranks, replace(state, atoms=fp32))
+    check_reads(index, ranks)
+
+
+# -- invariant 2 ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def round_trips(draw: st.DrawFn) -> tuple[Case, Topology]:
+    case = draw(cases(max_dp=5))
+    return case, draw(topologies(max_dp=5))
+
+
+@examples(80)
+@given(trip=round_trips())
+def test_there_and_back_again(trip: tuple[Case, Topology]) -> None:
+    """A→B→A: what B holds is saved as B would and loaded into A again; A's own state comes back, bit by bit."""
+    case, there = trip
+    note(f"{case.topology.label}→{there.label}→{case.topology.label}")
+    with temporary_folder() as folder:
+        saved, ranks = resume(case, there, folder / "a")
+        held = collect(case.model, there, ranks, saved)
+        back = replace(case, topology=there, state=held)
+        _, again = resume(back, case.topology, folder / "b")
+        check_content(again, keep_what_travels(saved, held, case, there))
+
+
+def collect(model: Model, topology: Topology, ranks: list[Loaded], saved: State) -> State:
+    """The state that a run holds, put together from its ranks' buffers and not from what they should hold."""
+    atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
+    scalars: dict[str, dict[str, Any]] = {}
+    for rank in ranks if topology.stage else ranks[:1]:
+        for flat in rank.target.flats:
+            kept = rank.target.wrapped.state.get(flat.holder, {})
+            tensors = {key: value for key, value in kept.items() if key != "step"}
+            for cut in flat.cuts:
+                for key, value in {"fp32": flat.master, **tensors}.items():
+                    part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
+                    whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))
+                    whole.view(-1)[cut.start : cut.start + cut.numel] = part
+            for name in flat.names:
+                scalars.setdefault(name, {}).update({"step": kept["step"]} if "step" in kept else {})
+                for key in tensors:
+                    atoms[name].setdefault(key, torch.zeros(atoms[name]["fp32"].shape))
+        for extra in rank.extras:
+            if not extra.is_buffer:
+                stop = extra.start + extra.tensor.numel()
+                atoms[extra.name]["fp32"].view(-1)[extra.start : stop] = extra.tensor.float()
+    groups = tuple(
+        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
+        for group in ranks[0].target.wrapped.param_groups
+    )
+    return State(atoms, scalars, groups)
+
+
+def keep_what_travels(saved: State, held: State, case: Case, there: Topology) -> State:
+    """What B cannot express: a flat buffer's parameter without states has zeros, a 16-bit model rounds frozen ones."""
+    atoms = {name: {**held.atoms[name], **value} for name, value in saved.atoms.items()}
+    for param in case.model.owners:
+        if not (param.trains and param.group is not None):
+            atoms[param.name] = {"fp32": saved.atoms[param.name]["fp32"].to(there.dtype).float()}
+    scalars = {name: {**held.scalars.get(name, {}), **value} for name, value in saved.scalars.items()}
+    return State(atoms, scalars, () if there.keeps_lean_states else held.groups)
+
+
+def test_there_and_back_again_over_many_topologies_loses_nothing(tmp_path: Path) -> None:
+    model = replace(AWKWARD, buffers={})
+    first = random_state(model, 3)
+    held, source = first, Topology(1, 4)
+    for number, target in enumerate(
+        [Topology(3, 3), Topology(0), Topology(2, 7, round_robin=True), Topology(3, 1), Topology(1, 4)]
+    ):
+        _, ranks = resume(Case(model, source, held, legacy=number == 1), target, tmp_path / str(number))
+        held, source = collect(model, target, ranks, held), target
+    assert_same_state(held, first)
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+def reread(index: Any, case: Case, target: Topology) -> None:
+    ranks = [prepare(index, rank, target.dp) for rank in make_targets(case.model, target)]
+    for rank in ranks:
+        read(index, rank, len(ranks))
+    verify(index, ranks)
+
+
+@examples(60)
+@given(data=st.data(), case=cases(max_dp=4), target=topologies(max_dp=4))
+def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject, case: Case, target: Topology) -> None:
+    """Also one in padding that nobody needs, and one that only another rank reads."""
+    case = replace(case, legacy=False)
+    with temporary_folder() as folder:
+        path = case.write(folder)
+        index = open_for(path, make_targets(case.model, target)[0])
+        one = prepare(index, make_targets(case.model, target)[0], target.dp)
+        touched = sorted({f.record for atom in one.job.touched.values() for f in atom.fragments})
+        number = data.draw(st.sampled_from(touched))
+        record = index.records[number]
+        position = record.offset + data.draw(st.integers(0, record.nbytes - 1))
+        flip(Path(index.files[record.file].path), position, data.draw(st.integers(0, 7)))
+        with pytest.raises(
+            CheckpointError, match=f"{Path(index.files[record.file].path).name}: the {record.nbytes} bytes at"
+        ):
+            reread(index, case, target)
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(position)
+        byte = stream.read(1)[0]
+        stream.seek(position)
+        stream.write(bytes([byte ^ 1 << bit]))
+
+
+def outcome(path: Path, model: Model, target: Topology, saved: State) -> str:
+    """What a load says: its error, or the path where all is well."""
+    targets = make_targets(model, target)
+    try:
+        ranks = load(open_for(path, targets[0]), targets)
+    except (CheckpointError, UnsupportedError) as error:
+        return str(error)
+    check_content(ranks, saved)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 2, "bf16"), Topology(3, 2, "bf16"), Topology(0)], ids=lambda t: t.label
+)
+def test_a_flipped_bit_anywhere_in_a_file_is_found_or_is_no_matter(topology: Topology, tmp_path: Path) -> None:
+    """Headers, directories, padding between records: the load is the same as before, or an error."""
+    model = Model(
+        (Param("a", (3, 5)), Param("frozen", (3,), frozen=True), Param("b", (7,), group=1)), {"n": torch.arange(3)}
+    )
+    case, draw = (
+        Case(model, topology, random_state(model, 0, precision=topology.precision), legacy=False),
+        np.random.default_rng(0),
+    )
+    path = case.write(tmp_path)
+    saved, target = read_state(path, model, topology), Topology(2, 2, "bf16")
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for position in draw.choice(len(whole), 60, replace=False):
+            flip(file, int(position), int(draw.integers(8)))
+            assert str(path) in outcome(path, model, target, saved), f"{file.name}: bit flipped at byte {position}"
+            file.write_bytes(whole)
+
+
+# -- what a load is asked for -----------------------------------------------------------------------------------------
+
+
+@examples(60)
+@given(case=cases(max_dp=5), target=topologies(max_dp=5))
+def test_weights_alone(case: Case, target: Topology) -> None:
+    """``load_optimizer_states=False``: the optimizer is left as it is, and its states are not even read."""
+    with temporary_folder() as folder:
+        path = case.write(folder)
+        saved = read_state(path, case.model, case.topology)
+        targets = make_targets(case.model, target)
+        index = open_for(path, targets[0])
+        ranks = load(index, targets, with_states=False)
+        weights = {name: {"fp32": atoms["fp32"]} for name, atoms in saved.atoms.items()}
+        check_content(ranks, State(weights, {}, ()))
+        check_reads(index, ranks)
+        states_of = {state for _, state in ranks[0].job.touched}
+        assert states_of <= {"fp32", "module", "copy"}
+
+
+@st.composite
+def live_optimizers(draw: st.DrawFn) -> tuple[Case, Topology]:
+    """A target whose optimizer has stepped before the load: live states are overwritten in place."""
+    model = draw(models(max_params=4, max_groups=2))
+    topology, target = draw(topologies(4)), draw(topologies(4))
+    return Case(model, topology, draw(states(model, topology.precision)), False), target
+
+
+@examples(60)
+@given(drawn=live_optimizers())
+def test_an_optimizer_that_has_stepped_takes_the_saved_state(drawn: tuple[Case, Topology]) -> None:
+    case, target = drawn
+    with temporary_folder() as folder:
+        path = case.write(folder)
+        saved = read_state(path, case.model, case.topology)
+        targets = make_targets(case.model, target)
+        for rank in targets:
+            take_a_step(rank.wrapped)
+        tensors = [id(value) for rank in targets for value in all_states(rank.wrapped)]
+        index = open_for(path, targets[0])
+        ranks = load(index, targets)
+        check_content(ranks, saved)
+        kept = {id(value) for rank in targets for value in all_states(rank.wrapped)}
+        assert kept <= set(tensors)
+
+
+def take_a_step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
+    return (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
+
+
+def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> None:
+    """The first pass discards what goes to live memory (the executor asks sinks for ``fresh``)."""
+    case = Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), False)
+    path = case.write(tmp_path)
+    for target in KINDS:
+        targets = make_targets(AWKWARD, target)
+        index = open_for(path, targets[0])
+        for number in range(target.dp):
+            rank = prepare(index, targets[number], target.dp)
+            live = {flat.master.data_ptr() for flat in rank.target.flats if flat.master.numel()}
+            live |= {extra.tensor.data_ptr() for extra in rank.extras if extra.tensor.numel()}
+            for sink in rank.job.sinks:
+                assert sink.fresh == (sink.target.data_ptr() not in live)
+            for blank in rank.job.blanks:
+                assert blank.fresh == (blank.tensor.data_ptr() not in live)
+
+
+def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -> None:
+    model = Model((Param("a", (1000,)), Param("b", (37,)), Param("f", (500,), frozen=True)))
+    path = Case(model, Topology(1, 4), random_state(model, 0), False).write(tmp_path)
+    targets = make_targets(model, Topology(0, 3))
+    index = open_for(path, targets[0])
+    ranks = load(index, targets, chunk=1 << 20)
+    sizes = [sum(request.nbytes for request in rank.requests) for rank in ranks]
+    assert max(sizes) - min(sizes) < 300
+    check_reads(index, ranks, 1 << 20)
+
+
+def test_ranks_may_finish_in_any_order(tmp_path: Path) -> None:
+    """Nothing that one rank does before the exchange depends on another's having done it."""
+    case = Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False)
+    path = case.write(tmp_path)
+    targets = make_targets(AWKWARD, Topology(2, 4))
+    index = open_for(path, targets[0])
+    ranks = [prepare(index, target, 4) for target in targets]
+    for rank in reversed(ranks):
+        read(index, rank, 4)
+    verify(index, ranks)
+    exchange(ranks)
+    for rank in ranks:
+        finish(index, rank)
+    check_content(ranks, case.state)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_files_without_checksums_load_all_the_same(tmp_path: Path, legacy: bool) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        resume(Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), legacy), Topology(3, 2), tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
+    from deepspeed_ucp.errors import MismatchError
+
+    model = Model((Param("a", (3,)), Param("b", (5,))))
+    state = random_state(model, 0)
+    files = build_files(model, state, Topology(0), Run())
+    files["mp_rank_00_model_states.pt"]["optimizer"]["state"][1]["step"] += 2
+    write_files(tmp_path, files)
+    targets = make_targets(model, Topology(1, 2))
+    index = open_for(tmp_path, targets[0])
+    with pytest.raises(MismatchError, match=r"step differs .* a has 3.0, b has 5.0"):
+        load(index, targets)
+    raw = make_targets(model, Topology(0))
+    ranks = load(open_for(tmp_path, raw[0]), raw)
+    steps = [float(ranks[0].target.wrapped.state[flat.holder]["step"]) for flat in raw[0].flats]
+    assert steps == [3.0, 5.0]
+
+
+def test_saved_buffers_see_every_state(tmp_path: Path) -> None:
+    """The check itself: what it compares is everything that the target's files hold."""
+    ranks = resume(Case(AWKWARD, Topology(1, 2), random_state(AWKWARD, 0), False), Topology(3, 2), tmp_path)[1]
+    files = build_files(AWKWARD, random_state(AWKWARD, 0), Topology(3, 2))
+    assert [entry.keys() for entry in saved_buffers(files, ranks[1])] == [{"fp32", "exp_avg", "exp_avg_sq", "step"}] * 3

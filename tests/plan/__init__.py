@@ -1,0 +1,1 @@
+"""Pure plans, without tensors or files."""

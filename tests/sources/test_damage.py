@@ -1,0 +1,77 @@
+"""Damaged files: whatever happens to a file's bytes, looking at it gives the right header or an error that names it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.sources.headers import read_file
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"count": torch.arange(3)})
+NAMES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+@pytest.fixture(scope="module", params=["zip", "legacy"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Bytes of a model and an optimizer file by name."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = write_checkpoint(folder, MODEL, random_state(MODEL, 0), Topology(1), legacy=request.param == "legacy")
+    return {name: (path / name).read_bytes() for name in NAMES}
+
+
+def look(folder: Path, name: str, data: bytes) -> object:
+    """The header of a file with such bytes, or the error that a user may get to see."""
+    (folder / name).write_bytes(data)
+    try:
+        return read_file(str(folder), name)
+    except (CheckpointError, UnsupportedError) as caught:
+        error = caught
+    assert str(folder / name) in str(error)
+    return error
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_cut_off_anywhere_is_refused(files: dict[str, bytes], tmp_path: Path, name: str) -> None:
+    whole = files[name]
+    for length in {*range(0, len(whole), 61), *range(len(whole) - 60, len(whole)), *range(20)}:
+        assert isinstance(look(tmp_path, name, whole[:length]), CheckpointError), length
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_byte_gives_no_other_error(files: dict[str, bytes], tmp_path: Path, name: str) -> None:
+    whole, draw = files[name], random.Random(0)
+    start = 0 if whole[:2] == b"PK" else len(whole) // 2  # a legacy pickle's lengths may ask for gigabytes
+    for position in sorted(draw.sample(range(start, len(whole)), 300)):
+        data = bytearray(whole)
+        data[position] ^= 1 << draw.randrange(8)
+        look(tmp_path, name, bytes(data))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", b"PK\3\4" + bytes(100), bytes(1000), b"not a checkpoint", b"\x80\x02N."])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
+    assert isinstance(look(tmp_path, NAMES[0], data), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    "content", [None, [1, 2], torch.ones(2), {}, {"optimizer_state_dict": None}], ids=lambda c: type(c).__name__
+)
+def test_a_file_without_optimizer_states_is_refused(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / NAMES[1])
+    with pytest.raises(CheckpointError, match=f"{NAMES[1]}: (holds a |has no optimizer_state_dict)"):
+        read_file(str(tmp_path), NAMES[1])
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read .No such file"):
+        read_file(str(tmp_path), NAMES[0])
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / NAMES[0]).mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read .Is a directory"):
+        read_file(str(tmp_path), NAMES[0])

@@ -1,0 +1,158 @@
+"""File names, ``latest`` and tags, and folders that ranks see differently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.sources import check_tag, find_tags, read_latest
+from deepspeed_ucp.sources.files import compare_listings, find_leftovers, list_sizes, sort_files
+
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def touch(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"x" * len(name))
+
+
+def test_files_get_their_roles() -> None:
+    names = [
+        MODEL,
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_11_mp_rank_00_model_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_2_mp_rank_00optim_states.pt",
+    ]
+    listing = sort_files("folder", dict.fromkeys(names, 1))
+    assert listing.model == MODEL
+    assert listing.model_zero3 == {0: names[1], 11: names[2]}
+    assert listing.optim == {("", 1): names[3], ("bf16_", 1): names[4], ("", 2): names[5]}
+
+
+def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
+    touch(tmp_path, MODEL, "zero_to_fp32.py", "notes.txt", "zero_pp_rank_0_mp_rank_00_optim_states.pt.tmp")
+    (tmp_path / "sub").mkdir()
+    assert list_sizes(str(tmp_path)) == {MODEL: len(MODEL), "sub": -1}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("layer_01-model_states.pt", "pipeline-parallel"),
+        ("layer_00-model_01-model_states.pt", "pipeline-parallel"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
+        ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts"),
+        ("mp_rank_01_model_states.pt", "several model-parallel ranks"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "several model-parallel ranks"),
+        ("offloaded_tensors", "NVMe"),
+        ("zero", "offline universal checkpoint"),
+    ],
+)
+def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path, name: str, kind: str) -> None:
+    touch(tmp_path, MODEL)
+    if "." in name:
+        touch(tmp_path, name)
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(UnsupportedError, match=f"{name} belongs to .*{kind}"):
+        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+
+
+def test_a_folder_without_model_states_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model states found .* only nothing"):
+        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+    touch(tmp_path, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match="only zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: cannot be listed .No such file"):
+        list_sizes(str(tmp_path / "nowhere"))
+
+
+def test_latest_names_the_tag(tmp_path: Path) -> None:
+    touch(tmp_path / "global_step3", MODEL)
+    (tmp_path / "latest").write_text("global_step3\n")
+    assert read_latest(str(tmp_path)) == "global_step3"
+    assert check_tag(str(tmp_path), "global_step3") == str(tmp_path / "global_step3")
+
+
+def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    assert read_latest(str(tmp_path / "absent")) is None
+    (tmp_path / "logs").mkdir()
+    assert read_latest(str(tmp_path)) is None
+
+
+def test_a_missing_latest_beside_checkpoints_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path / "global_step3", MODEL)
+    touch(tmp_path / "global_step9", MODEL)
+    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*pass tag="):
+        read_latest(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_latest_is_refused(tmp_path: Path, text: str) -> None:
+    touch(tmp_path / "global_step3", MODEL)
+    (tmp_path / "latest").write_text(text)
+    with pytest.raises(CheckpointError, match=r"latest is empty.*\(global_step3\)"):
+        read_latest(str(tmp_path))
+
+
+def test_a_latest_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="latest: cannot be read"):
+        read_latest(str(tmp_path))
+
+
+def test_a_latest_of_garbage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff\xfe\x00garbage")
+    with pytest.raises(CheckpointError, match="latest"):
+        read_latest(str(tmp_path))
+
+
+def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint with tag 'x'.*the folder holds no checkpoint"):
+        check_tag(str(tmp_path), "x")
+    touch(tmp_path / "global_step3", MODEL)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step4'.*the folder holds global_step3"):
+        check_tag(str(tmp_path), "global_step4")
+
+
+def test_tags_are_folders_with_states(tmp_path: Path) -> None:
+    touch(tmp_path / "b", MODEL)
+    touch(tmp_path / "a", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    touch(tmp_path / "c", "notes.txt")
+    touch(tmp_path, MODEL)
+    assert find_tags(str(tmp_path)) == ["a", "b"]
+    assert find_tags(str(tmp_path / "absent")) == []
+
+
+def test_ranks_that_see_the_same_agree() -> None:
+    compare_listings("folder", [{"a": 1, "b": 2}] * 3)
+
+
+def test_a_rank_that_lacks_files_is_named() -> None:
+    with pytest.raises(CheckpointError, match="folder: rank 1 does not see b, other ranks do.*shared file system"):
+        compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}])
+    with pytest.raises(CheckpointError, match="rank 0 does not see c"):
+        compare_listings("folder", [{"a": 1}, {"a": 1, "c": 2}])
+    with pytest.raises(CheckpointError, match="rank 1 does not see a, b"):
+        compare_listings("folder", [{"a": 1, "b": 2}, {}])
+
+
+def test_a_rank_with_another_copy_is_named() -> None:
+    with pytest.raises(CheckpointError, match="b has 3 bytes on rank 2 and 2 on rank 0"):
+        compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}])
+
+
+def test_files_that_are_not_used_are_leftovers() -> None:
+    listing = sort_files("folder", {MODEL: 1, "zero_pp_rank_7_mp_rank_00_optim_states.pt": 1, "sub": -1})
+    assert find_leftovers(listing, [MODEL]) == ["zero_pp_rank_7_mp_rank_00_optim_states.pt"]

@@ -1,0 +1,449 @@
+"""Folders that are not one whole checkpoint, and kinds of checkpoints that are not covered."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, MismatchError, UcpError, UnsupportedError
+from deepspeed_ucp.load.samples import check_samples
+from deepspeed_ucp.sources import open_checkpoint
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
+
+MODEL = Model(
+    (Param("a", (9, 5)), Param("frozen", (3,), frozen=True), Param("b", (17,), group=1)), {"n": torch.arange(3)}
+)
+GROUPS = [[("a", True), ("frozen", False)], [("b", True)]]
+STATES = "mp_rank_00_model_states.pt"
+
+Files = dict[str, dict[str, Any]]
+
+
+def shard(rank: int, prefix: str = "") -> str:
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def zero3_states(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
+def make_files(topology: Topology, seed: int = 0, run: Run | None = None, **options: Any) -> Files:
+    state = random_state(MODEL, seed, precision=topology.precision, **options)
+    return build_files(MODEL, state, topology, run or Run())
+
+
+def open_files(folder: Path, files: Files, legacy: bool = False) -> AtomicIndex:
+    write_files(folder, files, legacy=legacy)
+    return open_checkpoint(str(folder), Comm(), GROUPS)
+
+
+def refuse(folder: Path, files: Files, kind: type[UcpError], text: str, legacy: bool = False) -> None:
+    with pytest.raises(kind, match=text):
+        open_files(folder, files, legacy)
+
+
+# -- files that are missing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(1, 3), Topology(2, 3, "bf16"), Topology(1, 3, "bf16", "bf16"), Topology(3, 3)],
+    ids=lambda t: t.label,
+)
+def test_any_missing_file_is_named(tmp_path: Path, topology: Topology) -> None:
+    files = make_files(topology)
+    for name in files:
+        folder = tmp_path / name
+        refuse(folder, {key: content for key, content in files.items() if key != name}, CheckpointError, _tell(name))
+
+
+def _tell(name: str) -> str:
+    """Rank 0's file tells what the folder is; without it the rest is not a checkpoint."""
+    if name.endswith("rank_0_mp_rank_00_optim_states.pt"):
+        return "optimizer states that go with .* are missing"
+    if name == STATES:
+        return "no model states found"
+    return r"rank_0_mp_rank_00|no model states" if name == zero3_states(0) else f"{name} missing|{name}.* missing"
+
+
+def test_all_missing_files_are_listed(tmp_path: Path) -> None:
+    files = make_files(Topology(2, 5))
+    del files[shard(1)], files[shard(3)]
+    refuse(tmp_path, files, CheckpointError, f"{shard(1)}, {shard(3)} missing; the checkpoint was saved by 5")
+
+
+def test_weights_alone_are_a_checkpoint_without_states(tmp_path: Path) -> None:
+    index = open_files(tmp_path, {STATES: make_files(Topology(1, 3))[STATES]})
+    assert {state for _, state in index.atoms} == {"copy", "module"}
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 3), Topology(3, 3)], ids=lambda t: t.label)
+def test_a_state_that_one_rank_lacks_is_named_with_its_elements(tmp_path: Path, topology: Topology) -> None:
+    files = make_files(topology)
+    state = files[shard(1)]["optimizer_state_dict"]
+    del (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"][0]["exp_avg"]
+    text = r"a \(exp_avg, shape \(9, 5\)\): elements \[\d+, \d+\) are missing; the next fragment is in .*rank_2_"
+    refuse(tmp_path, files, CheckpointError, text)
+
+
+def test_frozen_elements_that_one_rank_lacks_are_named(tmp_path: Path) -> None:
+    files = make_files(Topology(3, 3))
+    del files[zero3_states(2)]["frozen_param_fragments"]["frozen"]
+    refuse(tmp_path, files, CheckpointError, r"frozen \(module\): shape \(3,\) has 3 elements, its fragments hold 2")
+
+
+# -- files that belong elsewhere --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 3), Topology(3, 3)], ids=lambda t: t.label)
+def test_a_copy_of_another_ranks_file_is_refused_by_its_old_name(tmp_path: Path, topology: Topology) -> None:
+    write_files(tmp_path, make_files(topology))
+    shutil.copy(tmp_path / shard(1), tmp_path / shard(2))
+    with pytest.raises(CheckpointError, match=f"{shard(2)}: was saved as {shard(1)} and renamed or copied"):
+        open_checkpoint(str(tmp_path), Comm())
+
+
+def test_a_copy_of_another_ranks_legacy_file_is_told_by_its_parts(tmp_path: Path) -> None:
+    write_files(tmp_path, make_files(Topology(1, 3)), legacy=True)
+    shutil.copy(tmp_path / shard(1), tmp_path / shard(2))
+    with pytest.raises(CheckpointError, match=f"{shard(2)}: holds other parts of group 0"):
+        open_checkpoint(str(tmp_path), Comm())
+
+
+def mix(topology: Topology, other: Files, rank: int = 1, **options: Any) -> Files:
+    """A checkpoint with one rank's shard of another."""
+    files = make_files(topology, **options)
+    name = next(name for name in files if name.endswith(shard(rank)))
+    return {**files, name: other[next(n for n in other if n.endswith(shard(rank)))]}
+
+
+TOPOLOGIES = pytest.mark.parametrize(
+    "topology", [Topology(1, 3), Topology(1, 3, "bf16", "bf16"), Topology(3, 3)], ids=lambda t: t.label
+)
+
+
+@TOPOLOGIES
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_shard_of_another_step_is_refused(tmp_path: Path, topology: Topology, rank: int) -> None:
+    other = make_files(topology, seed=1, step=4)
+    refuse(
+        tmp_path,
+        mix(topology, other, rank),
+        CheckpointError,
+        r"has step (3|4)\.0, other files .* (3|4)\.0.*another step",
+    )
+
+
+@TOPOLOGIES
+def test_a_shard_with_another_learning_rate_is_refused(tmp_path: Path, topology: Topology) -> None:
+    other = make_files(topology, states=("momentum_buffer",), step=None)
+    for content in other.values():
+        state = content.get("optimizer_state_dict") or {}
+        base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {"param_groups": []}
+        base["param_groups"] = [{**group, "lr": 0.5} for group in base["param_groups"]]
+    files = mix(topology, other, states=("momentum_buffer",), step=None)
+    refuse(tmp_path, files, CheckpointError, r"rank_1_.*groups differs from .*group 0: lr 0.5 ≠ 0.001")
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [(Run(clip_grad=0.25), "clip_grad differs .*0.25 ≠ 1.0"), (Run(global_steps=4), "scaler differs")],
+    ids=["clipping", "scaler"],
+)
+def test_a_shard_of_another_run_is_refused_by_what_differs(tmp_path: Path, run: Run, text: str) -> None:
+    topology = Topology(2, 3, "fp16")
+    refuse(tmp_path, mix(topology, make_files(topology, run=run)), CheckpointError, f"{shard(1)}: {text}")
+
+
+def test_a_shard_of_another_configuration_is_refused(tmp_path: Path) -> None:
+    topology, other = Topology(1, 3), Topology(1, 3, elastic=False, round_robin=False, sub_group_size=99)
+    refuse(tmp_path, mix(topology, make_files(other)), CheckpointError, f"{shard(1)}: its ds_config differs")
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
+def test_shards_of_another_configuration_than_the_model_states_are_refused(tmp_path: Path, topology: Topology) -> None:
+    """An incomplete save beside the whole leftovers of an older one."""
+    new, old = make_files(topology), make_files(Topology(topology.stage, 2, "bf16"), seed=1)
+    files = {
+        **{name: content for name, content in new.items() if "model_states" in name},
+        **{n: c for n, c in old.items() if "optim" in n},
+    }
+    refuse(tmp_path, files, CheckpointError, "ds_config|are missing")
+
+
+@TOPOLOGIES
+def test_a_shard_of_another_world_size_is_refused(tmp_path: Path, topology: Topology) -> None:
+    kind = "" if topology.kind != "bf16" else "bf16"
+    other = make_files(Topology(topology.stage, 4, topology.precision, kind or None))
+    text = r"holds|was saved by|elements"
+    refuse(tmp_path, mix(topology, other), CheckpointError, rf"rank_1_.*({text})")
+
+
+@TOPOLOGIES
+def test_a_shard_of_another_model_is_refused(tmp_path: Path, topology: Topology) -> None:
+    larger = Model((Param("a", (9, 6)), Param("frozen", (3,), frozen=True), Param("b", (17,), group=1)))
+    other = build_files(larger, random_state(larger, 0, precision=topology.precision), topology)
+    text = r"rank_1_.*(holds other parts|sub-group 0 has 18 elements|has \d+ elements, rank 0's has)"
+    refuse(tmp_path, mix(topology, other), CheckpointError, text)
+
+
+def test_shards_of_a_larger_world_with_a_smaller_worlds_model_are_refused(tmp_path: Path) -> None:
+    files = {**make_files(Topology(1, 3)), STATES: make_files(Topology(1, 2))[STATES]}
+    refuse(tmp_path, files, CheckpointError, r"was saved by \(3, 3\) ranks, the model states say 2")
+
+
+@pytest.mark.parametrize("change", ["global_steps", "skipped_steps", "global_samples"])
+def test_zero3_model_states_of_another_step_are_refused(tmp_path: Path, change: str) -> None:
+    other = make_files(Topology(3, 3), run=Run(**{change: 7}))
+    files = {**make_files(Topology(3, 3)), zero3_states(2): other[zero3_states(2)]}
+    refuse(tmp_path, files, CheckpointError, f"{zero3_states(2)}: has counters")
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(1, 2), Topology(2, 2, "bf16"), Topology(1, 2, "bf16", "bf16"), Topology(1, 2, "fp16")],
+    ids=lambda t: t.label,
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_of_another_run_at_the_same_step_is_told_by_its_values(
+    tmp_path: Path, topology: Topology, rank: int
+) -> None:
+    index = open_files(tmp_path / "whole", make_files(topology))
+    check_samples(index, index.atoms.values(), Comm())
+    index = open_files(tmp_path / "mixed", mix(topology, make_files(topology, seed=1), rank))
+    with pytest.raises(CheckpointError, match=f"rank_{rank}_.*: its fp32 weights are not those of the model states"):
+        check_samples(index, index.atoms.values(), Comm())
+
+
+def test_model_states_of_another_run_are_told_by_their_values(tmp_path: Path) -> None:
+    files = {**make_files(Topology(1, 2)), STATES: make_files(Topology(1, 2), seed=1)[STATES]}
+    index = open_files(tmp_path, files)
+    with pytest.raises(CheckpointError, match="another run or step"):
+        check_samples(index, index.atoms.values(), Comm())
+
+
+def test_a_few_edited_weights_are_let_through(tmp_path: Path) -> None:
+    files = make_files(Topology(1, 2))
+    files[STATES]["module"]["a"].detach()[0, 0] += 1
+    index = open_files(tmp_path, files)
+    check_samples(index, index.atoms.values(), Comm())
+
+
+# -- more files than there should be ----------------------------------------------------------------------------------
+
+
+def two_saves() -> list[Any]:
+    kinds = [
+        Topology(0, 1),
+        Topology(0, 1, "bf16"),
+        Topology(1, 2),
+        Topology(1, 2, "bf16", "bf16"),
+        Topology(3, 2),
+        Topology(3, 2, "bf16"),
+    ]
+    clashing = [(kinds[4], kinds[0]), (kinds[4], kinds[1]), (kinds[5], kinds[2]), (kinds[4], kinds[3])]
+    return [pytest.param(a, b, id=f"{a.label}+{b.label}") for a, b in clashing]
+
+
+@pytest.mark.parametrize(("first", "second"), two_saves())
+def test_two_whole_saves_in_one_folder_are_refused(tmp_path: Path, first: Topology, second: Topology) -> None:
+    write_files(tmp_path, make_files(first))
+    refuse(tmp_path, make_files(second), CheckpointError, "holds the files of two saves|do not belong together")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (Topology(1, 4), Topology(1, 2)),
+        (Topology(3, 4), Topology(3, 2)),
+        (Topology(1, 3), Topology(0, 1)),
+        (Topology(1, 2, "bf16"), Topology(1, 2)),
+        (Topology(1, 3), Topology(1, 2, "bf16")),
+    ],
+    ids=lambda t: t.label,
+)
+def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
+    tmp_path: Path, old: Topology, new: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_files(tmp_path, make_files(old, seed=1))
+    caplog.set_level(logging.WARNING, "deepspeed_ucp")
+    index = open_files(tmp_path, make_files(new))
+    left = sorted(set(make_files(old)) - set(make_files(new)))
+    assert "ignoring files of an earlier save" in caplog.text
+    assert all(name in caplog.text for name in left)
+    assert index.topology.dp == (new.dp if new.stage else 1)
+    assert not {Path(file.path).name for file in index.files} & set(left)
+
+
+def test_a_clean_folder_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_files(tmp_path, make_files(Topology(3, 3)))
+    assert not caplog.records
+
+
+# -- kinds that are not covered ---------------------------------------------------------------------------------------
+
+
+def change_model(files: Files, **fields: Any) -> Files:
+    return {name: {**content, **fields} if name == STATES else content for name, content in files.items()}
+
+
+@pytest.mark.parametrize("module", [{"language_model": {"w": torch.ones(2)}}, None], ids=["nested", "none"])
+def test_nested_or_absent_modules_are_not_covered(tmp_path: Path, module: Any) -> None:
+    files = change_model(make_files(Topology(1, 2)), module=module)
+    refuse(tmp_path, files, UnsupportedError, f"{STATES}: holds a nested or empty module state")
+
+
+@pytest.mark.parametrize("extra", [{"amax": [1.0]}, b"bytes", None, torch.ones(3)], ids=lambda e: type(e).__name__)
+def test_extra_state_of_a_module_is_not_taken_for_a_nested_one(tmp_path: Path, extra: Any) -> None:
+    """``get_extra_state`` may return anything; the parameters beside it are what they are."""
+    files = make_files(Topology(1, 2))
+    files[STATES]["module"]["layer._extra_state"] = extra
+    index = open_files(tmp_path, files)
+    assert ("a", "fp32") in index.atoms
+
+
+def test_model_parallel_counts_are_not_covered(tmp_path: Path) -> None:
+    files = change_model(make_files(Topology(1, 2)), mp_world_size=2)
+    refuse(tmp_path, files, UnsupportedError, "saved with 2 model-parallel ranks")
+
+
+def test_an_unknown_wrapper_is_not_covered(tmp_path: Path) -> None:
+    files = change_model(make_files(Topology(0)), optimizer={"secret": 1, "other": 2})
+    refuse(tmp_path, files, UnsupportedError, r"keys \['other', 'secret'\] .*wrapper that is not covered")
+
+
+def test_releases_without_slice_mappings_are_not_covered(tmp_path: Path) -> None:
+    files = make_files(Topology(1, 2))
+    for rank in range(2):
+        del files[shard(rank)]["optimizer_state_dict"]["param_slice_mappings"]
+    refuse(tmp_path, files, UnsupportedError, "no param_slice_mappings; saved by a DeepSpeed release too old")
+
+
+def test_states_on_nvme_are_not_covered(tmp_path: Path) -> None:
+    files = make_files(Topology(3, 2))
+    for rank in range(2):
+        state = files[shard(rank)]["optimizer_state_dict"]
+        state["fp32_flat_groups"] = [torch.empty(0) for _ in state["fp32_flat_groups"]]
+    refuse(tmp_path, files, UnsupportedError, "optimizer states on NVMe are not in the file")
+
+
+# -- stage 0 names nothing --------------------------------------------------------------------------------------------
+
+STAGE0 = pytest.mark.parametrize(
+    "topology", [Topology(0), Topology(0, 1, "bf16"), Topology(0, 1, "bf16", "fused")], ids=lambda t: t.label
+)
+
+
+@STAGE0
+def test_stage0_needs_a_live_engine_for_its_names(tmp_path: Path, topology: Topology) -> None:
+    write_files(tmp_path, make_files(topology))
+    with pytest.raises(MismatchError, match="stage 0 saves no parameter names"):
+        open_checkpoint(str(tmp_path), Comm(), None)
+
+
+@STAGE0
+@pytest.mark.parametrize(
+    "live",
+    [
+        [[("a", True), ("frozen", False), ("b", True)]],
+        [[("b", True)], [("a", True), ("frozen", False)]],
+        [[("a", True), ("frozen", False)], [("x", True)]],
+        [[("a", True)], [("b", True)], [("frozen", False)]],
+    ],
+    ids=["one group", "other order", "other name", "more groups"],
+)
+def test_stage0_with_other_groups_is_refused(tmp_path: Path, topology: Topology, live: Any) -> None:
+    write_files(tmp_path, make_files(topology))
+    with pytest.raises(MismatchError, match="groups must be made as in the saved run|not in the checkpoint: x"):
+        open_checkpoint(str(tmp_path), Comm(), live)
+
+
+@pytest.mark.parametrize("topology", [Topology(0), Topology(0, 1, "bf16")], ids=lambda t: t.label)
+def test_stage0_with_parameters_in_another_order_is_refused_where_shapes_tell(
+    tmp_path: Path, topology: Topology
+) -> None:
+    model = Model((Param("a", (3, 4)), Param("b", (4, 3))))
+    write_files(tmp_path, build_files(model, random_state(model, 0, precision=topology.precision), topology))
+    with pytest.raises(MismatchError, match="order|groups must be made as in the saved run"):
+        open_checkpoint(str(tmp_path), Comm(), [[("b", True), ("a", True)]])
+
+
+def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
+    files = make_files(Topology(0))
+    groups = files[STATES]["optimizer"]["param_groups"]
+    groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
+    write_files(tmp_path, files)
+    index = open_checkpoint(str(tmp_path), Comm(), None)
+    assert [set(group.names) for group in index.groups][1] == {"b"}
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Seat(Comm):
+    """Rank 1 of 2; the other rank says what it is given."""
+
+    rank, size = 1, 2
+
+    def __init__(self, change: Callable[[int, Any], Any]) -> None:
+        self.change, self.calls = change, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.calls += 1
+        return [self.change(self.calls, value), value]
+
+
+def test_a_rank_that_sees_other_files_ends_all(tmp_path: Path) -> None:
+    write_files(tmp_path, make_files(Topology(1, 2)))
+
+    def lack(_call: int, value: Any) -> Any:
+        return {STATES: value[STATES]} if isinstance(value, dict) else value
+
+    with pytest.raises(CheckpointError, match=f"rank 0 does not see {shard(0)}, {shard(1)}"):
+        open_checkpoint(str(tmp_path), Seat(lack))
+
+
+def test_another_ranks_broken_header_is_this_ranks_error(tmp_path: Path) -> None:
+    write_files(tmp_path, make_files(Topology(1, 2)))
+
+    def fail(call: int, value: Any) -> Any:
+        return (CheckpointError, "shard is broken") if value is None and call > 3 else value
+
+    with pytest.raises(CheckpointError, match=r"^\[rank 0\] shard is broken$"):
+        open_checkpoint(str(tmp_path), Seat(fail))
+
+
+def test_each_header_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six files and four ranks: two are read first by rank 0, the others are dealt out (metadata scales)."""
+    from deepspeed_ucp.sources import open as opening
+
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 5))
+    read: dict[int, list[str]] = {}
+    original = opening.read_file
+    by_name: dict[str, Any] = {}
+    for rank in (0, 3, 2, 1):
+        read[rank] = []
+
+        def note(folder: str, name: str, rank: int = rank) -> Any:
+            read[rank].append(name)
+            return by_name.setdefault(name, original(folder, name))
+
+        monkeypatch.setattr(opening, "read_file", note)
+        listing = opening._list_everywhere(str(path), Comm())
+        comm = Comm()
+        comm.rank, comm.size = rank, 4
+        first = opening._choose(listing) if rank == 0 else []
+        names = [shard(number) for number in range(1, 5)]
+        mine = names[rank::4]
+        by_name.update({name: original(str(path), name) for name in names if name not in mine})
+        if rank == 0:
+            assert [header.name for header in first] == [STATES, shard(0)]
+    assert read[0] == [STATES, shard(0)]

@@ -1,0 +1,199 @@
+"""Headers of ``torch.save`` files: where each storage lies, in both formats, and formats that are refused."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from isal import isal_zlib
+
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.sources.headers import read_file
+from deepspeed_ucp.sources.torchfile import ScalarRef, read_header
+from deepspeed_ucp.sources.unpickle import Opaque, TensorRef
+
+FORMATS = pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+NAME = "mp_rank_00_model_states.pt"
+
+
+def save(path: Path, content: Any, legacy: bool = False) -> Path:
+    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+def rewrite(
+    path: Path, change: Callable[[str, bytes], Iterator[tuple[str, bytes]]], kind: int = zipfile.ZIP_STORED
+) -> None:
+    """Write a zip's entries anew."""
+    with zipfile.ZipFile(path) as old:
+        entries = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w", kind) as new:
+        for name, data in (entry for given in entries for entry in change(*given)):
+            new.writestr(name, data)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+def test_tensors_of_every_dtype_are_found(tmp_path: Path, legacy: bool, dtype: torch.dtype) -> None:
+    base = torch.arange(12).to(dtype)
+    path = save(tmp_path / "x.pt", {"whole": base, "view": base[4:10].view(2, 3)}, legacy)
+    header, data = read_header(str(path)), path.read_bytes()
+    for name, tensor in (("whole", base), ("view", base[4:10])):
+        ref = header.tree[name]
+        blob = header.blobs[ref.storage.key]
+        low = blob.offset + ref.offset * dtype.itemsize
+        assert data[low : low + ref.numel * dtype.itemsize] == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert (ref.dtype, ref.is_contiguous()) == (str(dtype).removeprefix("torch."), True)
+    assert header.tree["view"].shape == (2, 3)
+    assert header.saved_as == (None if legacy else "x")
+
+
+def test_every_zip_record_has_its_checksum(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", [torch.randn(5), torch.randn(1000)])
+    header, data = read_header(str(path)), path.read_bytes()
+    assert len(header.blobs) == 2
+    for blob in header.blobs.values():
+        assert blob.crc == isal_zlib.crc32(data[blob.offset : blob.offset + blob.nbytes])
+
+
+def test_checksums_that_the_writer_left_out_are_not_known(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(tmp_path / "x.pt", [torch.randn(5)])
+    finally:
+        torch.serialization.set_crc32_options(before)
+    header = read_header(str(path))
+    assert [blob.crc for blob in header.blobs.values()] == [None]
+    assert header.blobs["0"].nbytes == 20
+
+
+@FORMATS
+def test_scalars_come_with_their_bytes(tmp_path: Path, legacy: bool) -> None:
+    path = save(tmp_path / "x.pt", {"a": torch.tensor(2.5), "b": [torch.tensor(7)], "c": (torch.ones(3)[1],)}, legacy)
+    tree = read_header(str(path)).tree
+    assert tree["a"].data == torch.tensor(2.5).numpy().tobytes()
+    assert tree["b"][0].dtype == "int64"
+    assert tree["c"][0].data == torch.tensor(1.0).numpy().tobytes()
+
+
+@FORMATS
+def test_a_scalar_of_an_unknown_dtype_elsewhere_in_the_file_is_no_matter(tmp_path: Path, legacy: bool) -> None:
+    odd = torch.tensor(1.0, dtype=torch.float8_e4m3fnuz)
+    tree = read_header(str(save(tmp_path / "x.pt", {"odd": odd, "known": torch.tensor(2.5)}, legacy))).tree
+    assert isinstance(tree["odd"], TensorRef)
+    assert isinstance(tree["known"], ScalarRef)
+
+
+@FORMATS
+def test_cycles_and_shared_parts_are_walked_once(tmp_path: Path, legacy: bool) -> None:
+    content: dict[str, Any] = {"step": torch.tensor(1.0), "list": []}
+    content["self"] = content
+    content["list"].append(content["list"])
+    deep: list[Any] = [torch.tensor(2.0)]
+    for _ in range(60):
+        deep = [deep, deep]
+    content["deep"] = deep
+    tree = read_header(str(save(tmp_path / "x.pt", content, legacy))).tree
+    assert tree["self"] is tree
+    assert tree["list"][0] is tree["list"]
+    assert isinstance(tree["step"], ScalarRef)
+
+
+@FORMATS
+def test_parameters_sparse_tensors_and_objects_are_looked_at_only(tmp_path: Path, legacy: bool) -> None:
+    content = {
+        "param": torch.nn.Parameter(torch.ones(2)),
+        "sparse": torch.eye(2).to_sparse(),
+        "size": torch.Size((1, 2)),
+    }
+    tree = read_header(str(save(tmp_path / "x.pt", content, legacy))).tree
+    assert tree["param"].shape == (2,)
+    assert isinstance(tree["sparse"], Opaque)
+    assert tree["size"] == (1, 2)
+
+
+def test_a_byte_changed_in_the_pickle_or_a_scalar_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", {"step": torch.tensor(3.0), "w": torch.ones(4)})
+    whole = path.read_bytes()
+    header = read_header(str(path))
+    step = header.blobs[header.tree["step"].ref.storage.key].offset
+    for position, record in (
+        (whole.index(b"step"), "x/data.pkl"),
+        (step, "data/"),
+        (whole.index(b"little"), "byteorder"),
+    ):
+        damaged = bytearray(whole)
+        damaged[position] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{record}.*has CRC32 .* the writer stored .*damaged"):
+            read_header(str(path))
+
+
+def test_big_endian_files_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", {})
+    rewrite(path, lambda name, data: iter([(name, b"big" if name.endswith("byteorder") else data)]))
+    with pytest.raises(UnsupportedError, match=r"x.pt: saved on a big-endian machine"):
+        read_header(str(path))
+
+
+def test_compressed_zips_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", {"w": torch.ones(100)})
+    rewrite(path, lambda name, data: iter([(name, data)]), zipfile.ZIP_DEFLATED)
+    with pytest.raises(UnsupportedError, match=r"x.pt: record .* is compressed"):
+        read_header(str(path))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_zip_without_exactly_one_pickle_is_refused(tmp_path: Path, count: int) -> None:
+    path = save(tmp_path / "x.pt", {})
+    rewrite(
+        path, lambda name, data: ((f"{i}{name}", data) for i in range(count)) if name.endswith("data.pkl") else iter(())
+    )
+    with pytest.raises(CheckpointError, match=f"has one data.pkl, this zip has {count}"):
+        read_header(str(path))
+
+
+def test_tensors_without_their_record_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / NAME, {"module": {"w": torch.ones(4)}})
+    rewrite(path, lambda name, data: iter([] if name.endswith("/data/0") else [(name, data)]))
+    with pytest.raises(CheckpointError, match=f"{NAME}: the bytes of w are not all there"):
+        read_file(str(tmp_path), NAME)
+
+
+def test_records_that_are_too_short_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / NAME, {"module": {"w": torch.ones(4)}})
+    rewrite(path, lambda name, data: iter([(name, data[:12] if name.endswith("/data/0") else data)]))
+    with pytest.raises(CheckpointError, match=f"{NAME}: the bytes of w are not all there"):
+        read_file(str(tmp_path), NAME)
+
+
+@FORMATS
+def test_tensors_that_are_not_contiguous_are_refused(tmp_path: Path, legacy: bool) -> None:
+    save(tmp_path / NAME, {"module": {"w": torch.ones(4, 3).t()}}, legacy)
+    with pytest.raises(UnsupportedError, match=f"{NAME}: w is not contiguous"):
+        read_file(str(tmp_path), NAME)
+
+
+def test_a_dtype_that_is_not_covered_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / NAME, {"module": {"w": torch.ones(4).to(torch.float8_e4m3fnuz)}})
+    with pytest.raises(UnsupportedError, match="w has dtype float8_e4m3fnuz"):
+        read_file(str(tmp_path), NAME)
+
+
+@pytest.mark.parametrize("stride", [(1,), (7,)])
+def test_one_row_is_contiguous_whatever_its_stride(tmp_path: Path, stride: tuple[int, ...]) -> None:
+    tensor = torch.ones(20).as_strided((1, 4), (*stride, 1))
+    assert read_header(str(save(tmp_path / "x.pt", tensor))).tree.is_contiguous()

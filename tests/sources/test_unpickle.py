@@ -1,0 +1,235 @@
+"""Looking at a file runs no code of it, wherever the code hides."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError, UcpError
+from deepspeed_ucp.load.client import read_client_objects
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources import unpickle as looking
+from deepspeed_ucp.sources.torchfile import read_header
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})
+GROUPS = [[("a", True)], [("b", True)]]
+MARK = "UCP_TEST_MARK"
+
+
+class Evil:
+    """An object that runs a callable when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def touch(path: str) -> None:
+    """What must not be called."""
+    Path(path).touch()
+
+
+def evils(mark: Path) -> list[Evil]:
+    """Several ways to leave a mark."""
+    return [
+        Evil(os.system, f"touch {mark}"),
+        Evil(touch, str(mark)),
+        Evil(eval, f"open({str(mark)!r}, 'w')"),
+        Evil(subprocess.check_call, ["touch", str(mark)]),
+        Evil(torch.load, str(mark)),
+        Evil(torch.storage._load_from_bytes, pickle.dumps(Evil(touch, str(mark)))),
+        Evil(getattr(os, "mkdir"), str(mark)),  # noqa: B009
+    ]
+
+
+PLACES: dict[str, Callable[[dict[str, Any], Any], None]] = {
+    "client_state": lambda files, evil: files["model"].update(foo=evil),
+    "deep in client_state": lambda files, evil: files["model"].update(foo=[{"x": (1, {evil: evil})}]),
+    "lr_scheduler": lambda files, evil: files["model"].update(lr_scheduler=evil),
+    "ds_config": lambda files, evil: files["model"]["ds_config"].update(
+        zero_optimization=evil, optimizer={"type": evil}
+    ),
+    "module": lambda files, evil: files["model"]["module"].update(x=evil),
+    "buffer_names": lambda files, evil: files["model"].update(buffer_names=[evil]),
+    "param_shapes": lambda files, evil: files["model"].update(param_shapes=evil),
+    "shared_params": lambda files, evil: files["model"].update(shared_params=evil),
+    "global_steps": lambda files, evil: files["model"].update(global_steps=evil),
+    "dp_world_size": lambda files, evil: files["model"].update(dp_world_size=evil),
+    "optimizer": lambda files, evil: files["optim"].update(optimizer_state_dict=evil),
+    "optimizer states": lambda files, evil: base(files)["state"].update({0: {"exp_avg": evil, "step": evil}}),
+    "optimizer state": lambda files, evil: base(files).update(state=evil),
+    "param_groups": lambda files, evil: base(files)["param_groups"][0].update(lr=evil, betas=(evil, evil)),
+    "params": lambda files, evil: base(files)["param_groups"][0].update(params=[evil]),
+    "masters": lambda files, evil: zero(files).update(
+        single_partition_of_fp32_groups=[evil, evil], fp32_flat_groups=[evil]
+    ),
+    "loss_scaler": lambda files, evil: zero(files).update(loss_scaler=evil),
+    "zero_stage": lambda files, evil: zero(files).update(zero_stage=evil),
+    "slices": lambda files, evil: zero(files).update(param_slice_mappings=[{"a": evil}, {"b": evil}]),
+    "partition_count": lambda files, evil: zero(files).update(
+        partition_count=evil, group_paddings=evil, clip_grad=evil
+    ),
+    "the whole file": lambda files, evil: files.update(model=evil),
+    "the whole shard": lambda files, evil: files.update(optim=evil),
+}
+
+
+def zero(files: dict[str, Any]) -> dict[str, Any]:
+    return files["optim"].get("optimizer_state_dict") or files["model"]["optimizer"]  # type: ignore[no-any-return]
+
+
+def base(files: dict[str, Any]) -> dict[str, Any]:
+    state = zero(files)
+    return state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("topology", [Topology(0), Topology(1, 1), Topology(3, 1)], ids=lambda t: t.label)
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_no_code_runs_while_a_checkpoint_is_looked_at(
+    tmp_path: Path, place: str, topology: Topology, legacy: bool
+) -> None:
+    mark = tmp_path / MARK
+    names = list(build_files(MODEL, random_state(MODEL, 0), topology))
+    for number, evil in enumerate(evils(mark)):
+        contents = list(build_files(MODEL, random_state(MODEL, 0), topology).values())
+        files = {"model": contents[0], "optim": contents[1] if len(contents) > 1 else {}}
+        PLACES[place](files, evil)
+        folder = tmp_path / str(number)
+        write_files(folder, dict(zip(names, files.values(), strict=False)), legacy=legacy)
+        with suppress(UcpError):
+            open_checkpoint(str(folder), Comm(), GROUPS)
+        assert not mark.exists()
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_the_client_state_runs_code_only_with_the_users_consent(tmp_path: Path, legacy: bool) -> None:
+    mark = tmp_path / MARK
+    run = Run(client_state={"foo": Evil(touch, str(mark))})
+    path = tmp_path / "x"
+    write_files(path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run), legacy=legacy)
+    file = str(path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"touch.*trust_pickle"):
+        read_client_objects(file, Comm(), trust_pickle=UniversalConfig().trust_pickle)
+    assert not mark.exists()
+    read_client_objects(file, Comm(), trust_pickle=True)
+    assert mark.exists()
+
+
+def forge(*opcodes: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(opcodes) + b"."
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+FORGED = {
+    "GLOBAL REDUCE": lambda mark: forge(b"cos\nsystem\n", text(f"touch {mark}"), b"\x85R"),
+    "STACK_GLOBAL REDUCE": lambda mark: forge(text("posix"), text("system"), b"\x93", text(f"touch {mark}"), b"\x85R"),
+    "dotted STACK_GLOBAL": lambda mark: forge(
+        text("os"), text("path.os.system"), b"\x93", text(f"touch {mark}"), b"\x85R"
+    ),
+    "INST": lambda mark: forge(b"(", text(f"touch {mark}"), b"ios\nsystem\n"),
+    "OBJ": lambda mark: forge(b"(cos\nsystem\n", text(f"touch {mark}"), b"o"),
+    "NEWOBJ": lambda mark: forge(b"csubprocess\nPopen\n", text(f"touch {mark}"), b"\x85\x81"),
+    "NEWOBJ_EX": lambda mark: forge(b"csubprocess\nPopen\n", text(f"touch {mark}"), b"\x85}\x92"),
+    "torch attribute": lambda mark: forge(text("torch"), text("os"), b"\x93", b"}b"),
+    "torch.load": lambda mark: forge(b"ctorch\nload\n", text(str(mark)), b"\x85R"),
+    "getattr chain": lambda mark: forge(
+        b"cbuiltins\ngetattr\n", b"cos\nsystem\n", text("__call__"), b"\x86R", text(f"touch {mark}"), b"\x85R"
+    ),
+    "a known callable on a class": lambda mark: forge(
+        b"ccopyreg\n_reconstructor\n", b"csubprocess\nPopen\n", b"cbuiltins\nobject\nN\x87R"
+    ),
+    "a known callable on a method": lambda mark: forge(b"ccopyreg\n_reconstructor\n", b"cos\nfork\n", b"NN\x87R"),
+    "BUILD on a callable": lambda mark: forge(
+        b"ctorch._utils\n_rebuild_tensor_v2\n", b"N}", text("__kwdefaults__"), b"}s\x86b"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_pickles_run_nothing(tmp_path: Path, kind: str) -> None:
+    mark = tmp_path / MARK
+    data = FORGED[kind](mark)
+    pickletools.dis(data, out=io.StringIO())  # it is well-formed
+    before = [_look_at(function) for function in looking._KNOWN.values()]
+    with suppress(CheckpointError):
+        looking.load_skeleton(io.BytesIO(data), "x.pt")
+    assert not mark.exists()
+    assert [_look_at(function) for function in looking._KNOWN.values()] == before
+
+
+def _look_at(function: Any) -> Any:
+    """What a forged pickle could change of a function."""
+    inner = getattr(function, "_function", function)
+    kept = [getattr(inner, name, None) for name in ("__kwdefaults__", "__defaults__", "__code__", "__name__")]
+    return inner, kept, str(getattr(inner, "__dict__", ""))
+
+
+def test_only_containers_and_our_own_stand_ins_are_ever_called() -> None:
+    """Whoever adds a callable to the table has to think about what it does with hostile arguments."""
+    allowed = {tuple, set, frozenset, complex, bytearray, slice, looking.OrderedDict}
+    for name, found in looking._KNOWN.items():
+        assert found in allowed or found.__module__ == looking.__name__, name
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "builtins.eval", "torch.load", "torch.ops", "torch._C", "numpy.load", "a.b.c"]
+)
+def test_other_globals_become_stand_ins(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    found = looking.SafeUnpickler(io.BytesIO()).find_class(module, attribute)
+    assert isinstance(found, type)
+    assert issubclass(found, looking.Opaque)
+    made = found(1, 2)
+    assert (made.kind, made.args) == (name, (1, 2))
+
+
+def test_a_storage_type_is_not_a_storage() -> None:
+    with pytest.raises(CheckpointError, match="FloatStorage is not built"):
+        looking.load_skeleton(io.BytesIO(forge(b"ctorch\nFloatStorage\n", b"K\x05\x85R")), "x.pt")
+
+
+def test_persistent_ids_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="unknown persistent id"):
+        looking.load_skeleton(io.BytesIO(forge(text("module"), b"Q")), "x.pt")
+
+
+def test_objects_of_unknown_classes_keep_what_the_index_needs(tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils import fragment_address
+
+    scaler = DynamicLossScaler(2**16, 2.0, 1000, 1, 2, False)
+    torch.save({"s": scaler, "z": ZeroStageEnum(2), "f": fragment_address(numel=3, start=4)}, tmp_path / "x.pt")
+    tree = read_header(str(tmp_path / "x.pt")).tree
+    assert tree["s"].get("cur_scale") == 2**16
+    assert looking.simplify(tree["z"]) == 2
+    fragment = tree["f"]
+    assert (fragment.state or {}).get("numel", fragment.args[:1]) in (3, (3,))
+
+
+def test_stand_ins_travel_between_ranks() -> None:
+    made = looking.load_skeleton(io.BytesIO(forge(b"cos\nsystem\n", text("x"), b"\x85R")), "x.pt")
+    again = pickle.loads(pickle.dumps(made))
+    assert (again.kind, again.args, again.state, again.items) == (made.kind, made.args, made.state, made.items)

@@ -1,0 +1,211 @@
+"""The ``checkpoint.universal`` section, and batch sizes on another world."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.config import (
+    UniversalConfig,
+    adapt_batch,
+    check_batch,
+    fit_batch,
+    parse_config,
+    suggest_batch,
+)
+from deepspeed_ucp.errors import ConfigError
+from tests.reshard import examples
+
+
+def parse(value: Any, **others: Any) -> UniversalConfig | None:
+    return parse_config({"checkpoint": {"universal": value, **others}})
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"checkpoint": {}}, {"checkpoint": None}, {"checkpoint": {"tag_validation": "Warn"}}]
+)
+def test_silence_means_the_default(config: dict[str, Any]) -> None:
+    assert parse_config(config) is None
+    assert parse_config(config, default_on=True) == UniversalConfig()
+
+
+@pytest.mark.parametrize("value", [False, None])
+def test_off_is_off_also_under_ds_ucp_run(value: Any) -> None:
+    assert parse(value) is None
+    assert parse_config({"checkpoint": {"universal": value}}, default_on=True) is None
+
+
+def test_true_and_an_empty_object_take_all_defaults() -> None:
+    assert parse(True) == parse({}) == UniversalConfig()
+    assert UniversalConfig().model_dump() == {
+        "mode": "direct",
+        "verify": "crc",
+        "window_mb": 256,
+        "threads": 0,
+        "preserve_batch_size": False,
+        "trust_pickle": False,
+    }
+
+
+def test_every_key_can_be_set() -> None:
+    given = {
+        "mode": "direct",
+        "verify": "off",
+        "window_mb": 16,
+        "threads": 3,
+        "preserve_batch_size": True,
+        "trust_pickle": True,
+    }
+    found = parse(given)
+    assert found is not None
+    assert found.model_dump() == given
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"windowmb": 64}, "windowmb"),
+        ({"mode": "Direct"}, "mode"),
+        ({"verify": True}, "verify"),
+        ({"verify": "md5"}, "verify"),
+        ({"window_mb": "256"}, "window_mb"),
+        ({"window_mb": 256.0}, "window_mb"),
+        ({"window_mb": 15}, "window_mb"),
+        ({"threads": -1}, "threads"),
+        ({"threads": 257}, "threads"),
+        ({"threads": True}, "threads"),
+        ({"preserve_batch_size": 1}, "preserve_batch_size"),
+        ({"trust_pickle": "yes"}, "trust_pickle"),
+        ({1: 2}, "1"),
+    ],
+    ids=str,
+)
+def test_unknown_keys_and_wrong_types_are_refused_with_the_valid_ones(value: dict[Any, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"checkpoint.universal.*{named}") as error:
+        parse(value)
+    assert all(key in str(error.value) for key in UniversalConfig.model_fields)
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, [], ["direct"], 2.5], ids=repr)
+def test_other_kinds_of_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="must be true, false or an object") as error:
+        parse(value)
+    assert repr(value) in str(error.value)
+
+
+def test_both_universal_checkpoints_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="load_universal.*both on"):
+        parse(True, load_universal=True)
+    assert parse(False, load_universal=True) is None
+
+
+def test_several_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="threads.*verify|verify.*threads"):
+        parse({"threads": -1, "verify": "md5"})
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "gas", "world", "found"),
+    [
+        (64, None, None, 4, (16, 1)),
+        (64, 4, None, 4, (4, 4)),
+        (64, None, 2, 4, (8, 2)),
+        (64, 4, 4, 4, (4, 4)),
+        (64, 4, 4, 2, None),
+        (64, 4, None, 3, None),
+        (64, 5, None, 4, None),
+        (64, None, 3, 4, None),
+        (64, 32, None, 4, None),
+        (0, None, None, 0, None),
+    ],
+)
+def test_fit_batch(train: int, micro: int | None, gas: int | None, world: int, found: tuple[int, int] | None) -> None:
+    assert fit_batch(train, micro, gas, world) == found
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "world", "found"),
+    [
+        (64, 4, 2, (4, 8)),
+        (64, 4, 8, (4, 2)),
+        (64, 16, 8, (8, 1)),
+        (96, 4, 8, (4, 3)),
+        (56, 4, 8, (1, 7)),
+        (60, 8, 4, (5, 3)),
+        (64, None, 4, (16, 1)),
+        (64, 4, 3, None),
+    ],
+)
+def test_adapt_batch(train: int, micro: int | None, world: int, found: tuple[int, int] | None) -> None:
+    assert adapt_batch(train, micro, world) == found
+
+
+NUMBERS = st.integers(1, 300)
+MAYBE = st.none() | st.integers(1, 20)
+
+
+@examples(300)
+@given(train=NUMBERS, micro=MAYBE, gas=MAYBE, world=st.integers(1, 20))
+def test_what_fits_multiplies_to_the_batch(train: int, micro: int | None, gas: int | None, world: int) -> None:
+    found = fit_batch(train, micro, gas, world)
+    exists = any(
+        m * g * world == train
+        for m in ([micro] if micro else range(1, train + 1))
+        for g in ([gas] if gas else range(1, train + 1))
+        if m * world <= train
+    )
+    assert (found is not None) == exists
+    if found is not None:
+        assert found[0] * found[1] * world == train
+        assert (micro in (None, found[0])) and (gas in (None, found[1]))
+
+
+@examples(300)
+@given(train=NUMBERS, micro=MAYBE, world=st.integers(1, 20))
+def test_adapting_takes_the_largest_micro_batch_that_is_no_larger(train: int, micro: int | None, world: int) -> None:
+    found = adapt_batch(train, micro, world)
+    if found is None:
+        assert train % world
+        return
+    assert found[0] * found[1] * world == train
+    better = [m for m in range(found[0] + 1, (micro or train) + 1) if train % (m * world) == 0]
+    assert not better
+
+
+def test_a_batch_that_fits_is_let_through() -> None:
+    check_batch(None, 4, 2, 3)
+    check_batch(64, 4, None, 2)
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_what_would() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_batch(64, 4, None, 3)
+    text = str(error.value)
+    assert "train_batch_size 64 cannot be made by 3 data-parallel ranks" in text
+    assert "train_micro_batch_size_per_gpu 4, gradient_accumulation_steps free" in text
+    assert "train_batch_size 60 or 72 fits 3 data-parallel ranks" in text
+    assert "train_batch_size 64 fits 1, 2, 4, 8, 16 ranks" in text
+
+
+def test_preserving_is_offered_where_it_helps() -> None:
+    assert "micro_batch_size_per_gpu 4 with gradient_accumulation_steps 8 keeps it on 2 ranks" in suggest_batch(
+        64, 4, 2, 2
+    )
+    assert "preserve_batch_size" not in suggest_batch(64, 4, 2, 3)
+
+
+@examples(300)
+@given(train=NUMBERS, micro=MAYBE, gas=MAYBE, world=st.integers(1, 20))
+def test_suggestions_are_true(train: int, micro: int | None, gas: int | None, world: int) -> None:
+    """Each pair of a batch size and a number of ranks that the text says to fit does."""
+    text = suggest_batch(train, micro, gas, world)
+    pairs = re.findall(r"train_batch_size ([\d or]+) fits ([\d, ]+) (?:data-parallel )?ranks", text)
+    assert pairs
+    for sizes, worlds in pairs:
+        for size, ranks in product(sizes.split(" or "), worlds.split(", ")):
+            assert fit_batch(int(size), micro, gas, int(ranks)), f"{size} on {ranks}: {text}"

@@ -1,0 +1,72 @@
+"""When two topologies hold the same bytes on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.topology import FlatGroup, Topology, find_differences
+
+FLAT = FlatGroup(0, ("a", "b"), (3, 5), 4, (1, 0))
+BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, FlatGroup(1, ("c",), (2,), 2)))
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "zero_stage": (2, "zero_stage 1 → 2"),
+    "wrapper": ("bf16", "wrapper zero12 → bf16"),
+    "precision": ("float32", "precision bfloat16 → float32"),
+    "dp": (4, "dp 2 → 4"),
+    "tp": (2, "tp 1 → 2"),
+    "pp": (2, "pp 1 → 2"),
+    "sp": (2, "sp 1 → 2"),
+    "ep": (2, "ep 1 → 2"),
+    "master": ("bfloat16", "master float32 → bfloat16"),
+    "elastic": (True, "elastic False → True"),
+    "offload": ("cpu/none", "offload none/none → cpu/none"),
+    "flats": ((FLAT,), "flat buffers 2 → 1"),
+}
+
+FLAT_CHANGES: dict[str, tuple[Any, str]] = {
+    "names": (("b", "a"), "parameter order"),
+    "numels": ((4, 4), "parameter sizes"),
+    "gaps": ((), "parameter alignment"),
+    "group": (1, "param group 0 → 1"),
+    "partition": (6, "partition 4 → 6 elements"),
+}
+
+
+def test_equal_topologies_do_not_differ() -> None:
+    assert find_differences(BASE, replace(BASE)) == []
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Topology)])
+def test_every_field_counts(field: str) -> None:
+    value, text = CHANGES[field]
+    assert find_differences(BASE, replace(BASE, **{field: value})) == [text]
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(FlatGroup)])
+def test_every_property_of_a_flat_buffer_counts(field: str) -> None:
+    value, text = FLAT_CHANGES[field]
+    changed = replace(FLAT, **{field: value})
+    assert find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1]))) == [f"flat buffer 0: {text}"]
+
+
+def test_other_parameters_are_told_from_another_order() -> None:
+    changed = replace(FLAT, names=("a", "x"))
+    found = find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1])))
+    assert found == ["flat buffer 0: parameters (2 → 2 or other names)"]
+
+
+def test_all_differences_are_listed() -> None:
+    assert find_differences(BASE, replace(BASE, dp=3, zero_stage=3, wrapper="zero3")) == [
+        "zero_stage 1 → 3",
+        "wrapper zero12 → zero3",
+        "dp 2 → 3",
+    ]
+
+
+def test_the_description_is_one_phrase() -> None:
+    assert BASE.describe() == "ZeRO-1 dp=2 bfloat16 (zero12)"
+    assert replace(BASE, tp=2, pp=4).describe() == "ZeRO-1 dp=2 tp=2 pp=4 bfloat16 (zero12)"
