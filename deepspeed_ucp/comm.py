@@ -60,29 +60,32 @@ def _describe(error: Exception | None) -> tuple[type[UcpError], str] | None:
 
 
 class TorchComm(Comm):
-    """The ranks of the default process group; small objects travel over a gloo group of our own."""
-
-    _group: Any = None
-    _parent: Any = None
+    """The ranks of the default process group, over whatever backend the launch uses."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # A group made for an earlier default group is dead with it.
-        if TorchComm._parent is not dist.group.WORLD:
-            TorchComm._group = dist.new_group(backend="gloo")
-            TorchComm._parent = dist.group.WORLD
-        self.group = TorchComm._group
+        on_device_only = "nccl" in dist.get_backend() and "gloo" not in dist.get_backend()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_device_only else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, src=src, group=self.group)
+        dist.broadcast_object_list(values, src=src)
         return values[0]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, src: int) -> None:
+        """Fill a contiguous tensor with rank ``src``'s; CPU memory goes through the device if the backend asks it."""
+        if tensor.device.type != "cpu" or self.device.type == "cpu":
+            dist.broadcast(tensor, src=src)
+            return
+        staged = tensor.to(self.device)
+        dist.broadcast(staged, src=src)
+        tensor.copy_(staged)
 
 
 _SLICE = 8 << 20

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 
 from ..comm import Comm, TorchComm
 from ..plan.share import Segment
@@ -48,12 +47,11 @@ def _batch(views: Iterable[torch.Tensor], window: int) -> Iterator[list[torch.Te
 
 
 def _broadcast(batch: list[torch.Tensor], owner: int, comm: TorchComm) -> None:
-    group = comm.group if batch[0].device.type == "cpu" else dist.group.WORLD
     if len(batch) == 1:
-        dist.broadcast(batch[0].view(torch.uint8), src=owner, group=group)
+        comm.broadcast_tensor(batch[0].view(torch.uint8), owner)
         return
     packed = torch.cat([view.view(torch.uint8) for view in batch])
-    dist.broadcast(packed, src=owner, group=group)
+    comm.broadcast_tensor(packed, owner)
     position = 0
     for view in batch:
         raw = view.view(torch.uint8)

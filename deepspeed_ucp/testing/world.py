@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -253,17 +254,18 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
     _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
     try:
         _join_group(folder, timeout)
-        gc.freeze()  # what the fork server imported need not be walked after every call
     except Exception:  # noqa: BLE001 - whatever it was, the log has it and the other end sees the exit code
         traceback.print_exc()
         os._exit(1)
-    while True:
+    for calls in itertools.count():
         try:
             call = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
         connection.send_bytes(_answer(call))
-        gc.collect()
+        gc.collect()  # engines are cycles
+        if calls == 0:
+            gc.freeze()  # what has been imported by now need not be walked after every call
 
 
 def _answer(call: bytes) -> bytes:

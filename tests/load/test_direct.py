@@ -121,9 +121,11 @@ def run_load(
     target: FakeTarget,
     comm: Comm | None = None,
     config: UniversalConfig | None = None,
+    module: torch.nn.Module | None = None,
     **arguments: Any,
 ) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
     engine, report = FakeEngine(target), LoadReport(True, "test")
+    engine.module = module or engine.module
     options = LoadArguments(**arguments)
     client = load_direct(engine, index, target, comm or Comm(), config or UniversalConfig(), options, report)
     return engine, report, client
@@ -269,6 +271,37 @@ def test_a_save_without_frozen_parameters_leaves_them_as_they_are(source: Topolo
     masters = torch.cat([state.atoms[name]["fp32"].view(-1) for name in ("a", "b")])
     held = torch.cat([flat.master[: sum(cut.numel for cut in flat.cuts)] for flat in rank.flats])
     assert held.equal(masters)
+
+
+class WithExtraState(torch.nn.Module):
+    """A module that saves an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amax: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.amax
+
+    def set_extra_state(self, state: Any) -> None:
+        self.amax = state
+
+
+@pytest.mark.parametrize("extra", [{"amax": [1.0, 2.0]}, b"bytes", 3], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("source", [Topology(0), Topology(1, 2, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
+def test_extra_states_of_modules_come_back(source: Topology, extra: Any, tmp_path: Path) -> None:
+    files = build_files(PLAIN, random_state(PLAIN, 0, precision=source.precision), source)
+    for name, content in files.items():
+        if "model_states" in name:
+            content["module"]["layer._extra_state"] = extra
+    write_files(tmp_path, files)
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    with pytest.raises(MismatchError, match="layer._extra_state"):
+        run_load(open_for(tmp_path, rank), rank)
+    check_untouched(rank)
+    module = torch.nn.ModuleDict({"layer": WithExtraState()})
+    run_load(open_for(tmp_path, rank), rank, module=module)
+    assert module["layer"].amax == extra
 
 
 # -- all or nothing ---------------------------------------------------------------------------------------------------
