@@ -62,7 +62,7 @@ def _check_file(index: AtomicIndex, file: int, entries: list[tuple[Atom, Atom, F
         raise CheckpointError(
             f"{index.files[file].path}: its fp32 weights are not those of the model states in {index.state_file} "
             f"({differing} of {total} elements compared differ; {first}). The file belongs to another run or step; put "
-            "the right one back."
+            'the right one back. If the copies were changed on purpose (averaged weights), load with "verify": "off".'
         )
 
 

@@ -25,14 +25,12 @@ class Kept:
         elementwise: state name → dtype.
         scalars: name → an example value (a tensor or a number), which tells how it wants to get it back.
         other: states that are neither, with their shape or type.
-        step_in_group: the step is kept in the param group.
         lazy: it makes these states in a step, not at construction.
     """
 
     elementwise: dict[str, torch.dtype]
     scalars: dict[str, Any]
     other: dict[str, str]
-    step_in_group: bool
     lazy: bool = True
 
 
@@ -57,7 +55,7 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
         type(optimizer).step(shadow)
     except Exception:  # noqa: BLE001 - any optimizer may fail in its own way; then its live states are what is known
         return _look(optimizer, group)
-    return _sort(shadow.state.get(param, {}), param.shape, "step" in shadow.param_groups[0])
+    return _sort(shadow.state.get(param, {}), param.shape)
 
 
 def _make_shadow(optimizer: Any, fields: dict[str, Any]) -> Any:
@@ -75,12 +73,12 @@ def _make_shadow(optimizer: Any, fields: dict[str, Any]) -> Any:
 def _look(optimizer: Any, group: int) -> Kept | None:
     for param in optimizer.param_groups[group]["params"]:
         if optimizer.state.get(param):
-            found = _sort(optimizer.state[param], param.shape, "step" in optimizer.param_groups[group])
+            found = _sort(optimizer.state[param], param.shape)
             return replace(found, lazy=False)
     return None
 
 
-def _sort(state: Mapping[str, Any], shape: torch.Size, step_in_group: bool) -> Kept:
+def _sort(state: Mapping[str, Any], shape: torch.Size) -> Kept:
     elementwise, scalars, other = {}, {}, {}
     for name, value in state.items():
         if value is None:
@@ -91,7 +89,7 @@ def _sort(state: Mapping[str, Any], shape: torch.Size, step_in_group: bool) -> K
             elementwise[name] = value.dtype
         else:
             other[name] = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    return Kept(elementwise, scalars, other, step_in_group)
+    return Kept(elementwise, scalars, other)
 
 
 def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
