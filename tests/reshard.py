@@ -306,6 +306,7 @@ def check_masters(rank: Loaded, files: dict[str, Any]) -> None:
     for flat, saved in zip(rank.target.flats, saved_buffers(files, rank), strict=True):
         kept = dict(rank.target.wrapped.state.get(flat.holder, {}))
         assert kept.keys() == saved.keys() - {"fp32"}, f"{where} {flat.names}"
+        assert (flat.holder in rank.target.wrapped.state) == bool(kept), f"{where}: an empty state"
         for key, value in saved.items():
             live = flat.master if key == "fp32" else kept[key]
             if key != "fp32" and value.dim() == 0 and key == "step":

@@ -64,6 +64,8 @@ def _read(path: str, trust_pickle: bool) -> dict[str, Any]:
 def _shorten_reason(text: str) -> str:
     """What torch says about the object, without its advice and colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    if blocked := re.search(r"Trying to load unsupported GLOBAL \S+[^\n]*", plain):
+        return blocked[0]
     reason = plain.split("WeightsUnpickler error:")[-1]
     return re.split(r"\. Please use|\n\s*\n|Check the documentation", reason.strip())[0].strip().rstrip(".")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,10 @@ def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
 )
 @pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
 def test_one_rank(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
-    if source.keeps_lean_states:
-        pytest.skip("keeps no hyper-parameters to compare")
     path, state = write(tmp_path, source, AWKWARD)
     rank = FakeTarget(AWKWARD, target, 0)
     run_load(open_for(path, rank), rank, config=UniversalConfig(verify=verify))  # type: ignore[arg-type]
-    check_loaded([rank], state)
+    check_loaded([rank], replace(state, groups=()) if source.keeps_lean_states else state)
 
 
 @pytest.mark.parametrize("verify", ["crc", "off"])

@@ -45,6 +45,19 @@ class Lion(torch.optim.Optimizer):
                     state["step"] = state.get("step", 0) + 1
 
 
+class Eager(Lion):
+    """Makes its state at construction, as torch's Adagrad did, and relies on it."""
+
+    def __init__(self, params: Any, lr: float = 1e-4) -> None:
+        super().__init__(params, lr)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["sum"] = torch.zeros_like(param)
+
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["sum"].add_(param.grad)
+
+
 class Factored(Lion):
     """Adafactor-like: a state that is no per-element one."""
 
@@ -83,6 +96,7 @@ FAMILY: dict[str, tuple[Any, tuple[str, ...], float | None, dict[str, Any]]] = {
         {"lr": 0.1, "alpha": 0.9, "momentum": 0.5},
     ),
     "lion": (Lion, ("exp_avg",), 3, {"lr": 0.1, "betas": (0.9, 0.99)}),
+    "eager": (Eager, ("sum",), None, {"lr": 0.1, "betas": (0.9, 0.99)}),
 }
 
 
