@@ -118,6 +118,8 @@ class AtomicIndex:
         topology: what wrote it.
         optimizer: name of the optimizer in the saved ds_config, or None.
         irregular: optimizer states that are not element-wise, by parameter and state, with what they look like.
+        unreadable: tensors whose bytes cannot be cut, with the reason.
+        client_records: records of the state file that hold the client's tensors.
     """
 
     files: tuple[FileRef, ...]
@@ -135,6 +137,8 @@ class AtomicIndex:
     topology: Topology
     optimizer: str | None = None
     irregular: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    client_records: tuple[int, ...] = ()
 
     def resolve(self, name: str) -> str:
         """The name under which a parameter's data is held: itself, or what it is tied to."""

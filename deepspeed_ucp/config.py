@@ -20,7 +20,8 @@ class UniversalConfig(BaseModel):
         verify: ``crc`` compares every byte read with the CRC32 that training wrote, before any live buffer changes.
         window_mb: staging memory per rank beyond the engine's own buffers, in MiB.
         threads: reading threads per rank; 0 chooses from the cores that the rank may use.
-        preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``.
+        preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``, and
+            ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
 

@@ -31,13 +31,16 @@ _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 _settings = {"default_on": False}
 
 
-def install(*, default_on: bool = False) -> None:
-    """Wrap DeepSpeed's methods; a second call changes nothing but ``default_on``.
+def install(*, default_on: bool | None = None) -> None:
+    """Wrap DeepSpeed's methods; a second call changes nothing but ``default_on``, if it is given.
 
     Args:
         default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that).
     """
-    _settings["default_on"] = default_on
+    if default_on is not None:
+        _settings["default_on"] = default_on
+    if not hasattr(DeepSpeedEngine, "ucp_report"):
+        DeepSpeedEngine.ucp_report = None
     _wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
     _wrap(DeepSpeedConfig, "_configure_train_batch_size", _configure_train_batch_size)
     _wrap(DeepSpeedEngine, "_check_for_duplicates", _check_for_duplicates)
@@ -48,6 +51,7 @@ def uninstall() -> None:
     for (owner, name), original in _originals.items():
         setattr(owner, name, original)
     _originals.clear()
+    _settings["default_on"] = False
 
 
 def is_installed() -> bool:
@@ -193,7 +197,11 @@ def _decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments) -> _
     if target is None:
         return _Choice(f"the engine is not covered ({fault})")
     index = open_checkpoint(
-        folder, comm, target.live_groups(), target.live_hyper(), weights_only=not arguments.with_states
+        folder,
+        comm,
+        target.live_groups(),
+        target.live_hyper(),
+        weights_only=not (arguments.with_states and target.flats),
     )
     differences: list[str] = []
     with comm.together():

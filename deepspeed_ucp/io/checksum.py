@@ -62,9 +62,25 @@ def verify_records(
         whole = len(merged) == 1 and merged[0].offset == 0 and merged[0].nbytes == record.nbytes
         # Bytes that two tensors share are read twice and do not add up to the record: read it once more then.
         crc = merged[0].crc if whole else read_whole_crc(files[record.file].path, record)
-        if crc != record.crc:
-            raise CheckpointError(
-                f"{files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the "
-                f"writer stored {record.crc:08x}; the file is damaged. Nothing was loaded. Restore the file from a "
-                'copy or load another tag (load_checkpoint(..., tag="…")).'
-            )
+        _compare(record, files[record.file].path, crc)
+
+
+def verify_whole(numbers: Iterable[int], records: Sequence[Record], files: Sequence[FileRef]) -> None:
+    """Read records and hold them against their CRC32.
+
+    Raises:
+        CheckpointError: a record's bytes are not what was saved.
+    """
+    for number in numbers:
+        record = records[number]
+        if record.crc is not None:
+            _compare(record, files[record.file].path, read_whole_crc(files[record.file].path, record))
+
+
+def _compare(record: Record, path: str, crc: int) -> None:
+    if crc != record.crc:
+        raise CheckpointError(
+            f"{path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored "
+            f"{record.crc:08x}; the file is damaged. Nothing was loaded. Restore the file from a copy or load another "
+            'tag (load_checkpoint(..., tag="…")).'
+        )

@@ -10,6 +10,7 @@ import torch
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..comm import Comm
 from ..io import read_requests
+from ..io.checksum import join_checks, verify_records
 from ..plan import Want, plan_load
 from ..targets import Target
 from .sinks import TensorSink
@@ -20,7 +21,11 @@ _CHUNK = 8 << 20
 def assemble_module(index: AtomicIndex, threads: int) -> dict[str, torch.Tensor]:
     """The whole saved module as a state dict on the CPU, in the dtypes that the module states had.
 
-    ZeRO 3 saves no such copy: there the fp32 masters stand in, as in DeepSpeed's own consolidation.
+    ZeRO 3 saves no such copy: there the fp32 masters stand in, as in DeepSpeed's own consolidation. Every rank reads
+    and holds the whole of it, as ``custom_load_fn`` asks for; its checksums are verified.
+
+    Raises:
+        CheckpointError: a file is damaged.
     """
     weights: dict[str, Atom] = {}
     for state in (MASTER, COPY, MODULE):  # later ones win
@@ -31,16 +36,17 @@ def assemble_module(index: AtomicIndex, threads: int) -> dict[str, torch.Tensor]
         tensors[name] = flat.view(atom.shape)
         sinks.append(TensorSink(flat, atom.dtype, fresh=True))
         wants.append(Want(atom, 0, atom.numel, number, 0))
-    plan = plan_load(wants, (), index.records, 0, 1, _CHUNK)
-    read_requests(
+    plan = plan_load(wants, weights.values(), index.records, 0, 1, _CHUNK)
+    stats = read_requests(
         plan.requests,
         index.records,
         index.files,
         sinks,
         threads=threads,
         make_scratch=lambda nbytes: memoryview(bytearray(nbytes)),
-        checksum=False,
+        checksum=True,
     )
+    verify_records(join_checks(plan.requests, stats.crcs), index.records, index.files, 0, 1)
     tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
     return tensors
 

@@ -19,9 +19,9 @@ import torch
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import CheckpointError, MismatchError
+from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..io import ReadStats, read_requests
-from ..io.checksum import join_checks, verify_records
+from ..io.checksum import join_checks, verify_records, verify_whole
 from ..plan import LoadPlan, Request, plan_load
 from ..plan.match import Match, match_groups, match_parameters
 from ..targets import Extra, Target
@@ -91,10 +91,14 @@ def load_direct(
         job, match = _prepare(index, target, comm, arguments)
         plan = _plan(index, job, comm)
     report.state_bytes = job.state_bytes
+    with comm.together():
+        if config.verify == "crc" and comm.rank == 0:
+            verify_whole(index.client_records, index.records, index.files)
     saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
     extra = saved.pop(EXTRA_STATES, {})
     with comm.together():
         modules = _match_extra_states(engine, extra, arguments)
+        _check_counters(index, saved, arguments)
     reader = _Reader(index, job, config)
     with report.phase("read"):
         first = _read_fresh(reader, plan, comm, config.verify == "crc")
@@ -103,6 +107,11 @@ def load_direct(
         _verify(index, plan, first, comm)
         if config.verify == "crc":
             check_samples(index, job.touched.values(), comm)
+    with report.phase("finish"), comm.together():  # others' code, which may fail: before the buffers change
+        if not arguments.load_module_only:
+            restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
+        for key, module in modules.items():
+            module.set_extra_state(extra[key])
     if arguments.custom_load_fn is not None:
         with report.phase("custom"):
             follow = not job.touched
@@ -120,11 +129,9 @@ def load_direct(
     with report.phase("copies"):
         if job.touched:
             target.refresh_copies(comm)
-    with report.phase("finish"):
+    with report.phase("finish"), comm.together():
         if arguments.with_states and target.flats:
             _attach(index, target, job, match)
-        for key, module in modules.items():
-            module.set_extra_state(extra[key])
         _finish(engine, index, target, saved, arguments)
     return pick_client_state(
         saved,
@@ -138,6 +145,12 @@ def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArgu
     with_states = arguments.with_states and bool(target.flats)
     if arguments.custom_load_fn is not None and not with_states:
         return Job(), Match()  # the weights are the user's business then
+    if index.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+        raise UnsupportedError(
+            f"{index.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
+            "contiguous tensors."
+        )
     custom = arguments.custom_load_fn is not None
     extras: list[Extra] = [] if custom else target.extras()
     match = match_parameters(
@@ -173,6 +186,14 @@ def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArgum
             "model. load_module_strict=False passes missing and extra ones over."
         )
     return {plain[key]: live[key] for key in live if key in plain}
+
+
+def _check_counters(index: AtomicIndex, saved: dict[str, Any], arguments: LoadArguments) -> None:
+    if "global_steps" not in saved and not arguments.load_module_only:
+        raise CheckpointError(
+            f"{index.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
+            "weights use load_module_only=True."
+        )
 
 
 def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
@@ -286,7 +307,6 @@ def _finish(engine: Any, index: AtomicIndex, target: Target, saved: dict[str, An
     if arguments.with_states and target.flats:
         restore_scaler(engine.optimizer, index.scaler)
         restore_clip(engine.optimizer, index.clip_grad)
-    restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
     if index.topology.elastic and arguments.with_states and target.flats and arguments.load_lr_scheduler_states:
         restore_rates(engine)
     restore_counters(engine, saved)

@@ -100,7 +100,7 @@ class _JobMaker:
     def __init__(self, index: AtomicIndex, target: Target, match: Match, with_states: bool) -> None:
         self.index, self.target, self.match, self.with_states = index, target, match, with_states
         self.job = Job()
-        self.probes: dict[tuple[int, torch.dtype], Kept | None] = {}
+        self.probes: dict[tuple[int, torch.dtype, int], Kept | None] = {}
         self.states_of: dict[str, set[str]] = defaultdict(set)
         for name, state in index.atoms:
             if state not in (MASTER, MODULE, COPY):
@@ -115,11 +115,12 @@ class _JobMaker:
 
     def probe(self, flat: Flat) -> Kept | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
-        key = (flat.group, flat.master.dtype)
+        like = flat.holder if flat.holder is not None else flat.master
+        key = (flat.group, flat.master.dtype, like.dim())
         if key not in self.probes:
             group = self.match.groups.get(flat.group)
             hyper = self.index.groups[group].hyper if group is not None else {}
-            self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.master)
+            self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, like)
         return self.probes[key]
 
     def check_optimizer(self) -> None:
@@ -129,12 +130,12 @@ class _JobMaker:
                 f"{self.index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
                 f"cut for another topology: {shorten(listed)}. To go on, {WEIGHTS_ONLY}."
             )
-        seen: set[tuple[int, tuple[str, ...]]] = set()
+        seen: set[tuple[int, int, tuple[str, ...]]] = set()
         for flat in self.target.flats:
             have = tuple(self.saved_states(flat))
-            if (flat.group, have) in seen or flat.holder is None:
+            if flat.holder is None or (flat.group, flat.holder.dim(), have) in seen:
                 continue
-            seen.add((flat.group, have))
+            seen.add((flat.group, flat.holder.dim(), have))
             self._check_group(flat, have)
 
     def _check_group(self, flat: Flat, have: tuple[str, ...]) -> None:

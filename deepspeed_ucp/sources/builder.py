@@ -23,6 +23,7 @@ class Builder:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[GroupInfo] = field(default_factory=list)
     irregular: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     _file_ids: dict[str, int] = field(default_factory=dict)
     _record_ids: dict[tuple[int, Blob], int] = field(default_factory=dict)
     _parts: dict[tuple[str, str], list[Fragment]] = field(default_factory=lambda: defaultdict(list))
@@ -49,6 +50,9 @@ class Builder:
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
+        if piece.fault:
+            self.unreadable[f"{name} ({state})"] = piece.fault
+            return
         key = (name, state)
         kind = self._kinds.setdefault(key, (shape, piece.dtype))
         if kind != (shape, piece.dtype):
@@ -72,6 +76,9 @@ class Builder:
             file: where they lie.
         """
         for state, piece in holder.states.items():
+            if piece.fault:
+                self.mark_irregular(names, state, piece.fault)
+                continue
             if piece.numel != numel:
                 self.mark_irregular(
                     names, state, f"shape {piece.shape} where the parameter's part has {numel} elements"

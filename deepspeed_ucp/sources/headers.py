@@ -21,12 +21,16 @@ _SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous tensor in a file: its blob, byte offset inside it, shape and dtype."""
+    """A contiguous tensor in a file: its blob, byte offset inside it, shape and dtype.
+
+    ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot.
+    """
 
     blob: Blob
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    fault: str = ""
 
     @property
     def numel(self) -> int:
@@ -98,7 +102,10 @@ class OptimHeader:
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """A model-states file: tensors that it holds, shapes, counters, and the optimizer of stage 0."""
+    """A model-states file: tensors that it holds, shapes, counters, and the optimizer of stage 0.
+
+    ``others`` are storages that belong to none of these: the client's tensors.
+    """
 
     module: dict[str, Piece] | None
     nested: bool
@@ -111,6 +118,7 @@ class ModelHeader:
     config: dict[str, Any]
     universal_info: bool
     optim: OptimHeader | None
+    others: tuple[Blob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +203,12 @@ class _Reader:
         blob = self.file.blobs.get(ref.storage.key)
         itemsize = ITEMSIZE.get(ref.dtype)
         if itemsize is None:
-            raise UnsupportedError(f"{self.file.path}: {what} has dtype {ref.dtype}, which is not covered.")
+            return Piece(blob or Blob(0, 0, None), 0, ref.shape, ref.dtype, f"dtype {ref.dtype} is not covered")
         if blob is None or (ref.offset + ref.numel) * itemsize > blob.nbytes:
             raise CheckpointError(f"{self.file.path}: the bytes of {what} are not all there; the file is damaged.")
         if not ref.is_contiguous():
-            raise UnsupportedError(f"{self.file.path}: {what} is not contiguous (strides {ref.stride}).")
+            fault = f"its memory is not contiguous (shape {ref.shape}, strides {ref.stride})"
+            return Piece(blob, ref.offset * itemsize, ref.shape, ref.dtype, fault)
         return Piece(blob, ref.offset * itemsize, ref.shape, ref.dtype)
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
@@ -208,18 +217,22 @@ class _Reader:
         frozen = tree.get("frozen_param_fragments") or {}
         optimizer = tree.get("optimizer")
         counted = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+        optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
+        held = {name: self.piece(value, name) for name, value in frozen.items()}
+        known = {piece.blob for piece in (*(module or {}).values(), *held.values(), *_list_pieces(optim))}
         return ModelHeader(
             module=module,
             nested=nested,
             buffers=tuple(tree.get("buffer_names") or ()),
             param_shapes=None if shapes is None else tuple(tuple(group.items()) for group in _as_groups(shapes)),
             frozen_shapes=dict(tree.get("frozen_param_shapes") or {}),
-            frozen={name: self.piece(value, name) for name, value in frozen.items()},
+            frozen=held,
             shared=dict(_as_pairs(tree.get("shared_params"))),
             counters={key: tree[key] for key in counted if key in tree},
             config=_pick_config(tree.get("ds_config")),
             universal_info="universal_checkpoint_info" in tree,
-            optim=self.read_optim(optimizer) if isinstance(optimizer, dict) else None,
+            optim=optim,
+            others=tuple(blob for blob in self.file.blobs.values() if blob not in known and blob.nbytes),
         )
 
     def _read_module(self, module: Any) -> tuple[dict[str, Piece] | None, bool]:
@@ -308,6 +321,13 @@ class _Reader:
             else:
                 other[str(name)] = value.kind if isinstance(value, Opaque) else type(value).__name__
         return Holder(states, scalars, zero_dim, other)
+
+
+def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
+    if optim is None:
+        return []
+    states = [piece for holder in optim.holders for piece in (*holder.states.values(), *holder.zero_dim.values())]
+    return [*optim.masters, *states]
 
 
 def _renumber(params: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

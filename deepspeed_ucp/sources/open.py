@@ -192,6 +192,7 @@ def _build(
         flats = build_zero12(builder, model, shards)
     optim = model.optim or (shards[0].optim if shards else None)
     aliases = _add_module(builder, model, file, sharded=bool(optim and optim.kind == "zero3"))
+    client = tuple(builder.record(file, blob) for blob in model.others)
     atoms = builder.finish_atoms()
     return AtomicIndex(
         files=tuple(builder.files),
@@ -209,6 +210,8 @@ def _build(
         topology=_describe(model, optim, shards, flats),
         optimizer=_optimizer_name(model.config),
         irregular=builder.irregular,
+        unreadable=builder.unreadable,
+        client_records=client,
     )
 
 

@@ -47,7 +47,7 @@ def build_stage0(
         return _add_torch(builder, optim, groups, module, file)
     if optim.kind == "fp16_unfused":
         return _add_unfused(builder, optim, module, file)
-    return _add_fused(builder, optim, module, file)
+    return _add_fused(builder, optim, groups, module, file)
 
 
 def _find_frozen(optim: OptimHeader, groups: list[tuple[str, ...]], live: GroupNames | None) -> set[str]:
@@ -181,12 +181,15 @@ def _add_unfused(builder: Builder, optim: OptimHeader, module: dict[str, Piece],
     )
 
 
-def _add_fused(builder: Builder, optim: OptimHeader, module: dict[str, Piece], file: int) -> tuple[FlatGroup, ...]:
+def _add_fused(
+    builder: Builder, optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], file: int
+) -> tuple[FlatGroup, ...]:
     flats = []
     for index, group in enumerate(builder.groups):
         layout, offset = [], 0
-        for name in group.names:
-            layout.append((name, module[name].shape, offset, 0, module[name].numel))
+        for name in groups[index]:  # older releases flatten frozen parameters as well
+            if name in builder.shapes:
+                layout.append((name, module[name].shape, offset, 0, module[name].numel))
             offset += module[name].numel
         for name, shape, start, _, numel in layout:
             builder.add(name, MASTER, shape, file, optim.masters[index].narrow(start, numel))

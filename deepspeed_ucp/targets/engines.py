@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from torch._utils import _unflatten_dense_tensors
 
 from ..comm import Comm, gather_in_place
@@ -172,11 +172,14 @@ def gather_parameters(module: torch.nn.Module) -> AbstractContextManager[Any]:
 
 def partitioned_extra(name: str, param: Any) -> Extra:
     """This rank's partition of a ZeRO-3 parameter without optimizer."""
+    held = param.ds_tensor
+    if hasattr(held, "ds_quant_scale") or held.status != PartitionedParamStatus.AVAILABLE:
+        raise UnsupportedError(f"{name}: a quantized parameter, or one on NVMe, without optimizer cannot be filled.")
     rank = ds_comm.get_rank(group=param.ds_process_group)
     part = param.partition_numel()
     start = min(rank * part, param.ds_numel)
-    held = flatten(param.ds_tensor)[: max(min(part, param.ds_numel - start), 0)]
-    return Extra(name, tuple(param.ds_shape), held, False, start, replicated=False)
+    own = flatten(held)[: max(min(part, param.ds_numel - start), 0)]
+    return Extra(name, tuple(param.ds_shape), own, False, start, replicated=False)
 
 
 class Fp16FusedTarget(Target):

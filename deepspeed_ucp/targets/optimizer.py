@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-_SHAPES = 8
-"""Elements of the probe parameter."""
+_SIZES = (5, 3, 2)
+"""Sizes of the probe parameter's first dimensions; further ones have 2 elements."""
 
 _ALWAYS_KEPT = ("initial_lr", "step")
 """Hyper-parameters that others than the optimizer's constructor add: lr schedulers, DeepSpeed's FusedAdam."""
@@ -41,12 +41,14 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
         optimizer: left as it is.
         group: param group whose hyper-parameters are used.
         hyper: saved hyper-parameters that will replace them.
-        like: tensor whose device and dtype the probe parameter gets.
+        like: tensor whose device, dtype and number of dimensions the probe parameter gets.
 
     Returns:
         None where the optimizer cannot be probed (it needs state made at construction, or kernels that are not there).
     """
-    param = torch.zeros(_SHAPES, dtype=like.dtype, device=like.device, requires_grad=True)
+    dims = max(like.dim(), 1)  # states of a 0-dim parameter could not be told from scalars
+    shape = (*_SIZES, *(2,) * dims)[:dims]
+    param = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
     param.grad = torch.zeros_like(param)
     fields = {**optimizer.param_groups[group], **adopt_hyper(optimizer.param_groups[group], hyper), "params": [param]}
     fields = {key: copy.copy(value) for key, value in fields.items()}

@@ -181,16 +181,20 @@ def test_records_that_are_too_short_are_refused(tmp_path: Path) -> None:
 
 
 @FORMATS
-def test_tensors_that_are_not_contiguous_are_refused(tmp_path: Path, legacy: bool) -> None:
-    save(tmp_path / NAME, {"module": {"w": torch.ones(4, 3).t()}}, legacy)
-    with pytest.raises(UnsupportedError, match=f"{NAME}: w is not contiguous"):
-        read_file(str(tmp_path), NAME)
+def test_tensors_that_are_not_contiguous_are_marked(tmp_path: Path, legacy: bool) -> None:
+    """Not refused yet: in the same topology DeepSpeed's own load takes them."""
+    save(tmp_path / NAME, {"module": {"w": torch.ones(4, 3).t(), "v": torch.ones(2)}}, legacy)
+    model = read_file(str(tmp_path), NAME).model
+    assert model is not None and model.module is not None
+    assert "not contiguous (shape (3, 4), strides (1, 3))" in model.module["w"].fault
+    assert not model.module["v"].fault
 
 
-def test_a_dtype_that_is_not_covered_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_that_is_not_covered_is_marked(tmp_path: Path) -> None:
     save(tmp_path / NAME, {"module": {"w": torch.ones(4).to(torch.float8_e4m3fnuz)}})
-    with pytest.raises(UnsupportedError, match="w has dtype float8_e4m3fnuz"):
-        read_file(str(tmp_path), NAME)
+    model = read_file(str(tmp_path), NAME).model
+    assert model is not None and model.module is not None
+    assert model.module["w"].fault == "dtype float8_e4m3fnuz is not covered"
 
 
 @pytest.mark.parametrize("stride", [(1,), (7,)])

@@ -11,6 +11,20 @@ from .layout import Flat, GroupLayout, Slice, group_layouts, partition_layout
 from .reader import read_state
 
 __all__ = [
-    "Flat", "GroupLayout", "Model", "Param", "Run", "Slice", "State", "Topology", "assert_same_state", "build_files",
-    "group_layouts", "partition_layout", "random_state", "read_state", "write_checkpoint", "write_files"
+    "Flat",
+    "GroupLayout",
+    "Model",
+    "Param",
+    "Run",
+    "Slice",
+    "State",
+    "Topology",
+    "assert_same_state",
+    "build_files",
+    "group_layouts",
+    "partition_layout",
+    "random_state",
+    "read_state",
+    "write_checkpoint",
+    "write_files",
 ]

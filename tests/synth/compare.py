@@ -43,7 +43,7 @@ def clear_garbage(content: Mapping[str, Any], model: Model, topology: Topology, 
         return
     for name, fragment in (content.get("frozen_param_fragments") or {}).items():
         param = next(param for param in model.params if param.name == name)
-        fragment[stage3_slice(param, topology.dp, rank).numel:] = 0
+        fragment[stage3_slice(param, topology.dp, rank).numel :] = 0
     if "optimizer_state_dict" not in content:
         return
     optimizer = content["optimizer_state_dict"]
@@ -57,7 +57,7 @@ def clear_garbage(content: Mapping[str, Any], model: Model, topology: Topology, 
 def _padding(flat: Flat) -> torch.Tensor:
     mask = torch.ones(flat.numel, dtype=torch.bool)
     for part in flat.slices:
-        mask[part.offset:part.offset + part.numel] = False
+        mask[part.offset : part.offset + part.numel] = False
     return mask
 
 

@@ -65,7 +65,7 @@ class State:
 
     atoms: Mapping[str, Mapping[str, torch.Tensor]]
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    groups: tuple[Mapping[str, Any], ...] = (ADAMW, )
+    groups: tuple[Mapping[str, Any], ...] = (ADAMW,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.kind not in self._valid_kinds():
-            raise ValueError(f"{self.kind!r} is no wrapper of stage {self.stage} in {self.precision}: "
-                             f"{self._valid_kinds()} are")
+            raise ValueError(
+                f"{self.kind!r} is no wrapper of stage {self.stage} in {self.precision}: {self._valid_kinds()} are"
+            )
         if self.elastic and self.stage == 3:
             raise ValueError("DeepSpeed has no elastic_checkpoint under ZeRO 3")
 
@@ -135,14 +136,14 @@ class Topology:
             "round_robin_gradients": self.round_robin,
             "parameter_alignment": self.parameter_alignment,
             "elastic_checkpoint": self.elastic,
-            "sub_group_size": self.sub_group_size
+            "sub_group_size": self.sub_group_size,
         }
         return {"stage": self.stage, **{name: value for name, value in options.items() if value}}
 
     def _valid_kinds(self) -> tuple[str, ...]:
         if self.stage == 0:
-            return ("raw", ) if self.precision == "fp32" else ("unfused", "fused")
-        return ("zero", "bf16") if self.stage == 1 and self.precision == "bf16" else ("zero", )
+            return ("raw",) if self.precision == "fp32" else ("unfused", "fused")
+        return ("zero", "bf16") if self.stage == 1 and self.precision == "bf16" else ("zero",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +168,16 @@ class Run:
     garbage: float = 0.0
 
 
-def random_state(model: Model,
-                 seed: int,
-                 states: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
-                 *,
-                 step: float | None = 3,
-                 precision: str = "fp32",
-                 without: tuple[str, ...] = (),
-                 dtype: torch.dtype = torch.float32) -> State:
+def random_state(
+    model: Model,
+    seed: int,
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
+    *,
+    step: float | None = 3,
+    precision: str = "fp32",
+    without: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> State:
     """Random atoms, fp32, the same on every machine.
 
     `step` None gives no scalar; `states=()` with `step=None` is a checkpoint from before the first step; parameters in

@@ -84,8 +84,11 @@ def parameter_groups(net: torch.nn.Module, optimizer: str = "adamw") -> list[dic
         return [{"params": params}]
     matrices = [param for param in params if param.dim() > 1]
     vectors = [param for param in params if param.dim() == 1 and param is not net.gain]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
-            {"params": [net.gain], "weight_decay": 0.0, "lr": 1e-4}]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [net.gain], "weight_decay": 0.0, "lr": 1e-4},
+    ]
 
 
 def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model:
@@ -113,20 +116,22 @@ class World:
         os.environ["DS_ACCELERATOR"] = "cpu"
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.zero.stage3"])
-        torch.multiprocessing.start_processes(_run_rank, (self, ), nprocs=self.size, start_method="forkserver")
+        torch.multiprocessing.start_processes(_run_rank, (self,), nprocs=self.size, start_method="forkserver")
 
 
 def _run_rank(rank: int, world: World) -> None:
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
     CPU_Accelerator.is_fp16_supported = lambda self: True
     # Without LOCAL_SIZE DeepSpeed leaves no shared memory behind.
     os.environ.pop("LOCAL_SIZE", None)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size))
     rendezvous = f"file://{world.folder / f'rendezvous{world.size}'}"
-    deepspeed.init_distributed("gloo", init_method=rendezvous, rank=rank, world_size=world.size,
-                               auto_mpi_discovery=False)
+    deepspeed.init_distributed(
+        "gloo", init_method=rendezvous, rank=rank, world_size=world.size, auto_mpi_discovery=False
+    )
     for case in world.cases:
         _save(case, world.folder / case.label)
     torch.distributed.destroy_process_group()
@@ -135,13 +140,14 @@ def _run_rank(rank: int, world: World) -> None:
 def _save(case: Case, folder: Path) -> None:
     """Trains and saves; beside the checkpoint, `truth.pt` has what DeepSpeed itself says that the parameters are."""
     import deepspeed
+
     torch.manual_seed(0)
     net = case.net
     groups = parameter_groups(net, case.optimizer)
     engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=case.ds_config())
     for step in range(case.steps):
         torch.manual_seed(100 * step + torch.distributed.get_rank())
-        loss = engine(torch.randint(11, (4, ))).float().pow(2).mean() * 1e-2  # no fp16 overflow
+        loss = engine(torch.randint(11, (4,))).float().pow(2).mean() * 1e-2  # no fp16 overflow
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(str(folder), client_state=dict(CLIENT_STATE))
@@ -154,6 +160,7 @@ def _save(case: Case, folder: Path) -> None:
 def _ask_deepspeed(engine: Any, topology: Topology) -> dict[str, dict[str, torch.Tensor]]:
     """{name: {state: whole tensor}} by the public getters, where they can tell (not at stage 0)."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
     if topology.stage == 0:
         return {}
     _relink(engine.optimizer)
@@ -174,5 +181,11 @@ def _relink(optimizer: Any) -> None:
 
 
 def _tensor_states(optimizer: torch.optim.Optimizer) -> list[str]:
-    return sorted({key for entry in optimizer.state.values() for key, value in entry.items()
-                   if torch.is_tensor(value) and value.dim()})
+    return sorted(
+        {
+            key
+            for entry in optimizer.state.values()
+            for key, value in entry.items()
+            if torch.is_tensor(value) and value.dim()
+        }
+    )

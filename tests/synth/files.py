@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 DEFAULT_RUN = Run()
 
 
-def write_checkpoint(folder: Path | str,
-                     model: Model,
-                     state: State,
-                     topology: Topology,
-                     *,
-                     tag: str | None = None,
-                     run: Run = DEFAULT_RUN,
-                     legacy: bool = False,
-                     latest: bool = True) -> Path:
+def write_checkpoint(
+    folder: Path | str,
+    model: Model,
+    state: State,
+    topology: Topology,
+    *,
+    tag: str | None = None,
+    run: Run = DEFAULT_RUN,
+    legacy: bool = False,
+    latest: bool = True,
+) -> Path:
     """Writes folder/tag as `save_checkpoint` would and returns it; `tag` defaults to global_step{N}.
 
     `legacy` takes torch's non-zip format. The recovery scripts (zero_to_fp32.py), which no loader reads, are left out.
@@ -95,7 +97,7 @@ def _counters(topology: Topology, run: Run) -> dict[str, Any]:
         "global_steps": run.global_steps,
         "global_samples": samples,
         "dp_world_size": topology.dp,
-        "mp_world_size": 1
+        "mp_world_size": 1,
     }
 
 

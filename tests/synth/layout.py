@@ -68,7 +68,7 @@ def partition_layout(model: Model, topology: Topology) -> tuple[tuple[Flat, ...]
     Stage 0 has one rank's worth, whatever dp is.
     """
     if topology.stage == 0:
-        return (tuple(_whole_flats(model, topology)), )
+        return (tuple(_whole_flats(model, topology)),)
     if topology.stage == 3:
         return tuple(tuple(_stage3_flats(model, topology, rank)) for rank in range(topology.dp))
     groups = group_layouts(model, topology)
@@ -178,4 +178,4 @@ def _whole_flats(model: Model, topology: Topology) -> Iterator[Flat]:
         return
     for index, group in enumerate(model.groups):
         for param in group if topology.kind == "raw" else trained(group):
-            yield Flat(index, (param.name, ), param.numel, 0, (Slice(param.name, 0, 0, param.numel), ))
+            yield Flat(index, (param.name,), param.numel, 0, (Slice(param.name, 0, 0, param.numel),))

@@ -41,8 +41,9 @@ def frozen_shapes(model: Model, topology: Topology) -> OrderedDict[str, torch.Si
     return OrderedDict((param.name, torch.Size(param.shape)) for param in model.owners if not param.trains)
 
 
-def frozen_fragments(model: Model, topology: Topology, run: Run, module: OrderedDict[str, torch.Tensor], state: State,
-                     rank: int) -> OrderedDict[str, torch.Tensor] | None:
+def frozen_fragments(
+    model: Model, topology: Topology, run: Run, module: OrderedDict[str, torch.Tensor], state: State, rank: int
+) -> OrderedDict[str, torch.Tensor] | None:
     """`frozen_param_fragments`: the whole tensor at stage 2, the rank's partition (its padding unset) under ZeRO 3."""
     if topology.stage < 2:
         return None
@@ -80,13 +81,15 @@ def _views(layout: GroupLayout, state: State, topology: Topology) -> dict[str, t
     names = tuple(param.name for param in layout.params)
     whole = Flat(layout.group, names, layout.numel, 0, layout.slices)
     flat = fill(whole, {name: state.atoms[name]["fp32"] for name in names}).to(topology.dtype)
-    return {param.name: flat.narrow(0, offset, param.numel).view(param.shape)
-            for param, offset in zip(layout.params, layout.offsets, strict=True)}
+    return {
+        param.name: flat.narrow(0, offset, param.numel).view(param.shape)
+        for param, offset in zip(layout.params, layout.offsets, strict=True)
+    }
 
 
 def _partition(param: Param, state: State, topology: Topology, run: Run, rank: int) -> torch.Tensor:
     part = stage3_slice(param, topology.dp, rank)
-    flat = Flat(0, (param.name, ), partition_numel(param, topology.dp), 0, (part, ))
+    flat = Flat(0, (param.name,), partition_numel(param, topology.dp), 0, (part,))
     return fill(flat, {param.name: state.atoms[param.name]["fp32"]}, run.garbage).to(topology.dtype)
 
 
@@ -94,5 +97,5 @@ def _metadata(tensors: OrderedDict[str, torch.Tensor]) -> OrderedDict[str, Any]:
     modules = dict.fromkeys([""])
     for name in tensors:
         path = name.split(".")[:-1]
-        modules.update(dict.fromkeys(".".join(path[:depth + 1]) for depth in range(len(path))))
+        modules.update(dict.fromkeys(".".join(path[: depth + 1]) for depth in range(len(path))))
     return OrderedDict((module, {"version": 1}) for module in modules)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from .description import Model, Run, State, Topology
 
 
-def optimizer_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat],
-                    rank: int) -> dict[str, Any]:
+def optimizer_state(
+    model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
+) -> dict[str, Any]:
     """What the wrapper's `state_dict()` gives on one rank whose buffers are `flats`."""
     if topology.kind == "raw":
         return _torch_state_dict(model, state, flats, shaped=True)
@@ -52,16 +53,17 @@ def version_of(run: Run) -> str:
 def fill(flat: Flat, sources: Mapping[str, torch.Tensor], padding: float = 0.0) -> torch.Tensor:
     """The flat buffer: each slice from its parameter's tensor in `sources`; zero for parameters that have none."""
     dtype = next(iter(sources.values())).dtype if sources else torch.float32
-    out = torch.full((flat.numel, ), padding, dtype=dtype)
+    out = torch.full((flat.numel,), padding, dtype=dtype)
     for part in flat.slices:
         source = sources.get(part.name)
-        here = out[part.offset:part.offset + part.numel]
-        here.copy_(source.reshape(-1)[part.start:part.start + part.numel]) if source is not None else here.zero_()
+        here = out[part.offset : part.offset + part.numel]
+        here.copy_(source.reshape(-1)[part.start : part.start + part.numel]) if source is not None else here.zero_()
     return out
 
 
-def _stage12_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat],
-                   rank: int) -> dict[str, Any]:
+def _stage12_state(
+    model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
+) -> dict[str, Any]:
     """`DeepSpeedZeroOptimizer.state_dict`: BF16_Optimizer's keys and its own, the masters without their padding."""
     result = {**_bf16_state(model, state, topology, run, flats, rank), **_scaling(topology, run)}
     result["single_partition_of_fp32_groups"] = [_lean(_master(flat, state), flat) for flat in flats]
@@ -74,8 +76,9 @@ def _stage12_state(model: Model, state: State, topology: Topology, run: Run, fla
     return result
 
 
-def _bf16_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat],
-                rank: int) -> dict[str, Any]:
+def _bf16_state(
+    model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
+) -> dict[str, Any]:
     """`BF16_Optimizer.state_dict`."""
     groups = group_layouts(model, topology)
     return {
@@ -108,8 +111,9 @@ def _fp16_state(model: Model, state: State, topology: Topology, run: Run, flats:
         masters = [_master(flat, state) for flat in flats]
         return {**scaling, "optimizer_state_dict": base, "fp32_groups_flat": masters, "clip_grad": run.clip_grad}
     base = _torch_state_dict(model, state, flats, shaped=True)
-    nested = [[_whole_master(flat, state) for flat in flats if flat.group == index]
-              for index in range(len(model.groups))]
+    nested = [
+        [_whole_master(flat, state) for flat in flats if flat.group == index] for index in range(len(model.groups))
+    ]
     return {**_fp16_scaling(topology, run), "optimizer_state_dict": base, "fp32_groups": nested}
 
 
@@ -121,8 +125,9 @@ def _fp16_scaling(topology: Topology, run: Run) -> dict[str, Any]:
     return {**result, **{key: getattr(scaler, key) for key in dynamic}}
 
 
-def _torch_state_dict(model: Model, state: State, flats: Sequence[Flat], *, shaped: bool = False,
-                      padding: float = 0.0) -> dict[str, Any]:
+def _torch_state_dict(
+    model: Model, state: State, flats: Sequence[Flat], *, shaped: bool = False, padding: float = 0.0
+) -> dict[str, Any]:
     """Torch's `Optimizer.state_dict()` when its parameters are `flats`; `shaped` gives states the parameter's shape."""
     states = {index: _flat_state(flat, state, shaped, padding) for index, flat in enumerate(flats)}
     members = [[index for index, flat in enumerate(flats) if flat.group == group] for group in range(len(model.groups))]
@@ -145,8 +150,10 @@ def _flat_state(flat: Flat, state: State, shaped: bool, padding: float) -> dict[
 
 def _lean_states(state: State, flats: Sequence[Flat]) -> list[dict[str, Any]]:
     entries = [_flat_state(flat, state, False, 0.0) for flat in flats]
-    return [{key: _lean(value, flat) if torch.is_tensor(value) and value.dim() else value
-             for key, value in entry.items()} for entry, flat in zip(entries, flats, strict=True)]
+    return [
+        {key: _lean(value, flat) if torch.is_tensor(value) and value.dim() else value for key, value in entry.items()}
+        for entry, flat in zip(entries, flats, strict=True)
+    ]
 
 
 def _master(flat: Flat, state: State, padding: float = 0.0) -> torch.Tensor:
@@ -159,7 +166,7 @@ def _whole_master(flat: Flat, state: State) -> torch.Tensor:
 
 def _lean(tensor: torch.Tensor, flat: Flat) -> torch.Tensor:
     """Without its padding, but still a view of the padded storage: that is what torch.save writes."""
-    return tensor[:flat.numel - flat.padding]
+    return tensor[: flat.numel - flat.padding]
 
 
 def _scaling(topology: Topology, run: Run) -> dict[str, Any]:

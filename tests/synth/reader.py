@@ -19,8 +19,11 @@ def read_state(folder: Path | str, model: Model, topology: Topology) -> State:
     """The atoms, scalars and hyper-parameters of the checkpoint in `folder` (a tag's folder), fp32 masters."""
     path = Path(folder)
     modules = [_load(path / model_file(topology, rank)) for rank in range(topology.dp if topology.stage == 3 else 1)]
-    optimizers = [modules[0]["optimizer"]] if topology.stage == 0 else [
-        _load(path / optim_file(topology, rank))["optimizer_state_dict"] for rank in range(topology.dp)]
+    optimizers = (
+        [modules[0]["optimizer"]]
+        if topology.stage == 0
+        else [_load(path / optim_file(topology, rank))["optimizer_state_dict"] for rank in range(topology.dp)]
+    )
     atoms = {param.name: {"fp32": torch.zeros(param.shape)} for param in model.owners}
     scalars: dict[str, dict[str, Any]] = {}
     for flats, optimizer in zip(partition_layout(model, topology), optimizers, strict=True):
@@ -60,8 +63,12 @@ def _base(optimizer: Mapping[str, Any], topology: Topology) -> Any:
     return optimizer["base_optimizer_state" if stage12 else "optimizer_state_dict"]
 
 
-def _take(atoms: dict[str, dict[str, torch.Tensor]], scalars: dict[str, dict[str, Any]], flat: Flat,
-          buffers: Mapping[str, Any]) -> None:
+def _take(
+    atoms: dict[str, dict[str, torch.Tensor]],
+    scalars: dict[str, dict[str, Any]],
+    flat: Flat,
+    buffers: Mapping[str, Any],
+) -> None:
     states = {key: value for key, value in buffers.items() if _is_state(key, value)}
     for name in flat.names:
         scalars.setdefault(name, {}).update((key, buffers[key]) for key in buffers.keys() - states.keys())
@@ -69,8 +76,8 @@ def _take(atoms: dict[str, dict[str, torch.Tensor]], scalars: dict[str, dict[str
             atoms[name].setdefault(key, torch.zeros(atoms[name]["fp32"].shape, dtype=tensor.dtype))
     for part in flat.slices:
         for key, tensor in states.items():
-            source = tensor.reshape(-1)[part.offset:part.offset + part.numel]
-            atoms[part.name][key].view(-1)[part.start:part.start + part.numel] = source
+            source = tensor.reshape(-1)[part.offset : part.offset + part.numel]
+            atoms[part.name][key].view(-1)[part.start : part.start + part.numel] = source
 
 
 def _is_state(key: str, value: Any) -> bool:
@@ -78,8 +85,9 @@ def _is_state(key: str, value: Any) -> bool:
     return torch.is_tensor(value) and (value.dim() > 0 or key != "step")
 
 
-def _take_untrained(atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology,
-                    modules: list[dict[str, Any]]) -> None:
+def _take_untrained(
+    atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, modules: list[dict[str, Any]]
+) -> None:
     """Parameters that no master holds: the module's own, or the ranks' fragments under ZeRO 3."""
     for param in model.owners:
         if topology.stage < 3 and (topology.kind == "raw" or not param.trains or param.group is None):
@@ -87,8 +95,8 @@ def _take_untrained(atoms: dict[str, dict[str, torch.Tensor]], model: Model, top
         if topology.stage == 3 and not param.trains:
             for rank, content in enumerate(modules):
                 part = stage3_slice(param, topology.dp, rank)
-                fragment = content["frozen_param_fragments"][param.name][:part.numel]
-                atoms[param.name]["fp32"].view(-1)[part.start:part.start + part.numel] = fragment.float()
+                fragment = content["frozen_param_fragments"][param.name][: part.numel]
+                atoms[param.name]["fp32"].view(-1)[part.start : part.start + part.numel] = fragment.float()
 
 
 def _hyper_parameters(optimizer: Mapping[str, Any], topology: Topology) -> tuple[dict[str, Any], ...]:

@@ -16,19 +16,22 @@ from .reader import read_state
 if TYPE_CHECKING:
     from pathlib import Path
 
-MODEL = Model((
-    Param("a.weight", (7, 13)),
-    Param("a.bias", (7, ), frozen=True),
-    Param("b.weight", (5, 7), group=1),
-    Param("empty", (0, 3)),
-    Param("one", (1, ), group=1),
-    Param("tied", (7, 13), alias_of="a.weight"),
-    Param("c.weight", (3, 5)),
-    Param("outside", (3, ), group=None, frozen=True),
-    Param("alone", (1, ), group=2),
-), {"count": torch.arange(3)})
+MODEL = Model(
+    (
+        Param("a.weight", (7, 13)),
+        Param("a.bias", (7,), frozen=True),
+        Param("b.weight", (5, 7), group=1),
+        Param("empty", (0, 3)),
+        Param("one", (1,), group=1),
+        Param("tied", (7, 13), alias_of="a.weight"),
+        Param("c.weight", (3, 5)),
+        Param("outside", (3,), group=None, frozen=True),
+        Param("alone", (1,), group=2),
+    ),
+    {"count": torch.arange(3)},
+)
 
-ABC = Model((Param("a", (3, )), Param("b", (5, )), Param("c", (4, ))))
+ABC = Model((Param("a", (3,)), Param("b", (5,)), Param("c", (4,))))
 
 TOPOLOGIES = [
     *(Topology(0, 2, precision) for precision in ("fp32", "bf16", "fp16")),
@@ -54,10 +57,20 @@ def test_reading_inverts_writing(tmp_path: Path, topology: Topology, legacy: boo
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.label)
 def test_every_trained_element_lies_in_one_place(topology: Topology) -> None:
-    placed = [(part.name, part.start + index) for flats in partition_layout(MODEL, topology) for flat in flats
-              for part in flat.slices for index in range(part.numel)]
-    wanted = [(param.name, index) for param in MODEL.owners if param.group is not None for index in range(param.numel)
-              if param.trains or topology.kind == "raw"]
+    placed = [
+        (part.name, part.start + index)
+        for flats in partition_layout(MODEL, topology)
+        for flat in flats
+        for part in flat.slices
+        for index in range(part.numel)
+    ]
+    wanted = [
+        (param.name, index)
+        for param in MODEL.owners
+        if param.group is not None
+        for index in range(param.numel)
+        if param.trains or topology.kind == "raw"
+    ]
     assert sorted(placed) == sorted(wanted)
 
 
@@ -73,32 +86,32 @@ def test_zero1_pads_the_group_to_twice_dp() -> None:
     first, last = partition_layout(ABC, Topology(1, 3))[::2]
     assert (first[0].numel, first[0].padding) == (4, 0)
     assert first[0].slices == (Slice("a", 0, 0, 3), Slice("b", 0, 3, 1))
-    assert (last[0].numel, last[0].padding, last[0].slices) == (4, 0, (Slice("c", 0, 0, 4), ))
+    assert (last[0].numel, last[0].padding, last[0].slices) == (4, 0, (Slice("c", 0, 0, 4),))
 
 
 def test_zero1_books_padding_on_every_rank_that_has_some() -> None:
-    model = Model((Param("a", (3, )), ))
+    model = Model((Param("a", (3,)),))
     assert [flats[0].padding for flats in partition_layout(model, Topology(1, 4))] == [0, 1, 2, 2]
 
 
 def test_bf16_optimizer_books_all_padding_on_the_last_rank() -> None:
-    model = Model((Param("a", (3, )), ))
+    model = Model((Param("a", (3,)),))
     assert [flats[0].padding for flats in partition_layout(model, Topology(1, 4, "bf16", "bf16"))] == [0, 0, 0, 5]
 
 
 def test_round_robin_deals_parameters_to_ranks() -> None:
-    layout, = group_layouts(ABC, Topology(2, 2, round_robin=True))
+    (layout,) = group_layouts(ABC, Topology(2, 2, round_robin=True))
     assert [param.name for param in layout.params] == ["a", "c", "b"]
     assert layout.offsets == (0, 3, 7)
 
 
 def test_round_robin_without_alignment_records_offsets_that_are_wrong() -> None:
-    layout, = group_layouts(ABC, Topology(2, 2, round_robin=True))
+    (layout,) = group_layouts(ABC, Topology(2, 2, round_robin=True))
     assert recorded_offsets(layout, ABC.groups[0]) == (0, 3, 8)
 
 
 def test_alignment_starts_parameters_at_16_bytes_and_leaves_the_last_unpadded() -> None:
-    layout, = group_layouts(ABC, Topology(2, 2, "bf16", parameter_alignment=True, round_robin=True))
+    (layout,) = group_layouts(ABC, Topology(2, 2, "bf16", parameter_alignment=True, round_robin=True))
     assert (layout.offsets, layout.paddings, layout.used) == ((0, 8, 16), (5, 4, 0), 21)
     assert recorded_offsets(layout, ABC.groups[0]) == (0, 16, 8)
 
@@ -118,7 +131,7 @@ def test_before_the_first_step_there_are_no_states() -> None:
 
 
 def test_a_parameter_without_gradient_has_no_state_at_stage_0_and_zeros_in_a_flat_buffer() -> None:
-    state = random_state(MODEL, 0, without=("b.weight", ))
+    state = random_state(MODEL, 0, without=("b.weight",))
     raw = build_files(MODEL, state, Topology(0))["mp_rank_00_model_states.pt"]["optimizer"]
     assert sorted(raw["state"]) == [0, 3, 5, 6]  # 1 is frozen, 2 empty, 4 never had a gradient
     flat = build_files(MODEL, state, Topology(1))["zero_pp_rank_0_mp_rank_00_optim_states.pt"]

@@ -85,8 +85,12 @@ def test_the_layout_is_deepspeeds(real_saves: Path, case: Case) -> None:
     state = read_state(folder / f"global_step{case.steps}", model, case.topology)
     truth = torch.load(folder / "truth.pt", weights_only=False)
     assert truth
-    wrong = [(name, key) for name, atoms in truth.items() for key in atoms
-             if not torch.equal(state.atoms[name][key], atoms[key])]
+    wrong = [
+        (name, key)
+        for name, atoms in truth.items()
+        for key in atoms
+        if not torch.equal(state.atoms[name][key], atoms[key])
+    ]
     assert wrong == []
 
 
@@ -111,7 +115,7 @@ def _state(folder: Path, model: Model, case: Case, real: dict[str, Any]) -> Stat
         return state
     optimizer = real[optim_file(case.topology, 0)]["optimizer_state_dict"]
     hyper = {"step": optimizer["base_optimizer_state_step"]} if "base_optimizer_state_step" in optimizer else {}
-    return State(state.atoms, state.scalars, (hyper, ) * len(model.groups))
+    return State(state.atoms, state.scalars, (hyper,) * len(model.groups))
 
 
 def _run(case: Case) -> Run:
