@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,8 +66,7 @@ class TorchComm(Comm):
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        on_device_only = "nccl" in dist.get_backend() and "gloo" not in dist.get_backend()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_device_only else torch.device("cpu")
+        self.device = _find_device(str(dist.get_backend()))
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -86,6 +86,16 @@ class TorchComm(Comm):
         staged = tensor.to(self.device)
         dist.broadcast(staged, src=src)
         tensor.copy_(staged)
+
+
+def _find_device(backend: str) -> torch.device:
+    """Where tensors have to be for a backend's collectives (``nccl``, ``gloo``, ``cpu:gloo,cuda:nccl``, …)."""
+    if {"gloo", "mpi", "ccl"} & set(re.split("[:,]", backend)):
+        return torch.device("cpu")
+    accelerator = getattr(torch, "accelerator", None)  # torch 2.6
+    kind = accelerator.current_accelerator() if accelerator else None
+    index = accelerator.current_device_index() if accelerator else torch.cuda.current_device()
+    return torch.device(kind.type if kind else "cuda", index)
 
 
 _SLICE = 8 << 20

@@ -141,6 +141,8 @@ def _load_checkpoint(
     found = _find_tag(str(load_dir), tag, comm)
     if found is None:
         report.reason = "nothing to resume"
+        if comm.rank == 0:
+            logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
         return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
     folder = os.path.join(str(load_dir), found)
     with report.phase("index"):
@@ -187,6 +189,8 @@ def _decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments) -> _
 
     Engines that this package does not cover are left to DeepSpeed's own load.
     """
+    if engine.use_node_local_storage():
+        return _Choice("every node keeps its own files (use_node_local_storage): DeepSpeed's own load only")
     target: Target | None = None
     fault: UnsupportedError | None = None
     with comm.together():

@@ -27,11 +27,11 @@ from deepspeed_ucp.load.direct import _attach
 from deepspeed_ucp.load.job import Job, make_job
 from deepspeed_ucp.load.sinks import TensorSink
 from deepspeed_ucp.plan import Request, plan_load
+from deepspeed_ucp.plan.geometry import Cut
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters
 from deepspeed_ucp.plan.share import Segment
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import Extra, Flat, Target
-from deepspeed_ucp.targets.base import Cut
 from tests.synth import (
     Model,
     Param,
@@ -109,7 +109,7 @@ class FakeTarget(Target):
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(param.name, param.trains) for param in group] for group in self.model.groups]
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         """There are no copies."""
 
 

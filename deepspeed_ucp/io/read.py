@@ -158,6 +158,22 @@ def _fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
             views[0] = views[0][got:]
 
 
+def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
+    """A few bytes, without read-ahead.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    fd = _open(path)
+    try:
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_RANDOM)
+        data = bytearray(nbytes)
+        _fill(fd, [memoryview(data)], offset, path)
+    finally:
+        os.close(fd)
+    return bytes(data)
+
+
 def read_whole_crc(path: str, record: Record, chunk: int = 4 << 20) -> int:
     """CRC32 of a record, read sequentially."""
     scratch = memoryview(bytearray(min(chunk, max(record.nbytes, 1))))

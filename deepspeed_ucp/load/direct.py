@@ -115,7 +115,15 @@ def load_direct(
     if arguments.custom_load_fn is not None:
         with report.phase("custom"):
             follow = not job.touched
-            run_custom_load(arguments.custom_load_fn, index, target, comm, reader.threads, masters_follow=follow)
+            run_custom_load(
+                arguments.custom_load_fn,
+                index,
+                target,
+                comm,
+                reader.threads,
+                verify=config.verify == "crc",
+                masters_follow=follow,
+            )
     with report.phase("fill"):
         again = _fill_live(reader, plan, first, comm)
     if config.verify == "crc":
@@ -128,7 +136,7 @@ def load_direct(
             sink.settle()
     with report.phase("copies"):
         if job.touched:
-            target.refresh_copies(comm)
+            target.refresh_copies()
     with report.phase("finish"), comm.together():
         if arguments.with_states and target.flats:
             _attach(index, target, job, match)
@@ -143,8 +151,6 @@ def load_direct(
 
 def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments) -> tuple[Job, Match]:
     with_states = arguments.with_states and bool(target.flats)
-    if arguments.custom_load_fn is not None and not with_states:
-        return Job(), Match()  # the weights are the user's business then
     if index.unreadable:
         listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
         raise UnsupportedError(
@@ -152,6 +158,8 @@ def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArgu
             "contiguous tensors."
         )
     custom = arguments.custom_load_fn is not None
+    if custom and not with_states:
+        return Job(), Match()  # the weights are the user's business then
     extras: list[Extra] = [] if custom else target.extras()
     match = match_parameters(
         index,
@@ -215,6 +223,8 @@ class _Reader:
 
     def run(self, requests: Sequence[Request], *, fresh_only: bool, checksum: bool) -> ReadStats:
         """Read; with ``fresh_only`` the live buffers' bytes are checked and discarded."""
+        if self.pinned:  # the threads copy on the default stream
+            torch.cuda.synchronize()
         sinks = [None if fresh_only and not sink.fresh else sink for sink in self.job.sinks]
         return read_requests(
             requests,
@@ -238,7 +248,8 @@ class _Reader:
 def default_threads() -> int:
     """Reading threads per rank: four times its share of the cores, 8 to 32; most of their time is waiting."""
     cores = len(os.sched_getaffinity(0))
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    told = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")]
+    ranks = max(int(next((value for value in told if value), "1")), 1)
     return min(max(4 * cores // ranks, 8), 32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
+from ..io.read import read_bytes
 
 _PER_FILE = 48
 _TOLERATED = 0.1
@@ -83,10 +83,5 @@ def _read_element(index: AtomicIndex, atom: Atom, position: int) -> torch.Tensor
     record = index.records[fragment.record]
     itemsize = ITEMSIZE[atom.dtype]
     offset = record.offset + fragment.offset + (position - fragment.start) * itemsize
-    fd = os.open(index.files[record.file].path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(fd, offset, itemsize, os.POSIX_FADV_RANDOM)
-        data = bytearray(os.pread(fd, itemsize, offset))
-    finally:
-        os.close(fd)
+    data = bytearray(read_bytes(index.files[record.file].path, offset, itemsize))
     return torch.frombuffer(data, dtype=getattr(torch, atom.dtype))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..atoms import Atom, FileRef, Fragment, GroupInfo, Record, check_coverage
+from ..atoms import COPY, Atom, FileRef, Fragment, GroupInfo, Record, check_coverage
 from ..errors import CheckpointError
+from ..plan.geometry import Cut
 from .headers import Holder, Piece
 from .torchfile import Blob
 
@@ -50,6 +52,8 @@ class Builder:
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
+        if piece.fault and state == COPY:
+            return  # copies are looked at, never loaded
         if piece.fault:
             self.unreadable[f"{name} ({state})"] = piece.fault
             return
@@ -64,37 +68,34 @@ class Builder:
         if piece.numel:
             parts.append(Fragment(start, piece.numel, self.record(file, piece.blob), piece.offset))
 
-    def add_holder(
-        self, names: list[tuple[str, tuple[int, ...], int, int, int]], holder: Holder, numel: int, file: int
-    ) -> None:
+    def add_holder(self, cuts: Sequence[Cut], holder: Holder, numel: int, file: int) -> None:
         """Add an optimizer tensor's states for every parameter in it.
 
         Args:
-            names: (name, shape, offset in the flat tensor, start in the atom, elements).
+            cuts: the parameters in it, by their names in ``shapes``.
             holder: the states.
             numel: elements that a state tensor must have to be element-wise.
             file: where they lie.
         """
         for state, piece in holder.states.items():
             if piece.fault:
-                self.mark_irregular(names, state, piece.fault)
+                self.mark_irregular(cuts, state, piece.fault)
                 continue
             if piece.numel != numel:
-                self.mark_irregular(
-                    names, state, f"shape {piece.shape} where the parameter's part has {numel} elements"
-                )
+                self.mark_irregular(cuts, state, f"shape {piece.shape} where the parameter's part has {numel} elements")
                 continue
-            for name, shape, offset, start, part in names:
-                self.add(name, state, shape, file, piece.narrow(offset, part), start)
+            for cut in cuts:
+                part = piece.narrow(cut.offset, cut.numel)
+                self.add(cut.name, state, self.shapes[cut.name], file, part, cut.start)
         for state, kind in holder.other.items():
-            self.mark_irregular(names, state, kind)
-        for name, *_ in names:
-            self.add_scalars(name, holder.scalars, file)
+            self.mark_irregular(cuts, state, kind)
+        for cut in cuts:
+            self.add_scalars(cut.name, holder.scalars, file)
 
-    def mark_irregular(self, names: list[tuple[str, tuple[int, ...], int, int, int]], state: str, what: str) -> None:
+    def mark_irregular(self, cuts: Sequence[Cut], state: str, what: str) -> None:
         """Note a state that cannot be cut element by element."""
-        for name, *_ in names:
-            self.irregular.setdefault(f"{name}.{state}", what)
+        for cut in cuts:
+            self.irregular.setdefault(f"{cut.name}.{state}", what)
 
     def add_scalars(self, name: str, scalars: dict[str, Any], file: int) -> None:
         """Add the optimizer's scalars of a parameter.

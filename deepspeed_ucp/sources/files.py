@@ -92,6 +92,11 @@ def _refuse_unsupported(folder: str, name: str) -> None:
         )
 
 
+def is_state_file(name: str) -> bool:
+    """Whether a file name is one that a checkpoint's state files have."""
+    return _STATES.fullmatch(name) is not None
+
+
 def find_tags(load_dir: str) -> list[str]:
     """Subfolders of ``load_dir`` that hold model or optimizer states, sorted."""
     if not os.path.isdir(load_dir):

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UcpError, UnsupportedError
+from .files import is_state_file
 from .torchfile import Blob, ScalarRef, TorchFile, read_header
 from .unpickle import Opaque, TensorRef, simplify
 
@@ -116,7 +117,6 @@ class ModelHeader:
     shared: dict[str, str]
     counters: dict[str, Any]
     config: dict[str, Any]
-    universal_info: bool
     optim: OptimHeader | None
     others: tuple[Blob, ...] = ()
 
@@ -157,7 +157,7 @@ def read_file(folder: str, name: str) -> FileHeader:
 def _read_file(path: str, name: str) -> FileHeader:
     file = read_header(path)
     stem = name.removesuffix(".pt")
-    if file.saved_as is not None and file.saved_as != stem:
+    if file.saved_as not in (None, stem) and is_state_file(f"{file.saved_as}.pt"):
         raise CheckpointError(
             f"{path}: was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or run's "
             "state. Put the original file back."
@@ -230,7 +230,6 @@ class _Reader:
             shared=dict(_as_pairs(tree.get("shared_params"))),
             counters={key: tree[key] for key in counted if key in tree},
             config=_pick_config(tree.get("ds_config")),
-            universal_info="universal_checkpoint_info" in tree,
             optim=optim,
             others=tuple(blob for blob in self.file.blobs.values() if blob not in known and blob.nbytes),
         )

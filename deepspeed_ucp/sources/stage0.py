@@ -11,9 +11,10 @@ from typing import Any
 
 from ..atoms import MASTER, GroupInfo, count
 from ..errors import MismatchError, shorten
+from ..plan.geometry import Cut, accumulate_offsets
 from ..topology import FlatGroup
 from .builder import Builder
-from .headers import FileHeader, ModelHeader, OptimHeader, Piece, strip_compiled
+from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece, strip_compiled
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
@@ -46,7 +47,7 @@ def build_stage0(
     if optim.kind == "torch":
         return _add_torch(builder, optim, groups, module, file)
     if optim.kind == "fp16_unfused":
-        return _add_unfused(builder, optim, module, file)
+        return _add_unfused(builder, optim, groups, module, file)
     return _add_fused(builder, optim, groups, module, file)
 
 
@@ -160,20 +161,24 @@ def _add_torch(
     """fp32: the model's own parameters are the masters."""
     names = [name for group in groups for name in group]
     for name, holder in zip(names, optim.holders, strict=True):
-        piece = module[name]
-        holder = holder if piece.shape else holder.of_zero_dim()
-        if name in builder.shapes:
-            builder.add(name, MASTER, piece.shape, file, piece)
-        builder.add_holder([(name, piece.shape, 0, 0, piece.numel)], holder, piece.numel, file)
+        _add_whole(builder, name, module[name], holder, file)
     return ()
 
 
-def _add_unfused(builder: Builder, optim: OptimHeader, module: dict[str, Piece], file: int) -> tuple[FlatGroup, ...]:
-    names = [name for group in builder.groups for name in group.names]
-    for name, master, holder in zip(names, optim.masters, optim.holders, strict=True):
-        holder = holder if master.shape else holder.of_zero_dim()
+def _add_whole(builder: Builder, name: str, master: Piece, holder: Holder, file: int) -> None:
+    """A parameter with a master and states of its own; frozen ones, which older releases hold as well, are left."""
+    if name in builder.shapes:
         builder.add(name, MASTER, master.shape, file, master)
-        builder.add_holder([(name, master.shape, 0, 0, master.numel)], holder, master.numel, file)
+        states = holder if master.shape else holder.of_zero_dim()
+        builder.add_holder([Cut(name, 0, master.numel, 0)], states, master.numel, file)
+
+
+def _add_unfused(
+    builder: Builder, optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], file: int
+) -> tuple[FlatGroup, ...]:
+    names = [name for group in groups for name in group]
+    for name, master, holder in zip(names, optim.masters, optim.holders, strict=True):
+        _add_whole(builder, name, master, holder, file)
     return tuple(
         FlatGroup(index, (name,), (module[name].numel,), module[name].numel)
         for index, group in enumerate(builder.groups)
@@ -186,14 +191,13 @@ def _add_fused(
 ) -> tuple[FlatGroup, ...]:
     flats = []
     for index, group in enumerate(builder.groups):
-        layout, offset = [], 0
-        for name in groups[index]:  # older releases flatten frozen parameters as well
-            if name in builder.shapes:
-                layout.append((name, module[name].shape, offset, 0, module[name].numel))
-            offset += module[name].numel
-        for name, shape, start, _, numel in layout:
-            builder.add(name, MASTER, shape, file, optim.masters[index].narrow(start, numel))
-        builder.add_holder(layout, optim.holders[index], offset, file)
-        numels = tuple(module[name].numel for name in group.names)
-        flats.append(FlatGroup(index, group.names, numels, offset))
+        numels = [module[name].numel for name in groups[index]]
+        placed = zip(groups[index], numels, accumulate_offsets(numels), strict=True)
+        cuts = [Cut(name, 0, numel, offset) for name, numel, offset in placed if name in builder.shapes]
+        for cut in cuts:
+            part = optim.masters[index].narrow(cut.offset, cut.numel)
+            builder.add(cut.name, MASTER, builder.shapes[cut.name], file, part)
+        builder.add_holder(cuts, optim.holders[index], sum(numels), file)
+        owned = tuple(module[name].numel for name in group.names)
+        flats.append(FlatGroup(index, group.names, owned, sum(numels)))
     return tuple(flats)

@@ -7,11 +7,10 @@ from typing import Any
 
 from ..atoms import MASTER, MODULE, GroupInfo, count
 from ..errors import CheckpointError, UnsupportedError
+from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
 from ..topology import FlatGroup
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, OptimHeader, strip_compiled
-
-Layout = list[tuple[str, tuple[int, ...], int, int, int]]
 
 
 def build_zero12(builder: Builder, model: ModelHeader, shards: list[FileHeader]) -> tuple[FlatGroup, ...]:
@@ -27,26 +26,29 @@ def build_zero12(builder: Builder, model: ModelHeader, shards: list[FileHeader])
         first = _optim(shards[0])
         gaps = tuple(first.alignment[group]) if first.alignment else (0,) * len(shapes)
         partition = _partition_numel(builder, shards[0], group)
+        numels = tuple(count(shape) for shape in shapes.values())
+        offsets = accumulate_offsets(numels, gaps)
         for rank, shard in enumerate(shards):
-            _add_partition(builder, shard, group, _cut_zero12(shapes, gaps, rank * partition, partition), partition)
+            cuts = cut_flat(tuple(shapes), numels, offsets, rank * partition, (rank + 1) * partition)
+            _add_partition(builder, shard, group, cuts, partition)
+        _add_empty(builder, shards[0], first, group, shapes)
         builder.groups.append(GroupInfo(tuple(shapes), _hyper(first, group)))
         names = tuple(name for name, _ in entries)
-        numels = tuple(count(shape) for shape in shapes.values())
         flats.append(FlatGroup(group, names, numels, partition, gaps if any(gaps) else ()))
     return tuple(flats)
 
 
-def _cut_zero12(shapes: dict[str, tuple[int, ...]], gaps: tuple[int, ...], low: int, partition: int) -> Layout:
-    layout, offset = [], 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        first, last = max(offset, low), min(offset + count(shape), low + partition)
-        if first < last:
-            layout.append((name, shape, first - low, first - offset, last - first))
-        offset += count(shape) + gap
-    return layout
+def _add_empty(
+    builder: Builder, shard: FileHeader, optim: OptimHeader, group: int, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Parameters without elements, which older releases keep in the groups."""
+    file = builder.file(builder.folder + "/" + shard.name, shard.size)
+    for name, shape in shapes.items():
+        if not count(shape):
+            builder.add(name, MASTER, shape, file, optim.masters[group].narrow(0, 0))
 
 
-def _add_partition(builder: Builder, shard: FileHeader, group: int, layout: Layout, partition: int) -> None:
+def _add_partition(builder: Builder, shard: FileHeader, group: int, cuts: list[Cut], partition: int) -> None:
     optim = _optim(shard)
     file = builder.file(builder.folder + "/" + shard.name, shard.size)
     if (found := _partition_numel(builder, shard, group)) != partition:
@@ -54,27 +56,27 @@ def _add_partition(builder: Builder, shard: FileHeader, group: int, layout: Layo
             f"{builder.files[file].path}: partition {group} has {found} elements, rank 0's has {partition}. "
             "The file belongs to another run or world size; put the right one back."
         )
-    _check_slices(builder, shard, group, layout, file)
+    _check_slices(builder, shard, group, cuts, file)
     master = optim.masters[group]
-    for name, shape, offset, start, numel in layout:
-        if offset + numel > master.numel:
+    for cut in cuts:
+        if cut.offset + cut.numel > master.numel:
             raise CheckpointError(
-                f"{builder.files[file].path}: {name} ends beyond the fp32 partition of group {group} "
-                f"({offset + numel} > {master.numel} elements). The file belongs to another rank or run."
+                f"{builder.files[file].path}: {cut.name} ends beyond the fp32 partition of group {group} "
+                f"({cut.offset + cut.numel} > {master.numel} elements). The file belongs to another rank or run."
             )
-        builder.add(name, MASTER, shape, file, master.narrow(offset, numel), start)
+        builder.add(cut.name, MASTER, builder.shapes[cut.name], file, master.narrow(cut.offset, cut.numel), cut.start)
     stored = master.numel if optim.elastic else partition
     if group < len(optim.holders):
-        builder.add_holder(layout, optim.holders[group], stored, file)
+        builder.add_holder(cuts, optim.holders[group], stored, file)
 
 
-def _check_slices(builder: Builder, shard: FileHeader, group: int, layout: Layout, file: int) -> None:
+def _check_slices(builder: Builder, shard: FileHeader, group: int, cuts: list[Cut], file: int) -> None:
     """The names in ``param_slice_mappings`` tell a shard of another rank or run; without round robin they are right."""
     zero = shard.config.get("zero_optimization") or {}
     if zero.get("round_robin_gradients"):
         return
     slices = _optim(shard).slices
-    expected = [(name, offset, numel) for name, _, offset, _, numel in layout]
+    expected = [(cut.name, cut.offset, cut.numel) for cut in cuts]
     found = (
         [(strip_compiled(name), start, numel) for name, start, numel in slices[group]] if group < len(slices) else []
     )
@@ -117,30 +119,20 @@ def build_zero3(builder: Builder, model: ModelHeader, shards: list[FileHeader]) 
     for index, entries in enumerate(shapes):
         logical = {strip_compiled(name): tuple(shape) for name, shape in entries}
         builder.shapes.update(logical)
-        partition = sum(-(-count(shape) // dp) for shape in logical.values())
+        numels = tuple(count(shape) for shape in logical.values())
+        partition = sum(part_numel(numel, dp) for numel in numels)
         for rank, shard in enumerate(shards):
-            _add_sub_group(builder, shard, index, _cut_zero3(logical, rank, dp), partition)
+            _add_sub_group(builder, shard, index, cut_sub_group(tuple(logical), numels, rank, dp), partition)
         group = owner.get(index, 0)
         members[group].extend(logical)
         names = tuple(name for name, _ in entries)
-        flats.append(FlatGroup(group, names, tuple(count(shape) for shape in logical.values()), partition))
+        flats.append(FlatGroup(group, names, numels, partition))
     for group, hyper in enumerate(_optim(shards[0]).groups):
         builder.groups.append(GroupInfo(tuple(members[group]), hyper))
     return tuple(flats)
 
 
-def _cut_zero3(logical: dict[str, tuple[int, ...]], rank: int, dp: int) -> Layout:
-    layout, offset = [], 0
-    for name, shape in logical.items():
-        part = -(-count(shape) // dp)
-        start = min(rank * part, count(shape))
-        numel = min(part, count(shape) - start)
-        layout.append((name, shape, offset, start, numel))
-        offset += part
-    return layout
-
-
-def _add_sub_group(builder: Builder, shard: FileHeader, index: int, layout: Layout, partition: int) -> None:
+def _add_sub_group(builder: Builder, shard: FileHeader, index: int, cuts: list[Cut], partition: int) -> None:
     optim = _optim(shard)
     file = builder.file(builder.folder + "/" + shard.name, shard.size)
     found = optim.masters[index].numel if index < len(optim.masters) else None
@@ -151,16 +143,22 @@ def _add_sub_group(builder: Builder, shard: FileHeader, index: int, layout: Layo
             f"{builder.files[file].path}: sub-group {index} has {found} elements, {partition} are expected. "
             "The file belongs to another run or world size."
         )
-    for name, shape, offset, start, numel in layout:
-        builder.add(name, MASTER, shape, file, optim.masters[index].narrow(offset, numel), start)
+    for cut in cuts:
+        part = optim.masters[index].narrow(cut.offset, cut.numel)
+        builder.add(cut.name, MASTER, builder.shapes[cut.name], file, part, cut.start)
     holder = optim.holders[index] if index < len(optim.holders) else None
     if holder is not None:
-        builder.add_holder(layout, holder, partition, file)
+        builder.add_holder(cuts, holder, partition, file)
 
 
 def add_frozen_zero3(builder: Builder, models: list[FileHeader]) -> None:
     """Frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements."""
     dp = len(models)
+    first = models[0].model
+    zero = (first.config.get("zero_optimization") or {}) if first else {}
+    if first and zero.get("zero_quantized_nontrainable_weights"):
+        builder.unreadable.update(dict.fromkeys(first.frozen, "a frozen parameter saved quantized, without its scales"))
+        return
     for rank, file_header in enumerate(models):
         model = file_header.model
         if model is None:
@@ -168,9 +166,7 @@ def add_frozen_zero3(builder: Builder, models: list[FileHeader]) -> None:
         file = builder.file(builder.folder + "/" + file_header.name, file_header.size)
         for name, piece in model.frozen.items():
             shape = tuple(model.frozen_shapes[name])
-            part = -(-count(shape) // dp)
-            start = min(rank * part, count(shape))
-            numel = min(part, count(shape) - start)
+            start, numel = cut_parameter(count(shape), rank, dp)
             builder.add(strip_compiled(name), MODULE, shape, file, piece.narrow(0, numel), start)
 
 

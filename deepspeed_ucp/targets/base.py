@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..comm import Comm
+from ..plan.geometry import Cut
 from ..topology import FlatGroup, Topology
 
 COMPILED = "_orig_mod."
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Elements [start, start + numel) of a parameter lie at element ``offset`` of a flat buffer on this rank."""
-
-    name: str
-    start: int
-    numel: int
-    offset: int
 
 
 @dataclass(slots=True)
@@ -100,7 +89,7 @@ class Target(ABC):
         """Fill ``flats`` and ``layout`` from the live buffers."""
 
     @abstractmethod
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         """Make the model's own copies from the masters as DeepSpeed does after a step; collective."""
 
     @property
@@ -224,22 +213,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _device(section: Any) -> str:
     device = getattr(section, "device", None)
     return str(getattr(device, "value", device) or "none")
-
-
-def lay_out(names: Sequence[str], numels: Sequence[int], offsets: Sequence[int], low: int, high: int) -> list[Cut]:
-    """Cuts of parameters laid out at ``offsets`` of a flat space that fall into [low, high) of it."""
-    cuts = []
-    for name, numel, offset in zip(names, numels, offsets, strict=True):
-        first, last = max(offset, low), min(offset + numel, high)
-        if first < last:
-            cuts.append(Cut(name, first - offset, last - first, first - low))
-    return cuts
-
-
-def accumulate(numels: Iterable[int]) -> list[int]:
-    """Offsets of parameters that follow each other."""
-    offsets, position = [], 0
-    for numel in numels:
-        offsets.append(position)
-        position += numel
-    return offsets

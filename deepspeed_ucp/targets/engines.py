@@ -11,10 +11,11 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from torch._utils import _unflatten_dense_tensors
 
-from ..comm import Comm, gather_in_place
+from ..comm import gather_in_place
 from ..errors import UnsupportedError
+from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group
 from ..topology import FlatGroup
-from .base import Cut, Extra, Flat, Target, accumulate, flatten, lay_out, strip
+from .base import Extra, Flat, Target, flatten, strip
 
 
 class Zero12Target(Target):
@@ -34,7 +35,7 @@ class Zero12Target(Target):
             self._add(
                 group,
                 params,
-                offsets[group] if offsets else accumulate(p.numel() for p in params),
+                offsets[group] if offsets else accumulate_offsets(p.numel() for p in params),
                 opt.bit16_groups_flat[group].numel(),
                 opt.single_partition_of_fp32_groups[group],
                 tuple(padding[group]) if padding and any(padding[group]) else (),
@@ -54,7 +55,7 @@ class Zero12Target(Target):
         low = ds_comm.get_rank(group=process_group) * partition
         raw = tuple(self.names[id(p)] for p in params)
         names, numels = tuple(map(strip, raw)), tuple(p.numel() for p in params)
-        cuts = lay_out(names, numels, offsets, low, low + partition)
+        cuts = cut_flat(names, numels, offsets, low, low + partition)
         self.flats.append(Flat(group, names, cuts, flatten(master), master))
         self.layout.append(FlatGroup(group, raw, numels, partition, gaps))
 
@@ -76,7 +77,7 @@ class Zero12Target(Target):
             )
         )
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         for flat, partitions, master, process_group in self.copies():
             own = partitions[ds_comm.get_rank(group=process_group)]
             own.data.copy_(master.data)
@@ -98,7 +99,7 @@ class Bf16Target(Zero12Target):
     def collect(self) -> None:
         opt = self.wrapped
         for group, params in enumerate(opt.bf16_groups):
-            offsets = accumulate(p.numel() for p in params)
+            offsets = accumulate_offsets(p.numel() for p in params)
             total = opt.bf16_groups_flat[group].numel()
             self._add(group, params, offsets, total, opt.fp32_groups_flat_partition[group])
 
@@ -132,18 +133,14 @@ class Zero3Target(Target):
             )
         for index, params in enumerate(opt.fp16_groups):
             raw = tuple(self.names[id(p)] for p in params)
-            names, parts = tuple(map(strip, raw)), [p.partition_numel() for p in params]
-            rank = ds_comm.get_rank(group=getattr(params[0], "ds_process_group", opt.dp_process_group))
-            cuts = []
-            for name, param, part, offset in zip(names, params, parts, accumulate(parts), strict=True):
-                start = rank * part
-                numel = min(part, param.ds_numel - start)
-                if numel > 0:
-                    cuts.append(Cut(name, start, numel, offset))
+            names, numels = tuple(map(strip, raw)), tuple(p.ds_numel for p in params)
+            process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
+            rank, size = ds_comm.get_rank(group=process_group), ds_comm.get_world_size(group=process_group)
+            cuts = cut_sub_group(names, numels, rank, size)
             master = opt.fp32_partitioned_groups_flat[index]
             group = opt.sub_group_to_group_id[index]
             self.flats.append(Flat(group, names, cuts, flatten(master), master))
-            self.layout.append(FlatGroup(group, raw, tuple(p.ds_numel for p in params), sum(parts)))
+            self.layout.append(FlatGroup(group, raw, numels, master.numel()))
 
     def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
         if not hasattr(param, "ds_tensor"):
@@ -153,7 +150,7 @@ class Zero3Target(Target):
     def whole_parameters(self) -> AbstractContextManager[Any]:
         return gather_parameters(self.engine.module)
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         opt = self.wrapped
         for index, master in enumerate(opt.fp32_partitioned_groups_flat):
             opt.fp16_partitioned_groups_flat[index].data.copy_(master.data)
@@ -175,11 +172,9 @@ def partitioned_extra(name: str, param: Any) -> Extra:
     held = param.ds_tensor
     if hasattr(held, "ds_quant_scale") or held.status != PartitionedParamStatus.AVAILABLE:
         raise UnsupportedError(f"{name}: a quantized parameter, or one on NVMe, without optimizer cannot be filled.")
-    rank = ds_comm.get_rank(group=param.ds_process_group)
-    part = param.partition_numel()
-    start = min(rank * part, param.ds_numel)
-    own = flatten(held)[: max(min(part, param.ds_numel - start), 0)]
-    return Extra(name, tuple(param.ds_shape), own, False, start, replicated=False)
+    group = param.ds_process_group
+    start, numel = cut_parameter(param.ds_numel, ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group))
+    return Extra(name, tuple(param.ds_shape), flatten(held)[:numel], False, start, replicated=False)
 
 
 class Fp16FusedTarget(Target):
@@ -192,11 +187,11 @@ class Fp16FusedTarget(Target):
             master = self.wrapped.fp32_groups_flat[group]
             raw = tuple(self.names[id(p)] for p in params)
             names, numels = tuple(map(strip, raw)), tuple(p.numel() for p in params)
-            cuts = lay_out(names, numels, accumulate(numels), 0, master.numel())
+            cuts = cut_flat(names, numels, accumulate_offsets(numels), 0, master.numel())
             self.flats.append(Flat(group, names, cuts, flatten(master), master, replicated=True))
             self.layout.append(FlatGroup(group, names, numels, master.numel()))
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         for params, master in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups_flat, strict=True):
             for param, value in zip(params, _unflatten_dense_tensors(master.data, params), strict=True):
                 param.data.copy_(value)
@@ -215,7 +210,7 @@ class Fp16UnfusedTarget(Target):
                 self.flats.append(Flat(group, (name,), cuts, flatten(master), master, replicated=True))
                 self.layout.append(FlatGroup(group, (name,), (numel,), numel))
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         for params, masters in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
                 param.data.copy_(master.data)
@@ -239,7 +234,7 @@ class TorchTarget(Target):
     def optimizer(self) -> Any:
         return self.wrapped
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         """Nothing to do: there are no copies."""
 
 
@@ -261,7 +256,7 @@ class OffloadOnlyTarget(Target):
     def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
         return partitioned_extra(name, param) if hasattr(param, "ds_tensor") else super().extra_parameter(name, param)
 
-    def refresh_copies(self, comm: Comm) -> None:
+    def refresh_copies(self) -> None:
         """Nothing to do: there are no copies."""
 
 
@@ -298,8 +293,3 @@ def open_target(engine: Any) -> Target:
             "and raw torch optimizers."
         )
     return found(engine)
-
-
-def describe_engine(engine: Any) -> str:
-    """A few words for messages about an engine that has no target."""
-    return f"ZeRO-{int(engine.zero_optimization_stage())} with {type(engine.optimizer).__name__}"

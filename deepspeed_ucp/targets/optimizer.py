@@ -48,24 +48,37 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
     """
     dims = max(like.dim(), 1)  # states of a 0-dim parameter could not be told from scalars
     shape = (*_SIZES, *(2,) * dims)[:dims]
+    live = optimizer.param_groups[group]
+    # Another optimizer's hyper-parameters may be of other types: then the live ones have to do.
+    for fields in ({**live, **adopt_hyper(live, hyper)}, live):
+        found = _take_step(optimizer, fields, shape, like)
+        if found is not None:
+            return found
+    return _look(optimizer, group)
+
+
+def _take_step(optimizer: Any, fields: Mapping[str, Any], shape: tuple[int, ...], like: torch.Tensor) -> Kept | None:
     param = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
     param.grad = torch.zeros_like(param)
-    fields = {**optimizer.param_groups[group], **adopt_hyper(optimizer.param_groups[group], hyper), "params": [param]}
-    fields = {key: copy.copy(value) for key, value in fields.items()}
-    shadow = _make_shadow(optimizer, fields)
+    shadow = _make_shadow(optimizer, [{**{key: copy.copy(value) for key, value in fields.items()}, "params": [param]}])
     try:
         type(optimizer).step(shadow)
-    except Exception:  # noqa: BLE001 - any optimizer may fail in its own way; then its live states are what is known
-        return _look(optimizer, group)
+    except Exception:  # noqa: BLE001 - any optimizer may fail in its own way
+        return None
     return _sort(shadow.state.get(param, {}), param.shape)
 
 
-def _make_shadow(optimizer: Any, fields: dict[str, Any]) -> Any:
+def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
+    """A copy that can take a step without the original noticing: state, groups and containers are its own."""
     # A subclass without __del__: DeepSpeed's CPU optimizers free their native state in it.
     kind: Any = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
     shadow = kind.__new__(kind)
-    shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    shadow.__dict__.update(state=defaultdict(dict), param_groups=[fields])
+    for key, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):  # DeepSpeed's Muon keeps an Adam for the other parameters
+            shadow.__dict__[key] = _make_shadow(value, [])
+        elif key != "step":  # lr schedulers leave a bound method of the original there
+            shadow.__dict__[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    shadow.__dict__.update(state=defaultdict(dict), param_groups=groups)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if hooks in shadow.__dict__:
             shadow.__dict__[hooks] = {}

@@ -15,7 +15,7 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, UcpError
+from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, UcpError, UnsupportedError
 from deepspeed_ucp.load import LoadArguments, LoadReport, direct, load_direct
 from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.plan.match import Match
@@ -496,3 +496,64 @@ def test_a_load_never_sees_a_whole_large_parameter_twice(tmp_path: Path, monkeyp
     check_loaded([rank], state)
     assert max(sizes) <= 4096
     assert torch.is_tensor(rank.flats[0].master)
+
+
+# -- what others keep in the file -------------------------------------------------------------------------------------
+
+
+def test_a_damaged_client_tensor_is_found(tmp_path: Path) -> None:
+    run = Run(garbage=0.0, client_state={"rng": torch.arange(100)})
+    path, _ = write(tmp_path, Topology(2, 3), run=run)
+    target = FakeTarget(PLAIN, Topology(1), 0)
+    index = open_for(path, target)
+    (number,) = index.client_records
+    record = index.records[number]
+    flip(Path(index.files[record.file].path), record.offset + 17)
+    with pytest.raises(CheckpointError, match="Nothing was loaded"):
+        run_load(index, target)
+    check_untouched(target)
+    run_load(index, target, config=UniversalConfig(verify="off"))
+
+
+def test_a_scheduler_that_refuses_its_state_leaves_the_buffers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, Topology(2, 3), run=Run(garbage=0.0, lr_scheduler={"last_batch_iteration": 2}))
+    target = FakeTarget(PLAIN, Topology(1), 0)
+
+    def refuse(self: Scheduler, state: dict[str, Any]) -> None:
+        raise KeyError("of another kind")
+
+    monkeypatch.setattr(Scheduler, "load_state_dict", refuse)
+    with pytest.raises(RemoteError, match="of another kind"):
+        run_load(open_for(path, target), target)
+    check_untouched(target)
+
+
+def test_a_permuted_tensor_is_refused_by_name_when_it_is_needed(tmp_path: Path) -> None:
+    model = Model((Param("a", (4, 3)), Param("frozen", (4, 3), frozen=True)))
+    state = random_state(model, 0)
+    files = build_files(model, state, Topology(2, 2), Run())
+    module = files["mp_rank_00_model_states.pt"]["module"]
+    module["frozen"] = module["frozen"].t().contiguous().t()
+    path = tmp_path / "tag"
+    write_files(path, files)
+    target = FakeTarget(model, Topology(1), 0)
+    index = open_for(path, target)  # an index all the same: in the same topology DeepSpeed's own load takes it
+    with pytest.raises(UnsupportedError, match=r"frozen \(module\): its memory is not contiguous"):
+        run_load(index, target)
+    check_untouched(target)
+
+
+def test_copies_changed_on_purpose_load_without_checks(tmp_path: Path) -> None:
+    model = Model((Param("a", (40, 3)),))
+    state = random_state(model, 0, precision="bf16")
+    files = build_files(model, state, Topology(2, 2, "bf16"), Run())
+    files["mp_rank_00_model_states.pt"]["module"]["a"].mul_(3)
+    path = tmp_path / "tag"
+    write_files(path, files)
+    target = FakeTarget(model, Topology(1), 0)
+    with pytest.raises(CheckpointError, match='"verify": "off"'):
+        run_load(open_for(path, target), target)
+    run_load(open_for(path, target), target, config=UniversalConfig(verify="off"))
+    check_loaded([target], state)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.load.job import make_job
+from deepspeed_ucp.plan.match import match_groups, match_parameters
 from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from tests.load.test_reshard import take_a_step
-from tests.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for
 from tests.synth import (
     Model,
     Param,
@@ -292,3 +294,44 @@ def test_scalars_take_the_form_that_the_optimizer_keeps() -> None:
     assert type(restore_scalar("step", 3.0, lion)) is int
     assert restore_scalar("flag", True, None) is True
     assert float(restore_scalar("step", 7, None)) == 7.0
+
+
+def test_flat_states_are_refused_where_whole_parameters_factor_theirs(tmp_path: Path) -> None:
+    """Adafactor keeps one variance for a flat buffer, and rows and columns for a matrix."""
+    model = Model((Param("a", (7, 13)),))
+    state = random_state(model, 0, states=("variance",))
+    path = write_checkpoint(tmp_path, model, state, Topology(2, 2))
+    target = FakeTarget(model, Topology(0), 0, optimizer=torch.optim.Adafactor)
+    index = open_for(path, target)
+    match = match_parameters(index, target.owned_shapes(), {}, {}, strict=True, with_states=True)
+    match_groups(index, target.group_members(), match)
+    with pytest.raises(MismatchError, match="Adafactor keeps states that are not element-wise"):
+        make_job(index, target, match, [], with_states=True)
+
+
+class Nested(torch.optim.SGD):
+    """Keeps another optimizer, to which it hands groups in its step, as DeepSpeed's Muon does."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, lr=0.1, **options)
+        self.inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        self.notes: list[str] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.param_groups = []
+        self.inner.state.clear()
+        self.notes.append("stepped")
+        super().step()
+
+
+def test_a_probe_leaves_an_inner_optimizer_alone() -> None:
+    param = torch.zeros(4, requires_grad=True)
+    optimizer = Nested([param], momentum=0.9)
+    inner = optimizer.inner.param_groups
+    kept = probe_optimizer(optimizer, 0, {}, param)
+    assert kept is not None
+    assert set(kept.elementwise) == {"momentum_buffer"}
+    assert optimizer.inner.param_groups is inner
+    assert len(inner) == 1
+    assert not optimizer.notes
+    assert not optimizer.state

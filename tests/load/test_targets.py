@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ucp.plan.geometry import Cut, accumulate_offsets, cut_flat
 from deepspeed_ucp.targets import Flat
-from deepspeed_ucp.targets.base import Cut, accumulate, dtype_name, flatten, lay_out, strip
+from deepspeed_ucp.targets.base import dtype_name, flatten, strip
 from tests.reshard import examples, models
 from tests.synth import Model, Topology, group_layouts, partition_layout
 
@@ -16,20 +17,20 @@ from tests.synth import Model, Topology, group_layouts, partition_layout
 @examples(150)
 @given(model=models(), dp=st.integers(1, 9), aligned=st.booleans(), robin=st.booleans())
 def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) -> None:
-    """``lay_out`` against the synthesiser's layout, which is held against real saves."""
+    """``cut_flat`` against the synthesiser's layout, which is held against real saves."""
     topology = Topology(2, dp, round_robin=robin, parameter_alignment=aligned)
     for group, whole in enumerate(group_layouts(model, topology)):
         names, numels = [p.name for p in whole.params], [p.numel for p in whole.params]
         size = whole.numel // dp
         for rank in range(dp):
             expected = partition_layout(model, topology)[rank][group].slices
-            cuts = lay_out(names, numels, whole.offsets, rank * size, (rank + 1) * size)
+            cuts = cut_flat(names, numels, whole.offsets, rank * size, (rank + 1) * size)
             assert cuts == [Cut(part.name, part.start, part.numel, part.offset) for part in expected]
 
 
 def test_offsets_of_parameters_that_follow_each_other() -> None:
-    assert accumulate([3, 0, 5]) == [0, 3, 3]
-    assert accumulate([]) == []
+    assert accumulate_offsets([3, 0, 5]) == [0, 3, 3]
+    assert accumulate_offsets([]) == []
 
 
 @pytest.mark.parametrize(
