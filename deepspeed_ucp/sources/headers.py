@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE
+from ..atoms import ITEMSIZE, count
 from ..errors import CheckpointError, UcpError, UnsupportedError
 from .files import is_state_file
 from .torchfile import Blob, ScalarRef, TorchFile, read_header
@@ -36,10 +36,7 @@ class Piece:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return count(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from ..atoms import count
 from ..errors import CheckpointError
 
 
@@ -43,10 +44,7 @@ class TensorRef:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return count(self.shape)
 
     def is_contiguous(self) -> bool:
         """Whether the elements lie in the record in row-major order without gaps."""
