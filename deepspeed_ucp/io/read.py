@@ -149,7 +149,8 @@ def _fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read at byte {offset} ({error.strerror or error}).") from error
         if got == 0:
-            raise CheckpointError(f"{path}: ends at byte {offset}; it was truncated since its header was read.")
+            size = os.fstat(fd).st_size
+            raise CheckpointError(f"{path}: ends at byte {size}; it was truncated since its header was read.")
         offset += got
         while views and got >= views[0].nbytes:
             got -= views[0].nbytes
