@@ -163,6 +163,7 @@ def main() -> None:
         if args.save_every and engine.global_steps % args.save_every == 0:
             save(engine, log, args.checkpoint_dir, args.digest)
     log.write("finished", step=engine.global_steps, held_out_loss=held_out_loss(engine, held_out, context))
+    dist.barrier()  # gloo's worker may else still hold tensors when the interpreter ends, and abort
     dist.destroy_process_group()
 
 
