@@ -179,3 +179,8 @@ def check_coverage(atom: Atom, files: list[str]) -> None:
             f"{atom.name} ({atom.state}): shape {atom.shape} has {atom.numel} elements, its fragments hold "
             f"{position}{where}. The checkpoint folder lacks a file or holds one of another save."
         )
+
+
+def strip_compiled(name: str) -> str:
+    """Parameter name without the prefixes that ``torch.compile`` inserts: the name that an atom has."""
+    return name.replace("_orig_mod.", "")

@@ -146,7 +146,8 @@ def _load_checkpoint(
         return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
     folder = os.path.join(str(load_dir), found)
     with report.phase("index"):
-        choice = _decide(engine, folder, comm, LoadArguments(**arguments))
+        wanted = LoadArguments(**arguments)
+        choice = _decide(engine, folder, comm, wanted)
     report.reason = choice.reason
     report.direct = choice.index is not None
     if comm.rank == 0:
@@ -155,7 +156,7 @@ def _load_checkpoint(
         return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
     if kwargs:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {sorted(kwargs)}.")
-    client = _run_direct(engine, choice.index, choice.target, comm, config, LoadArguments(**arguments), report)
+    client = _run_direct(engine, choice.index, choice.target, comm, config, wanted, report)
     return choice.index.state_file, client
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
@@ -25,7 +25,6 @@ from ..io.checksum import join_checks, verify_records, verify_whole
 from ..plan import LoadPlan, Request, plan_load
 from ..plan.match import Match, match_groups, match_parameters
 from ..targets import Extra, Target
-from ..targets.base import strip
 from ..targets.finish import (
     find_extra_states,
     pick_client_state,
@@ -87,18 +86,15 @@ def load_direct(
     Raises:
         UcpError: the same on every rank; nothing of the engine has changed then.
     """
+    with_states = arguments.with_states and bool(target.flats)
     with report.phase("plan"), comm.together():
-        job, match = _prepare(index, target, comm, arguments)
+        job, match = _prepare(index, target, comm, arguments, with_states=with_states)
         plan = _plan(index, job, comm)
     report.state_bytes = job.state_bytes
-    with comm.together():
-        if config.verify == "crc" and comm.rank == 0:
-            verify_whole(index.client_records, index.records, index.files)
-    saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
+    saved = _read_saved(index, comm, config, arguments)
     extra = saved.pop(EXTRA_STATES, {})
     with comm.together():
         modules = _match_extra_states(engine, extra, arguments)
-        _check_counters(index, saved, arguments)
     reader = _Reader(index, job, config)
     with report.phase("read"):
         first = _read_fresh(reader, plan, comm, config.verify == "crc")
@@ -138,9 +134,9 @@ def load_direct(
         if job.touched:
             target.refresh_copies()
     with report.phase("finish"), comm.together():
-        if arguments.with_states and target.flats:
+        if with_states:
             _attach(index, target, job, match)
-        _finish(engine, index, target, saved, arguments)
+        _finish(engine, index, saved, arguments, with_states=with_states)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,
@@ -149,8 +145,9 @@ def load_direct(
     )
 
 
-def _prepare(index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments) -> tuple[Job, Match]:
-    with_states = arguments.with_states and bool(target.flats)
+def _prepare(
+    index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments, *, with_states: bool
+) -> tuple[Job, Match]:
     if index.unreadable:
         listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
         raise UnsupportedError(
@@ -187,7 +184,7 @@ def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArgum
     if arguments.custom_load_fn is not None:
         return {}
     live = find_extra_states(engine.module)
-    plain = {strip(key): key for key in saved}
+    plain = {strip_compiled(key): key for key in saved}
     if arguments.load_module_strict and set(plain) != set(live):
         raise MismatchError(
             f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
@@ -196,12 +193,22 @@ def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArgum
     return {plain[key]: live[key] for key in live if key in plain}
 
 
-def _check_counters(index: AtomicIndex, saved: dict[str, Any], arguments: LoadArguments) -> None:
-    if "global_steps" not in saved and not arguments.load_module_only:
+def _read_saved(index: AtomicIndex, comm: Comm, config: UniversalConfig, arguments: LoadArguments) -> dict[str, Any]:
+    """Everything of the state file but the model's tensors, checked; collective.
+
+    Raises:
+        CheckpointError: it is damaged, or no save of an engine.
+    """
+    with comm.together():
+        if config.verify == "crc" and comm.rank == 0:
+            verify_whole(index.client_records, index.records, index.files)
+    saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
+    if "global_steps" not in saved and not arguments.load_module_only:  # the same on every rank
         raise CheckpointError(
             f"{index.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
             "weights use load_module_only=True."
         )
+    return saved
 
 
 def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
@@ -311,13 +318,15 @@ def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:
     target.relink()
 
 
-def _finish(engine: Any, index: AtomicIndex, target: Target, saved: dict[str, Any], arguments: LoadArguments) -> None:
+def _finish(
+    engine: Any, index: AtomicIndex, saved: dict[str, Any], arguments: LoadArguments, *, with_states: bool
+) -> None:
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:
         return
-    if arguments.with_states and target.flats:
+    if with_states:
         restore_scaler(engine.optimizer, index.scaler)
         restore_clip(engine.optimizer, index.clip_grad)
-    if index.topology.elastic and arguments.with_states and target.flats and arguments.load_lr_scheduler_states:
+    if index.topology.elastic and with_states and arguments.load_lr_scheduler_states:
         restore_rates(engine)
     restore_counters(engine, saved)

@@ -13,7 +13,6 @@ from .files import is_state_file
 from .torchfile import Blob, ScalarRef, TorchFile, read_header
 from .unpickle import Opaque, TensorRef, simplify
 
-MODULE_PREFIX = "_orig_mod."
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
 
@@ -127,11 +126,6 @@ class FileHeader:
     model: ModelHeader | None = None
     optim: OptimHeader | None = None
     config: dict[str, Any] = field(default_factory=dict)
-
-
-def strip_compiled(name: str) -> str:
-    """Parameter name without the prefixes that ``torch.compile`` inserts."""
-    return name.replace(MODULE_PREFIX, "")
 
 
 def read_file(folder: str, name: str) -> FileHeader:

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..atoms import COPY, MODULE, AtomicIndex, count
+from ..atoms import COPY, MODULE, AtomicIndex, count, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..topology import FlatGroup, Topology
 from .builder import Builder
 from .files import Listing, compare_listings, find_leftovers, list_sizes, sort_files
-from .headers import FileHeader, ModelHeader, OptimHeader, read_file, strip_compiled
+from .headers import FileHeader, ModelHeader, OptimHeader, read_file
 from .stage0 import GroupNames, build_stage0
 from .zero import add_frozen_zero3, build_zero3, build_zero12
 

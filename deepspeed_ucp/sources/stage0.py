@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..atoms import MASTER, GroupInfo, count
+from ..atoms import MASTER, GroupInfo, count, strip_compiled
 from ..errors import MismatchError, shorten
 from ..plan.geometry import Cut, accumulate_offsets
 from ..topology import FlatGroup
 from .builder import Builder
-from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece, strip_compiled
+from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from ..atoms import MASTER, MODULE, GroupInfo, count
+from ..atoms import MASTER, MODULE, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError
 from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
 from ..topology import FlatGroup
 from .builder import Builder
-from .headers import FileHeader, ModelHeader, OptimHeader, strip_compiled
+from .headers import FileHeader, ModelHeader, OptimHeader
 
 
 def build_zero12(builder: Builder, model: ModelHeader, shards: list[FileHeader]) -> tuple[FlatGroup, ...]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from ..atoms import strip_compiled
 from ..plan.geometry import Cut
 from ..topology import FlatGroup, Topology
-
-COMPILED = "_orig_mod."
 
 
 @dataclass(slots=True)
@@ -77,8 +76,8 @@ class Target(ABC):
         for name, param in engine.module.named_parameters(remove_duplicate=False):
             first = self.names.setdefault(id(param), name)
             if first != name:
-                self.aliases[strip(name)] = strip(first)
-        self.params = {strip(self.names[id(p)]): p for p in engine.module.parameters()}
+                self.aliases[strip_compiled(name)] = strip_compiled(first)
+        self.params = {strip_compiled(self.names[id(p)]): p for p in engine.module.parameters()}
         self.flats: list[Flat] = []
         self.layout: list[FlatGroup] = []
         self.collect()
@@ -144,7 +143,7 @@ class Target(ABC):
         """Param groups as the user made them: (raw name, owned by the optimizer), frozen parameters included."""
         recorded = getattr(self.engine, "_ucp_param_groups", None)
         if recorded is not None:
-            return [[(name, strip(name) in self.owned) for name in group] for group in recorded]
+            return [[(name, strip_compiled(name) in self.owned) for name in group] for group in recorded]
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
 
     def live_hyper(self) -> list[dict[str, Any]]:
@@ -158,7 +157,7 @@ class Target(ABC):
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
-                found.append(Extra(strip(name), tuple(buffer.shape), flatten(buffer), True))
+                found.append(Extra(strip_compiled(name), tuple(buffer.shape), flatten(buffer), True))
         return found
 
     def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
@@ -192,11 +191,6 @@ class Target(ABC):
     def relink(self) -> None:
         """Called after optimizer states were attached: views into them are stale."""
         return
-
-
-def strip(name: str) -> str:
-    """Name without ``torch.compile``'s prefixes."""
-    return name.replace(COMPILED, "")
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,12 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from torch._utils import _unflatten_dense_tensors
 
+from ..atoms import strip_compiled
 from ..comm import gather_in_place
 from ..errors import UnsupportedError
 from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group
 from ..topology import FlatGroup
-from .base import Extra, Flat, Target, flatten, strip
+from .base import Extra, Flat, Target, flatten
 
 
 class Zero12Target(Target):
@@ -54,7 +55,7 @@ class Zero12Target(Target):
         partition = total // ds_comm.get_world_size(group=process_group)
         low = ds_comm.get_rank(group=process_group) * partition
         raw = tuple(self.names[id(p)] for p in params)
-        names, numels = tuple(map(strip, raw)), tuple(p.numel() for p in params)
+        names, numels = tuple(map(strip_compiled, raw)), tuple(p.numel() for p in params)
         cuts = cut_flat(names, numels, offsets, low, low + partition)
         self.flats.append(Flat(group, names, cuts, flatten(master), master))
         self.layout.append(FlatGroup(group, raw, numels, partition, gaps))
@@ -133,7 +134,7 @@ class Zero3Target(Target):
             )
         for index, params in enumerate(opt.fp16_groups):
             raw = tuple(self.names[id(p)] for p in params)
-            names, numels = tuple(map(strip, raw)), tuple(p.ds_numel for p in params)
+            names, numels = tuple(map(strip_compiled, raw)), tuple(p.ds_numel for p in params)
             process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
             rank, size = ds_comm.get_rank(group=process_group), ds_comm.get_world_size(group=process_group)
             cuts = cut_sub_group(names, numels, rank, size)
@@ -186,7 +187,7 @@ class Fp16FusedTarget(Target):
         for group, params in enumerate(self.wrapped.fp16_groups):
             master = self.wrapped.fp32_groups_flat[group]
             raw = tuple(self.names[id(p)] for p in params)
-            names, numels = tuple(map(strip, raw)), tuple(p.numel() for p in params)
+            names, numels = tuple(map(strip_compiled, raw)), tuple(p.numel() for p in params)
             cuts = cut_flat(names, numels, accumulate_offsets(numels), 0, master.numel())
             self.flats.append(Flat(group, names, cuts, flatten(master), master, replicated=True))
             self.layout.append(FlatGroup(group, names, numels, master.numel()))
@@ -205,7 +206,7 @@ class Fp16UnfusedTarget(Target):
     def collect(self) -> None:
         for group, (params, masters) in enumerate(zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True)):
             for param, master in zip(params, masters, strict=True):
-                name, numel = strip(self.names[id(param)]), param.numel()
+                name, numel = strip_compiled(self.names[id(param)]), param.numel()
                 cuts = [Cut(name, 0, numel, 0)]
                 self.flats.append(Flat(group, (name,), cuts, flatten(master), master, replicated=True))
                 self.layout.append(FlatGroup(group, (name,), (numel,), numel))
@@ -226,7 +227,7 @@ class TorchTarget(Target):
         for group, fields in enumerate(groups):
             for param in fields["params"]:
                 if param.requires_grad and param.numel():
-                    name = strip(self.names[id(param)])
+                    name = strip_compiled(self.names[id(param)])
                     cuts = [Cut(name, 0, param.numel(), 0)]
                     self.flats.append(Flat(group, (name,), cuts, flatten(param), param, replicated=True))
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
-from .base import strip
+from ..atoms import strip_compiled
 
 NOT_CLIENT = (
     "module",
@@ -30,7 +30,7 @@ def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found = {}
     for name, child in module.named_modules():
         if type(child).set_extra_state is not base:
-            prefix = f"{strip(name)}." if strip(name) else ""
+            prefix = f"{strip_compiled(name)}." if strip_compiled(name) else ""
             found[f"{prefix}_extra_state"] = child
     return found
 

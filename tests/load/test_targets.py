@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ucp.atoms import strip_compiled
 from deepspeed_ucp.plan.geometry import Cut, accumulate_offsets, cut_flat
 from deepspeed_ucp.targets import Flat
-from deepspeed_ucp.targets.base import dtype_name, flatten, strip
+from deepspeed_ucp.targets.base import dtype_name, flatten
 from tests.reshard import examples, models
 from tests.synth import Model, Topology, group_layouts, partition_layout
 
@@ -48,7 +49,7 @@ def test_padding_is_what_no_cut_covers(spans: list[tuple[int, int]], gaps: list[
 
 
 def test_names_dtypes_and_memory() -> None:
-    assert strip("_orig_mod.layer._orig_mod.weight") == "layer.weight"
+    assert strip_compiled("_orig_mod.layer._orig_mod.weight") == "layer.weight"
     assert dtype_name(torch.bfloat16) == "bfloat16"
     tensor = torch.zeros(2, 3, requires_grad=True)
     flat = flatten(tensor)
