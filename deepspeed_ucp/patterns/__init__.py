@@ -1,1 +1,43 @@
-"""How tensor parallelism cuts a parameter. Without it every parameter is Unique: one shard, the whole atom."""
+"""How tensor parallelism cuts a parameter: the geometry of shards, the patterns, and the rules that name them."""
+
+from .files import list_families
+from .kinds import Kept, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique, check_shapes
+from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
+from .metadata import from_universal_info
+from .rename import Rename, find_idle, parse_renames, rename_names
+from .rules import Rule, RuleSet, from_attributes, from_config, load_family
+from .settle import Settled, settle
+
+__all__ = [
+    "Kept",
+    "Layout",
+    "Partial",
+    "Pattern",
+    "Rename",
+    "Replicate",
+    "Rule",
+    "RuleSet",
+    "Run",
+    "Settled",
+    "ShardH",
+    "ShardHy",
+    "ShardNC",
+    "ShardV",
+    "Unique",
+    "align",
+    "check_shapes",
+    "copy_runs",
+    "find_faults",
+    "find_idle",
+    "from_attributes",
+    "from_config",
+    "from_universal_info",
+    "list_families",
+    "load_family",
+    "parse_renames",
+    "rename_names",
+    "restrict_source",
+    "settle",
+    "stack",
+    "whole",
+]

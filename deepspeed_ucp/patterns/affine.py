@@ -1,0 +1,164 @@
+"""DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, format 1) as layouts.
+
+A map lists, per rank, blocks of the logical tensor with offsets and strides on both sides. What AutoTP writes are
+blocks of whole rows and columns in row-major order; those are interval lists. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ..atoms import count
+from ..errors import MismatchError
+from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV, _Cut
+from .layout import Intervals, Layout, Product, Shape, find_faults, whole
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(_Cut):
+    """A layout that one side describes itself; ``general`` is what it is an instance of, for other degrees."""
+
+    layout: Layout
+    general: Pattern | None = None
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        if tuple(shapes) == self.layout.local_shapes:
+            return self.layout
+        if len(shapes) == 1 and count(shapes[0]) == count(self.layout.shape):
+            return whole(shapes[0])
+        if self.general is not None:
+            return self.general.join(shapes)
+        raise MismatchError(
+            f"the affine map describes shards {list(self.layout.local_shapes)}, the ranks hold {list(shapes)}; "
+            "its layout has no counterpart for them"
+        )
+
+
+def read_map(entry: Mapping[str, Any]) -> Mapped:
+    """A parameter's map as the checkpoint stores it (``ParamAffineMap.to_dict``).
+
+    Raises:
+        MismatchError: scaled pieces, pieces that are not row-major blocks, or coverage that is not exact.
+    """
+    shape = tuple(entry["logical_shape"])
+    ranks = {int(rank): told for rank, told in entry["ranks"].items()}
+    if sorted(ranks) != list(range(len(ranks))):
+        raise MismatchError(f"the affine map describes ranks {sorted(ranks)}")
+    local = tuple(tuple(ranks[rank]["shard_shape"]) for rank in range(len(ranks)))
+    shards = tuple(_read_shard(ranks[rank]["pieces"], shape, local[rank]) for rank in range(len(ranks)))
+    layout = _settle_overlap(Layout(shape, shape, shards, local))
+    if faults := find_faults(layout):
+        raise MismatchError(f"the affine map is not a tiling: {'; '.join(faults[:4])}")
+    return Mapped(layout, generalise(layout))
+
+
+def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape) -> Product:
+    """Interval lists of one rank: the pieces must be a grid of blocks, in the same order on both sides."""
+    blocks = [_read_block(piece, shape, local) for piece in pieces if count(tuple(piece["shape"]))]
+    if not blocks:
+        return tuple(() if axis == 0 else ((0, size),) for axis, size in enumerate(shape))
+    axes = [sorted({block[axis] for block in blocks}) for axis in range(len(shape))]
+    if count(tuple(map(len, axes))) != len(blocks) or len(set(blocks)) != len(blocks):
+        raise MismatchError("the affine map's pieces are not a grid of blocks")
+    for axis, spans in enumerate(axes):
+        ends = [place + high - low for place, low, high in spans]
+        if [place for place, _, _ in spans] != [0, *ends[:-1]] or ends[-1] != local[axis]:
+            raise MismatchError(f"the affine map's pieces leave gaps in a shard along dimension {axis}")
+    return tuple(tuple((low, high) for _, low, high in spans) for spans in axes)
+
+
+def _read_block(piece: Mapping[str, Any], shape: Shape, local: Shape) -> tuple[tuple[int, int, int], ...]:
+    """Per dimension (local place, low, high)."""
+    scale = float(piece.get("scale", 1.0))
+    if scale != 1.0:
+        raise MismatchError(f"the affine map scales a piece by {scale}; scaled optimizer states cannot be taken over")
+    sizes = tuple(piece["shape"])
+    source, target = (_find_corner(piece[side], sizes, whole_) for side, whole_ in (("source", shape), ("dest", local)))
+    return tuple((to, low, low + size) for to, low, size in zip(target, source, sizes, strict=True))
+
+
+def _find_corner(told: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
+    """Coordinates of a block's first element in a tensor of ``shape``."""
+    offset, strides = int(told[0]), tuple(told[1])
+    expected = [count(shape[axis + 1 :]) for axis in range(len(shape))]
+    if len(sizes) != len(shape) or any(
+        size > 1 and stride != step for size, stride, step in zip(sizes, strides, expected, strict=True)
+    ):
+        raise MismatchError(f"the affine map's pieces are not row-major blocks of {shape}")
+    corner = []
+    for step in expected:
+        at, offset = divmod(offset, step) if step else (0, offset)
+        corner.append(at)
+    if offset or any(at + size > full for at, size, full in zip(corner, sizes, shape, strict=True)):
+        raise MismatchError(f"the affine map's pieces reach beyond {shape}")
+    return tuple(corner)
+
+
+def _settle_overlap(layout: Layout) -> Layout:
+    """Mark what several ranks hold: the whole is replicated; a part of one axis is taken from the lowest rank."""
+    full = tuple(((0, size),) for size in layout.view)
+    if len(layout.shards) > 1 and all(shard == full for shard in layout.shards):
+        return replace(layout, replicated=True)
+    cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
+    if len(cut) != 1:
+        return layout
+    (axis,) = cut
+    taken: list[tuple[int, int]] = []
+    claims = []
+    for shard in layout.shards:
+        mine = tuple(part for interval in shard[axis] for part in _subtract(interval, taken))
+        claims.append((*shard[:axis], mine, *shard[axis + 1 :]))
+        taken += mine
+    return layout if tuple(claims) == layout.shards else replace(layout, claims=tuple(claims))
+
+
+def _subtract(interval: tuple[int, int], taken: Sequence[tuple[int, int]]) -> Intervals:
+    parts: Intervals = (interval,)
+    for first, last in taken:
+        parts = tuple(
+            (start, end)
+            for low, high in parts
+            for start, end in ((low, min(high, first)), (max(low, last), high))
+            if start < end
+        )
+    return parts
+
+
+def generalise(layout: Layout) -> Pattern | None:
+    """The pattern that a layout is an instance of, or None."""
+    if layout.replicated:
+        return Partial() if layout.mean else Replicate()
+    cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
+    if len(cut) != 1 or layout.claims is not None or layout.view != layout.shape:
+        return None
+    (axis,) = cut
+    lists = [_join(shard[axis]) for shard in layout.shards]
+    if all(len(parts) <= 1 for parts in lists) and _follows([part for parts in lists for part in parts]):
+        return ShardV() if axis == 0 else ShardH(dim=axis)
+    pieces = [shard[axis] for shard in layout.shards]
+    if len({len(parts) for parts in pieces}) != 1:
+        return None
+    parts = list(zip(*pieces, strict=True))
+    if not _follows([piece for part in parts for piece in part]):
+        return None
+    return ShardNC(parts=tuple(sum(high - low for low, high in part) for part in parts), dim=axis, sized=True)
+
+
+def _join(intervals: Intervals) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for low, high in intervals:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        elif low < high:
+            joined.append((low, high))
+    return joined
+
+
+def _follows(intervals: Sequence[tuple[int, int]]) -> bool:
+    return all(end == start for (_, end), (start, _) in pairwise(intervals))

@@ -1,0 +1,53 @@
+"""Rule files: the families in the package and the user's own YAML. The one place of this room that reads files."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def list_families() -> list[str]:
+    """Names of the families in the package."""
+    folder = resources.files(__package__).joinpath("families")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def read_family(name: str) -> Any:
+    """A family's rules as data.
+
+    Raises:
+        ConfigError: no such family; the known ones are listed.
+    """
+    if name not in list_families():
+        raise ConfigError(
+            f"patterns: there is no family {name!r}. Families: {', '.join(list_families())}; "
+            f"a rule file ends in {' or '.join(SUFFIXES)}."
+        )
+    return _parse(resources.files(__package__).joinpath("families", f"{name}.yaml").read_text("utf-8"), name)
+
+
+def read_rules(path: str) -> Any:
+    """A user's rule file as data.
+
+    Raises:
+        ConfigError: it cannot be read, or is not YAML.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"patterns: {path} cannot be read: {error}") from None
+    return _parse(text, path)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"patterns: {where} is not YAML: {error}") from None

@@ -1,0 +1,309 @@
+"""The patterns: how a parameter's logical tensor and its tensor-parallel shards relate (Lian et al., ATC'25, table 2).
+
+A pattern knows no rank and no degree. The shards' shapes tell both, and the width of every rank's part, even or not:
+``join`` makes the layout of a set of shards, ``cut`` the layout of shards of a given logical tensor. Both are the same
+computation, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+from ..atoms import count
+from ..errors import MismatchError
+from .layout import Intervals, Layout, Shape, stack, whole
+
+VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab": true, and original_vocab_size'
+
+
+class Pattern(Protocol):
+    """How one parameter is cut.
+
+    ``vocab`` is the number of rows that mean something where dimension 0 is a padded vocabulary; the padding of two
+    sides may then differ. None: no padding.
+    """
+
+    @property
+    def vocab(self) -> int | None: ...
+
+    def join(self, local_shapes: Sequence[Shape]) -> Layout:
+        """The layout of shards of these shapes, one per rank; MismatchError where they contradict the pattern."""
+        ...
+
+    def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
+        """The layout of shards of these shapes that make up a tensor of logical ``shape``; else MismatchError."""
+        ...
+
+
+class _Cut:
+    """What all patterns share: a cut is a union whose logical shape is known."""
+
+    __slots__ = ()
+    vocab: int | None
+
+    def join(self, local_shapes: Sequence[Shape]) -> Layout:
+        if not local_shapes:
+            raise MismatchError("there are no shards")
+        layout = self._lay([tuple(shape) for shape in local_shapes])
+        if self.vocab is not None and (not layout.shape or layout.shape[0] < self.vocab):
+            raise MismatchError(
+                f"shape {layout.shape} has fewer rows than the vocabulary, original_vocab_size {self.vocab}"
+            )
+        return layout
+
+    def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
+        layout = self.join(local_shapes)
+        check_shapes(shape, layout.shape, self.vocab)
+        return layout
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        raise NotImplementedError
+
+
+def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
+    """Logical shapes of both sides must agree, a vocabulary's padding aside.
+
+    Raises:
+        MismatchError: they differ; where it looks like padding, the text says what to set.
+    """
+    if source == target:
+        return
+    if len(source) == len(target) > 0 and source[1:] == target[1:]:
+        if vocab is not None:
+            return
+        raise MismatchError(
+            f"logical shape {source} in the checkpoint, {target} in the model; {VOCABULARY_HINT}. If neither is right, "
+            "the pattern is not this parameter's"
+        )
+    raise MismatchError(
+        f"logical shape {source} in the checkpoint, {target} in the model: another model, or the wrong pattern"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Unique(_Cut):
+    """One rank holds the whole."""
+
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        if len(shapes) != 1:
+            raise MismatchError(f"unique, but {len(shapes)} tensor-parallel ranks hold it")
+        return whole(shapes[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(_Cut):
+    """Every rank holds the whole, the same values."""
+
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        if len(set(shapes)) != 1:
+            raise MismatchError(f"replicated, but the ranks' shapes differ: {list(shapes)}")
+        full = whole(shapes[0])
+        if len(shapes) == 1:
+            return full
+        return replace(full, shards=full.shards * len(shapes), local_shapes=tuple(shapes), replicated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(_Cut):
+    """Every rank holds the whole, with values of its own; the logical value is their mean."""
+
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        layout = Replicate()._lay(shapes)
+        return replace(layout, mean=layout.replicated)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardH(_Cut):
+    """Each rank holds one block along ``dim``; blocks follow each other in rank order.
+
+    Every rank's width is a multiple of ``unit`` places (rows of a head group that must stay together).
+    """
+
+    dim: int = 1
+    unit: int = 1
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        dim = _find_dim(self.dim, shapes)
+        widths = [shape[dim] for shape in shapes]
+        _check_unit(widths, self.unit, dim)
+        shape = _join_dim(shapes[0], dim, sum(widths))
+        return _lay_axis(shape, shape, dim, [(part,) for part in _chain(widths)], shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardV(ShardH):
+    """Each rank holds one block along dimension 0."""
+
+    dim: int = 0
+    unit: int = 1
+    vocab: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHy(_Cut):
+    """Sharded along several dimensions at once: ``grid[d]`` ranks along dimension d, rank → coordinates row-major."""
+
+    grid: tuple[int, ...]
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        grid = self._fit(len(shapes), len(shapes[0]))
+        if len({len(shape) for shape in shapes}) != 1:
+            raise MismatchError(f"the ranks' shapes have different numbers of dimensions: {list(shapes)}")
+        places = [_unravel(rank, grid) for rank in range(len(shapes))]
+        parts = [self._measure(dim, grid, places, shapes) for dim in range(len(grid))]
+        shards = tuple(tuple((parts[dim][at],) for dim, at in enumerate(place)) for place in places)
+        shape = tuple(part[-1][1] for part in parts)
+        return Layout(shape, shape, shards, tuple(shapes))
+
+    def _fit(self, ranks: int, dims: int) -> tuple[int, ...]:
+        if ranks == 1:
+            return (1,) * dims
+        if len(self.grid) > dims or count(self.grid) != ranks:
+            raise MismatchError(f"grid {list(self.grid)} does not fit {ranks} ranks and {dims} dimensions")
+        return self.grid + (1,) * (dims - len(self.grid))
+
+    @staticmethod
+    def _measure(
+        dim: int, grid: tuple[int, ...], places: Sequence[Shape], shapes: Sequence[Shape]
+    ) -> list[tuple[int, int]]:
+        widths = []
+        for at in range(grid[dim]):
+            found = {shape[dim] for place, shape in zip(places, shapes, strict=True) if place[dim] == at}
+            if len(found) != 1:
+                raise MismatchError(f"ranks at place {at} of the grid's dimension {dim} differ there: {sorted(found)}")
+            widths.append(found.pop())
+        return _chain(widths)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNC(_Cut):
+    """Several blocks per rank: ``dim`` is ``blocks`` blocks of several parts each, and every part is cut by rank.
+
+    [q; k; v] with unequal parts, each rank holding [q_r; k_r; v_r]: ``parts=(q, k, v)``. Fused gate/up: two equal
+    parts. Fused experts [experts * out, in] cut along out: ``blocks=experts``.
+
+    Attributes:
+        dim: the dimension that is cut.
+        blocks: equal blocks that follow each other along ``dim``, each cut in the same way.
+        parts: sizes of the parts of a block, or their proportions; with sizes they must sum to a block.
+        sized: ``parts`` are sizes.
+        unit: each rank's width of each part is a multiple of this (the head's size).
+        widths: per part and rank the width, where it cannot be told from the shapes (uneven parts that do not follow
+            each other's proportions); for the side with that many ranks and these widths.
+    """
+
+    parts: tuple[int, ...] = (1,)
+    dim: int = 0
+    blocks: int = 1
+    sized: bool = False
+    unit: int = 1
+    widths: tuple[tuple[int, ...], ...] | None = None
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        dim = _find_dim(self.dim, shapes)
+        locals_ = [_divide(shape[dim], self.blocks, f"dimension {dim}", "blocks") for shape in shapes]
+        widths = self._measure(locals_, dim)
+        for rank_widths in zip(*widths, strict=True):
+            _check_unit(rank_widths, self.unit, dim)
+        block, pieces = sum(locals_), [list[tuple[int, int]]() for _ in shapes]
+        start = 0
+        for part in widths:
+            for rank, (low, high) in enumerate(_chain(part)):
+                pieces[rank].append((start + low, start + high))
+            start += sum(part)
+        shape = _join_dim(shapes[0], dim, block * self.blocks)
+        if self.blocks == 1:
+            return _lay_axis(shape, shape, dim, pieces, shapes)
+        view = (*shape[:dim], self.blocks, block, *shape[dim + 1 :])
+        return _lay_axis(shape, view, dim + 1, pieces, shapes)
+
+    def _measure(self, locals_: Sequence[int], dim: int) -> list[list[int]]:
+        """Width of every part on every rank."""
+        if self.widths is not None and len(self.widths[0]) == len(locals_):
+            if [sum(rank) for rank in zip(*self.widths, strict=True)] != list(locals_):
+                raise MismatchError(f"widths {list(self.widths)} do not sum to the ranks' own, {list(locals_)}")
+            return [list(part) for part in self.widths]
+        total, weight = sum(locals_), sum(self.parts)
+        if self.sized and weight != total:
+            raise MismatchError(f"parts {list(self.parts)} sum to {weight}, dimension {dim} has blocks of {total}")
+        found = [[part * local for local in locals_] for part in self.parts]
+        if weight == 0 or any(size % weight for part in found for size in part):
+            raise MismatchError(
+                f"parts {list(self.parts)} cannot be told from the ranks' widths {list(locals_)} along dimension "
+                f"{dim}: the parts' shares are not whole. Give each part's width on each rank (widths)"
+            )
+        return [[size // weight for size in part] for part in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(_Cut):
+    """Rank r's shard stays rank r's shard: both sides have the same degree and the same shapes."""
+
+    vocab: int | None = None
+
+    def _lay(self, shapes: Sequence[Shape]) -> Layout:
+        return whole(shapes[0]) if len(shapes) == 1 else stack(shapes)
+
+
+def _find_dim(dim: int, shapes: Sequence[Shape]) -> int:
+    """Check that shards differ along one dimension only; returns it counted from the front."""
+    dims = len(shapes[0])
+    if not -dims <= dim < dims:
+        raise MismatchError(f"shard along dimension {dim}, but the shape {shapes[0]} has {dims} dimensions")
+    dim %= dims
+    for shape in shapes[1:]:
+        if len(shape) != dims:
+            raise MismatchError(f"the ranks' shapes have different numbers of dimensions: {list(shapes)}")
+        for other in range(dims):
+            if other != dim and shape[other] != shapes[0][other]:
+                raise MismatchError(f"shard along dimension {dim}, but the shapes differ in {other}: {list(shapes)}")
+    return dim
+
+
+def _check_unit(widths: Sequence[int], unit: int, dim: int) -> None:
+    if any(width % unit for width in widths):
+        raise MismatchError(f"widths {list(widths)} along dimension {dim} are not whole units of {unit}")
+
+
+def _divide(total: int, parts: int, what: str, named: str) -> int:
+    if parts < 1 or total % parts:
+        raise MismatchError(f"{what} of size {total} does not divide into {parts} {named}")
+    return total // parts
+
+
+def _join_dim(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _chain(widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Intervals of these widths that follow each other."""
+    ends = list(accumulate(widths))
+    return [(end - width, end) for width, end in zip(widths, ends, strict=True)]
+
+
+def _lay_axis(
+    shape: Shape, view: Shape, axis: int, pieces: Sequence[Sequence[tuple[int, int]]], local: Sequence[Shape]
+) -> Layout:
+    full: list[Intervals] = [((0, size),) for size in view]
+    shards = tuple((*full[:axis], tuple(piece), *full[axis + 1 :]) for piece in pieces)
+    return Layout(shape, view, shards, tuple(local))
+
+
+def _unravel(rank: int, grid: tuple[int, ...]) -> Shape:
+    place = []
+    for size in reversed(grid):
+        rank, at = divmod(rank, size)
+        place.append(at)
+    return tuple(reversed(place))

@@ -1,0 +1,273 @@
+"""Settle how every parameter is cut on both sides, in a fixed order and without guessing (DESIGN's invariant 5).
+
+Where both sides have the same degree and each rank the same shape, rank r's shard stays rank r's and nothing needs to
+be known. Else the first rule set that says something counts; what no set says is proven by the shapes or is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import MismatchError
+from .facts import Facts
+from .files import list_families
+from .kinds import VOCABULARY_HINT, Kept, Pattern, Replicate, Unique, check_shapes
+from .layout import Layout, Shape
+from .rules import RuleSet, suggest_rule
+
+SHAPES = "the shapes"
+_TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class Settled:
+    """How every parameter is cut.
+
+    Attributes:
+        layouts: name → (source layout, target layout or None).
+        patterns: name → pattern of the source.
+        origin: name → what settled it.
+        unused: rules that match no parameter, for the log.
+        notes: what is worth a line in the log: rules that were passed over, vocabularies that differ.
+    """
+
+    layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
+    patterns: dict[str, Pattern] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A parameter that nothing settles, with what sets had to say about that."""
+
+    name: str
+    source: tuple[Shape, ...]
+    target: tuple[Shape, ...] | None
+    why: tuple[str, ...]
+
+
+def settle(
+    names: Sequence[str],
+    source: Mapping[str, tuple[Shape, ...]],
+    target: Mapping[str, tuple[Shape, ...]] | None,
+    rule_sets: Sequence[RuleSet],
+    hints: Mapping[str, Any] | None = None,
+) -> Settled:
+    """Layouts of all parameters on both sides.
+
+    Args:
+        names: the parameters.
+        source, target: name → local shape per tensor-parallel rank; target None where there is none (converting).
+        rule_sets: in order; the first that says something about a parameter counts. A set of one side only
+            (``side``) comes before the others for that side, behind the user's.
+        hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
+
+    Raises:
+        MismatchError: shapes that differ or contradict a rule, rules that disagree, and everything that nothing
+            settles, in one message, with rules to paste.
+    """
+    orders = {side: _order(rule_sets, side) for side in ("source", "target")}
+    return _Settler(source, target, rule_sets, orders, hints or {}).run(names)
+
+
+@dataclass(slots=True)
+class _Settler:
+    source: Mapping[str, tuple[Shape, ...]]
+    target: Mapping[str, tuple[Shape, ...]] | None
+    rule_sets: Sequence[RuleSet]
+    orders: Mapping[str, Sequence[RuleSet]]
+    hints: Mapping[str, Any]
+    settled: Settled = field(default_factory=Settled)
+    faults: list[str] = field(default_factory=list)
+    opened: list[_Open] = field(default_factory=list)
+    checked: set[str] = field(default_factory=set)
+    facts: Facts = field(default_factory=Facts)
+
+    def run(self, names: Sequence[str]) -> Settled:
+        args = self.hints.get("args")
+        self.facts = Facts(
+            args=args if isinstance(args, Mapping) else {},
+            hints=self.hints,
+            shapes={name: shapes[0] for name, shapes in self.source.items()},
+        )
+        for name in names:
+            self._settle(name)
+        if self.faults or self.opened:
+            raise MismatchError(" ".join((*self._tell_faults(), *self._tell_open())))
+        self.settled.unused = [text for each in self.rule_sets for text in each.find_unused(names)]
+        return self.settled
+
+    def _settle(self, name: str) -> None:
+        source, target = self.source[name], None if self.target is None else self.target[name]
+        try:
+            if target == source or (target is None and len(source) == 1):
+                self._keep(name, Unique() if len(source) == 1 else Kept(), "the same shards", source, target)
+            else:
+                self._look_up(name, source, target)
+        except MismatchError as error:
+            self.faults.append(f"{name}: {error}")
+
+    def _keep(
+        self, name: str, pattern: Pattern, origin: str, source: Sequence[Shape], target: Sequence[Shape] | None
+    ) -> None:
+        self._store(name, (pattern, pattern), origin, source, target)
+
+    def _store(
+        self,
+        name: str,
+        patterns: tuple[Pattern, Pattern],
+        origin: str,
+        source: Sequence[Shape],
+        target: Sequence[Shape] | None,
+    ) -> None:
+        have = patterns[0].join(source)
+        want = None if target is None else patterns[1].join(target)
+        if want is not None:
+            check_shapes(have.shape, want.shape, patterns[0].vocab or patterns[1].vocab)
+        self.settled.layouts[name] = (have, want)
+        self.settled.patterns[name] = patterns[0]
+        self.settled.origin[name] = origin
+
+    def _look_up(self, name: str, source: tuple[Shape, ...], target: tuple[Shape, ...] | None) -> None:
+        self.facts = replace(self.facts, values=self._measure(source))
+        found = self._find(name)
+        if len(source) == 1 and target is not None and len(target) == 1:
+            self._keep(
+                name, _fit_whole(name, source[0], target[0], found), found[0][1] if found else SHAPES, source, target
+            )
+        elif found:
+            (have, origin), (want, other) = found
+            told = origin if origin == other else f"{origin}; {other}"
+            self._store(name, (have, want), told, source, target)
+        elif _prove_replicated(name, source, target):
+            self._keep(name, Replicate(), SHAPES, source, target)
+        else:
+            why = tuple(f"{each.name}: {each.hints[name]}" for each in self.rule_sets if name in each.hints)
+            self.opened.append(_Open(name, source, target, why))
+
+    def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
+        """Logical sizes if a dimension is cut, and the vocabulary: what expressions may ask for."""
+        totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
+        vocab = next((each.vocab for each in self.rule_sets if each.vocab is not None), None)
+        return totals if vocab is None else {**totals, "vocab": vocab}
+
+    def _find(self, name: str) -> tuple[tuple[Pattern, str], ...]:
+        """Patterns of the source and the target with their origins; empty where nothing says anything."""
+        asked: dict[int, Pattern | None] = {}
+        sides = []
+        for side in ("source", "target"):
+            for each in self.orders[side]:
+                if id(each) not in asked:
+                    asked[id(each)] = self._ask(each, name)
+                if (pattern := asked[id(each)]) is not None:
+                    sides.append((pattern, each.name))
+                    break
+        return tuple(sides)
+
+    def _ask(self, rule_set: RuleSet, name: str) -> Pattern | None:
+        pattern = rule_set.find(name, self.facts)
+        if pattern is not None and rule_set.name not in self.checked:
+            rule_set.check(self.facts)
+            self.checked.add(rule_set.name)
+        return pattern
+
+    def _tell_faults(self) -> Iterable[str]:
+        if self.faults:
+            yield f"The model and the checkpoint cannot be brought together: {'; '.join(_group(self.faults))}."
+
+    def _tell_open(self) -> Iterable[str]:
+        if not self.opened:
+            return
+        lines = [_tell(each) for each in self.opened]
+        rules: dict[str, None] = {}
+        for each in self.opened:
+            rule = suggest_rule(each.name, each.source, each.target)
+            rules.setdefault(json.dumps({**rule, "vocab": True} if _TABLE.search(each.name) else rule))
+        yield (
+            f"How tensor parallelism cuts {len(lines)} parameters is not known: {'; '.join(_group(lines))}. Name the "
+            'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
+            f"{', '.join(list_families())}), or give rules; to be checked and pasted: "
+            f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
+        )
+
+
+def _order(rule_sets: Sequence[RuleSet], side: str) -> list[RuleSet]:
+    """The user's sets, what this side says of itself, what holds for both, what the other side says of itself."""
+
+    def rate(each: RuleSet) -> int:
+        if each.side is None:
+            return 0 if each.user else 2
+        return 1 if each.side == side else 3
+
+    return sorted(rule_sets, key=rate)
+
+
+def _fit_whole(name: str, source: Shape, target: Shape, found: Sequence[tuple[Pattern, str]]) -> Pattern:
+    """No tensor parallelism on either side: only a vocabulary's padding may differ."""
+    vocab = next((pattern.vocab for pattern, _ in found if pattern.vocab), None)
+    text = f"shape {source} in the checkpoint, {target} in the model"
+    if not source or source[1:] != target[1:]:
+        raise MismatchError(text)
+    if vocab is None and _TABLE.search(name):
+        raise MismatchError(f"{text}; {VOCABULARY_HINT}")
+    if vocab is None:
+        raise MismatchError(text)
+    return Unique(vocab=vocab)
+
+
+def _prove_replicated(name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> bool:
+    """Ranks of two different degrees all hold the same shape: cut, one side would be a multiple of the other.
+
+    A vocabulary is left out: padding can make any two of its sides alike.
+    """
+    if target is None or len(source) == len(target) or _TABLE.search(name):
+        return False
+    return len({*source, *target}) == 1
+
+
+def _tell(opened: _Open) -> str:
+    text = f"{opened.name}: {_tell_side(opened.source)} in the checkpoint"
+    if opened.target is not None:
+        text += f", {_tell_side(opened.target)} in the model"
+    return "; ".join((text, *opened.why))
+
+
+def _tell_side(shapes: Sequence[Shape]) -> str:
+    told = " and ".join(dict.fromkeys(map(str, shapes)))
+    return f"{told} on {len(shapes)} rank{'s' * (len(shapes) > 1)}"
+
+
+def _group(lines: Sequence[str]) -> list[str]:
+    """Lines that differ in the numbers of the parameter's name only, as one line with all these numbers."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        name, _, rest = line.partition(": ")
+        groups.setdefault((re.sub(r"\d+", "{}", name), rest), []).append(name)
+    return [f"{_join_names(names)}: {rest}" for (_, rest), names in groups.items()]
+
+
+def _join_names(names: Sequence[str]) -> str:
+    places = list(zip(*(re.findall(r"\d+", name) for name in names), strict=True))
+    varying = [at for at, numbers in enumerate(places) if len(set(numbers)) > 1]
+    if len(names) == 1 or len(varying) != 1:
+        return ", ".join(names)
+    (place,) = varying
+    numbers = iter(range(len(places)))
+    spans = _join_numbers(sorted(map(int, places[place])))
+    return re.sub(r"\d+", lambda found: f"{{{spans}}}" if next(numbers) == place else found[0], names[0])
+
+
+def _join_numbers(numbers: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] + 1 == number:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)

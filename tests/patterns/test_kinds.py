@@ -1,0 +1,227 @@
+"""Every pattern, degree and width: union(cut(x)) == x, each element once, and shapes that contradict are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.patterns import (
+    Kept,
+    Partial,
+    Replicate,
+    ShardH,
+    ShardHy,
+    ShardNC,
+    ShardV,
+    Unique,
+    copy_runs,
+    find_faults,
+    whole,
+)
+
+from .shards import cut_array, reshard
+
+small = st.integers(1, 4)
+
+
+def split(array, widths, dim):
+    return np.split(array, np.cumsum(widths)[:-1], axis=dim)
+
+
+def widths_of(draw, total, ranks):
+    """``total`` places over ranks, any widths, empty ones too."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+    return [high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+@st.composite
+def plain_cuts(draw):
+    """(pattern, array, shards as numpy cuts them) of Unique, Replicate, Partial, Shard-V, Shard-H."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    array = np.arange(np.prod(shape)).reshape(shape)
+    ranks = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from(["unique", "replicate", "partial", "v", "h"]))
+    if kind == "unique":
+        return Unique(), array, [array]
+    if kind in ("replicate", "partial"):
+        return (Replicate() if kind == "replicate" else Partial()), array, [array] * ranks
+    dim = 0 if kind == "v" else draw(st.integers(0, len(shape) - 1))
+    pattern = ShardV() if kind == "v" else ShardH(dim=dim)
+    return pattern, array, split(array, widths_of(draw, shape[dim], ranks), dim)
+
+
+@st.composite
+def hybrid_cuts(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)))
+    grid = tuple(draw(st.integers(1, 3)) for _ in range(draw(st.integers(2, len(shape)))))
+    array = np.arange(np.prod(shape)).reshape(shape)
+    shards = [array]
+    for dim, ranks in enumerate(grid):
+        widths = widths_of(draw, shape[dim], ranks)
+        shards = [piece for shard in shards for piece in split(shard, widths, dim)]
+    return ShardHy(grid=grid), array, shards
+
+
+@st.composite
+def block_cuts(draw):
+    """[blocks × parts, …] along a dimension, every part cut for ranks in proportion or with widths of its own."""
+    ranks, blocks, others = draw(small), draw(small), tuple(draw(st.lists(small, max_size=2)))
+    dim = draw(st.integers(0, len(others)))
+    shares = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    given_widths = draw(st.booleans())
+    base = [draw(st.integers(0, 3)) for _ in range(ranks)]
+    base[0] += 1
+    widths = [
+        widths_of(draw, share * sum(base), ranks) if given_widths else [share * b for b in base] for share in shares
+    ]
+    sizes = [sum(part) for part in widths]
+    shape = (*others[:dim], blocks * sum(sizes), *others[dim:])
+    array = np.arange(np.prod(shape)).reshape(shape)
+    shards = [[] for _ in range(ranks)]
+    for block in np.split(array, blocks, axis=dim):
+        for part, part_widths in zip(split(block, sizes, dim), widths, strict=True):
+            for rank, piece in enumerate(split(part, part_widths, dim)):
+                shards[rank].append(piece)
+    pattern = ShardNC(
+        parts=tuple(sizes) if given_widths or draw(st.booleans()) else tuple(shares),
+        dim=dim,
+        blocks=blocks,
+        widths=tuple(map(tuple, widths)) if given_widths else None,
+    )
+    return pattern, array, [np.concatenate(pieces, axis=dim) for pieces in shards]
+
+
+cuts = st.one_of(plain_cuts(), hybrid_cuts(), block_cuts())
+
+
+@given(cuts)
+@settings(max_examples=300, deadline=None)
+def test_union_of_cut_is_the_whole_for_every_pattern(case):
+    """Numpy's shards are the layout's shards, and joined they are the tensor again."""
+    pattern, array, shards = case
+    layout = pattern.join([shard.shape for shard in shards])
+    assert layout.shape == array.shape
+    assert find_faults(layout) == []
+    for got, expected in zip(cut_array(layout, array), shards, strict=True):
+        np.testing.assert_array_equal(got, expected.reshape(-1))
+    (joined,) = reshard(layout, [shard.reshape(-1) for shard in shards], whole(array.shape))
+    np.testing.assert_array_equal(joined, array.reshape(-1))
+    cut = pattern.cut(array.shape, [shard.shape for shard in shards])
+    for got, expected in zip(reshard(whole(array.shape), [array.reshape(-1)], cut), shards, strict=True):
+        np.testing.assert_array_equal(got, expected.reshape(-1))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_degree_to_degree_and_back(data):
+    """Fused parts of any number of blocks, from any degree to any other that its widths allow, and back, bitwise."""
+    first, second, blocks = (data.draw(small) for _ in range(3))
+    parts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dim, heads = data.draw(st.integers(0, 1)), first * second
+    pattern = ShardNC(parts=tuple(parts), dim=dim, blocks=blocks)
+
+    def shapes(ranks):
+        local = blocks * sum(parts) * heads // ranks
+        return [(local, 3) if dim == 0 else (3, local)] * ranks
+
+    source = pattern.join(shapes(first))
+    target = pattern.cut(source.shape, shapes(second))
+    array = np.arange(np.prod(source.shape))
+    shards = cut_array(source, array)
+    there = reshard(source, shards, target)
+    for got, expected in zip(there, cut_array(target, array), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for got, expected in zip(reshard(target, there, source), shards, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_query_key_value_per_rank():
+    """8 query heads and 2 key/value heads of 4 rows: rank 1 of 2 holds its 4 query heads, then one key, one value."""
+    layout = ShardNC(parts=(32, 8, 8), sized=True, unit=4).join([(24, 16), (24, 16)])
+    assert layout.shards[1][0] == ((16, 32), (36, 40), (44, 48))
+    assert layout.shards[1][1] == ((0, 16),)
+
+
+def test_fused_experts():
+    layout = ShardNC(blocks=3).join([(6, 5), (6, 5)])
+    assert layout.view == (3, 4, 5)
+    assert layout.shards[1] == (((0, 3),), ((2, 4),), ((0, 5),))
+
+
+def test_recorded_widths_are_for_their_own_degree():
+    """Three key/value heads on two ranks, [2, 1]; on three ranks the widths follow the shapes."""
+    pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))
+    assert pattern.join([(6,), (3,)]).shards[1][0] == ((4, 6), (8, 9))
+    assert pattern.cut((9,), [(3,)] * 3).shards[1][0] == ((2, 4), (7, 8))
+    with pytest.raises(MismatchError, match="do not sum to the ranks' own"):
+        pattern.join([(5,), (4,)])
+
+
+def test_a_vocabulary_keeps_rows_of_both_sides():
+    """10 words: 12 rows on two ranks, 16 on four. Rows 0-11 come over, rows 12-15 are new."""
+    pattern = ShardV(vocab=10)
+    source = pattern.join([(6, 2)] * 2)
+    target = pattern.cut(source.shape, [(4, 2)] * 4)
+    assert target.shape == (16, 2)
+    values = np.arange(24)
+    rows = [np.full(8, -1) for _ in range(4)]
+    for rank, row in enumerate(rows):
+        for src_rank, shard in enumerate(cut_array(source, values)):
+            for run in copy_runs(source, src_rank, target, rank, 0, 8):
+                row[run.dst : run.dst + run.width] = shard[run.src : run.src + run.width]
+    np.testing.assert_array_equal(np.concatenate(rows), [*range(24), *[-1] * 8])
+    back = ShardV(vocab=10).cut(target.shape, [(12, 2)])
+    assert sum(run.numel for rank in range(4) for run in copy_runs(target, rank, back, 0, 0, 24)) == 24
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shapes", "message"),
+    [
+        (Unique(), [(2,), (2,)], "unique, but 2"),
+        (Replicate(), [(2,), (3,)], "shapes differ"),
+        (Partial(), [(2,), (3,)], "shapes differ"),
+        (ShardH(dim=1), [(2, 4), (3, 4)], "shard along dimension 1, but the shapes differ in 0"),
+        (ShardV(), [(2, 4), (2, 5)], "shard along dimension 0, but the shapes differ in 1"),
+        (ShardH(dim=1), [(4,), (4,)], "has 1 dimensions"),
+        (ShardV(), [(4,), (4, 1)], "different numbers of dimensions"),
+        (ShardV(), [(), ()], "has 0 dimensions"),
+        (ShardV(unit=3), [(4,), (2,)], "not whole units of 3"),
+        (ShardV(vocab=9), [(4, 2), (4, 2)], "fewer rows than the vocabulary"),
+        (ShardHy(grid=(2, 2)), [(2, 2)] * 3, "does not fit 3 ranks"),
+        (ShardHy(grid=(2, 2)), [(2, 2), (2, 2), (2, 2), (2, 3)], "differ there"),
+        (ShardNC(parts=(1, 1)), [(3,), (3,)], "shares are not whole"),
+        (ShardNC(parts=(4, 4), sized=True), [(3,), (3,)], "sum to 8, dimension 0 has blocks of 6"),
+        (ShardNC(blocks=4), [(6,), (6,)], "does not divide into 4 blocks"),
+        (ShardNC(parts=(2, 1), unit=2), [(3,), (3,)], "not whole units of 2"),
+        (ShardV(), [], "no shards"),
+    ],
+)
+def test_shapes_that_contradict_the_pattern(pattern, shapes, message):
+    with pytest.raises(MismatchError, match=message):
+        pattern.join(shapes)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [((9, 2), "original_vocab_size"), ((8, 3), r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model")],
+)
+def test_logical_shapes_must_agree(source, message):
+    with pytest.raises(MismatchError, match=message):
+        ShardV().cut(source, [(4, 2), (4, 2)])
+
+
+def test_shards_that_are_kept():
+    layout = Kept().join([(2, 3), (1, 3)])
+    assert find_faults(layout) == []
+    assert [run.numel for run in copy_runs(layout, 1, layout, 1, 0, 3)] == [3]
+    assert copy_runs(layout, 0, layout, 1, 0, 3) == ()
+    assert Kept().join([(2, 3)]) == whole((2, 3))
+
+
+def test_a_mean_is_replicated():
+    assert Partial().join([(2,), (2,)]).mean
+    assert not Partial().join([(2,)]).mean
+    assert not Replicate().join([(2,), (2,)]).mean

@@ -1,0 +1,290 @@
+"""Rules as a user writes them: what is accepted, what they match, and the order of rule sets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.patterns import (
+    Kept,
+    Partial,
+    Replicate,
+    ShardH,
+    ShardHy,
+    ShardNC,
+    ShardV,
+    Unique,
+    from_attributes,
+    from_config,
+    from_universal_info,
+    load_family,
+    settle,
+)
+
+SOURCE = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6)), "norm.weight": ((6,), (6,))}
+TARGET = {"1.a.weight": ((8, 6),), "2.a.weight": ((8, 6),), "norm.weight": ((6,),)}
+V = {"match": r"\d+\.a\.weight", "pattern": "shard-v"}
+N = {"match": r"norm\.weight", "pattern": "replicate"}
+
+
+def run(*sets, source=SOURCE, target=TARGET, hints=None):
+    return settle(list(source), source, target, [rule_set for each in sets for rule_set in each], hints)
+
+
+@pytest.mark.parametrize("value", [[V, N], {"rules": [V, N]}], ids=["list", "object"])
+def test_inline_rules(value):
+    settled = run(from_config(value))
+    assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardV(), "norm.weight": Replicate()}
+    assert set(settled.origin.values()) == {"the user's rules"}
+    assert settled.layouts["1.a.weight"][1].shape == (8, 6)
+
+
+@pytest.mark.parametrize("name", ["rules.yaml", "rules.yml", "rules.json"])
+def test_rules_in_a_file(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(json.dumps({"rules": [V, N]}))
+    assert run(from_config(str(path))).origin["norm.weight"] == f"the rules in {path}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "pattern"),
+    [
+        ({"pattern": "partial"}, [(6,), (6,)], Partial()),
+        ({"pattern": "shard-h"}, [(2, 3), (2, 3)], ShardH(dim=1)),
+        ({"pattern": "shard-h", "dim": 0}, [(2, 3), (2, 3)], ShardV()),
+        ({"pattern": "shard-h", "dim": 2}, [(2, 3, 1), (2, 3, 2)], ShardH(dim=2)),
+        ({"pattern": "shard-v", "unit": 2}, [(2, 3), (4, 3)], ShardV(unit=2)),
+        ({"pattern": "shard-hy", "grid": [2, 2]}, [(2, 3)] * 4, ShardHy(grid=(2, 2))),
+        ({"pattern": "shard-nc", "parts": [1, 1]}, [(4,), (2,)], ShardNC(parts=(1, 1))),
+        ({"pattern": "shard-nc", "parts": [4, "rest", "rest"]}, [(4,), (4,)], ShardNC(parts=(4, 2, 2), sized=True)),
+        ({"pattern": "shard-nc", "parts": ["n", "2 * n"]}, [(6,), (6,)], ShardNC(parts=(4, 8), sized=True)),
+        ({"pattern": "shard-nc", "blocks": "n", "dim": 1}, [(1, 8), (1, 4)], ShardNC(blocks=4, dim=1)),
+        (
+            {"pattern": "shard-nc", "parts": [4, 2], "widths": [[3, 1], [1, 1]]},
+            [(4,), (2,)],
+            ShardNC(parts=(4, 2), sized=True, widths=((3, 1), (1, 1))),
+        ),
+    ],
+    ids=str,
+)
+def test_every_pattern_can_be_written(spec, shapes, pattern):
+    rules = from_config({"rules": [{"match": "w", **spec}], "variables": {"n": 4}})
+    assert settle(["w"], {"w": tuple(shapes)}, None, rules).patterns["w"] == pattern
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (7, "a family, a path, a list of rules"),
+        ("missing.yaml", "missing.yaml cannot be read"),
+        ("nothing", "there is no family 'nothing'"),
+        ({"rule": []}, "unknown 'rule'; valid: .*family.*rename.*rules"),
+        ({"rules": {}}, "a list is needed"),
+        ({"variables": 3}, "variables is an object"),
+        ({"original_vocab_size": "many"}, "original_vocab_size is a positive integer"),
+        ([{"match": "a"}], 'a rule is {"match": …, "pattern": …}'),
+        ([{"match": "a", "pattern": "rows"}], "unknown pattern 'rows'; valid: unique, replicate, partial, shard-v"),
+        ([{"match": "a", "pattern": "shard-v", "dim": 1}], "shard-v has no 'dim'; valid: dims, match"),
+        ([{"match": "(", "pattern": "shard-v"}], "is not a regular expression"),
+        ([{"match": "a", "pattern": "shard-hy"}], "needs a grid"),
+        ({"rename": 5}, "rename: a list"),
+        ({"rename": [{"from": "a"}]}, 'rename: {"from": …, "to": …} is needed'),
+    ],
+    ids=str,
+)
+def test_what_is_not_understood(value, message):
+    with pytest.raises(ConfigError, match=message):
+        from_config(value)
+
+
+def test_a_file_that_is_not_yaml(tmp_path):
+    (tmp_path / "a.yaml").write_text("rules: [")
+    with pytest.raises(ConfigError, match="a.yaml is not YAML"):
+        from_config(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1 +", "is not an expression"),
+        ("__import__('os')", "unknown function '__import__'"),
+        ("[1][0]", "is not understood"),
+        ("own.shape", "is not understood"),
+    ],
+)
+def test_expressions_are_data(expression, message):
+    rules = from_config([{"match": "w", "pattern": "shard-nc", "blocks": expression}])
+    with pytest.raises(ConfigError, match=message):
+        settle(["w"], {"w": ((2,), (2,))}, None, rules)
+
+
+def test_a_size_that_nothing_tells():
+    rules = from_config([{"match": "w", "pattern": "shard-nc", "parts": ["args.q", "rest"]}])
+    with pytest.raises(MismatchError, match=r"w: the rule 'w' needs .*args.q.*; give it under variables"):
+        settle(["w"], {"w": ((2,), (2,))}, None, rules)
+
+
+def test_names_are_matched_as_a_whole():
+    for match in (r"\d\.a", r"a\.weight", r"1\.a\.weigh"):
+        with pytest.raises(MismatchError, match="is not known"):
+            run(from_config([{"match": match, "pattern": "shard-v"}]))
+
+
+def test_a_prefix_is_optional_and_declared():
+    source = {name: ((4,), (4,)) for name in ("w", "7.w", "7.8.w")}
+    target = {name: ((8,),) for name in source}
+    value = {"prefix": r"(?:\d+\.)*", "rules": [{"match": "w", "pattern": "shard-v"}]}
+    assert set(run(from_config(value), source=source, target=target).patterns.values()) == {ShardV()}
+
+
+def test_the_first_set_that_says_something_counts():
+    info = {"parameter_with_row_parallelism_patterns": [r"\d+\.a\.weight"]}
+    source = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6))}
+    target = {"1.a.weight": ((8, 6),), "2.a.weight": ((4, 12),)}
+    user = from_config([{"match": r"1\.a\.weight", "pattern": "shard-v"}])
+    attributes = from_attributes({"2.a.weight": {"tensor_model_parallel": True, "partition_dim": 0}})
+    settled = run(user, [from_universal_info(info, 2), attributes], source=source, target=target)
+    assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardH()}
+    assert settled.origin == {"1.a.weight": "the user's rules", "2.a.weight": "universal_checkpoint_info"}
+
+
+def test_inline_rules_come_before_their_family():
+    name = "2.self_attention.dense.weight"
+    source, target = {name: ((8, 4), (8, 4))}, {name: ((16, 4),)}
+    rules = from_config({"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]})
+    assert run(rules, source=source, target=target).patterns[name] == ShardV()
+
+
+def test_two_rules_of_one_set_disagree():
+    with pytest.raises(MismatchError, match=r"1.a.weight: two rules of the user's rules disagree: .*ShardV.*Replicate"):
+        run(from_config([V, {"match": r"1\..*", "pattern": "replicate"}, N]))
+
+
+def test_two_rules_that_agree():
+    assert run(from_config([V, {"match": r"1\..*", "pattern": "shard-v"}, N])).patterns["1.a.weight"] == ShardV()
+
+
+def test_rules_that_match_nothing_are_reported():
+    idle = {"match": r"b\.weight", "pattern": "shard-v"}
+    assert run(from_config([V, N, idle])).unused == [r"the user's rules: 'b\\.weight' matches no parameter"]
+
+
+def test_a_pattern_that_contradicts_the_shapes():
+    with pytest.raises(MismatchError, match=r"\{1-2\}.a.weight: logical shape \(4, 12\) in the checkpoint, \(8, 6\)"):
+        run(from_config([{**V, "pattern": "shard-h"}, N]))
+
+
+def test_everything_that_is_not_settled_is_listed():
+    source = {
+        **SOURCE,
+        "embed.weight": ((4, 2), (4, 2)),
+        "1.qkv.weight": ((6, 2), (6, 2)),
+        "1.mlp.dense_h_to_4h.weight": ((8, 2), (8, 2)),
+        "1.out.weight": ((3, 4), (3, 4)),
+        "1.odd": ((2, 2, 2), (3, 2, 2)),
+    }
+    target = {
+        **TARGET,
+        "embed.weight": ((8, 2),),
+        "1.qkv.weight": ((12, 2),),
+        "1.mlp.dense_h_to_4h.weight": ((16, 2),),
+        "1.out.weight": ((3, 8),),
+        "1.odd": ((20,),),
+    }
+    with pytest.raises(MismatchError) as caught:
+        run(from_config([]), source=source, target=target)
+    text = str(caught.value)
+    assert "7 parameters is not known" in text
+    assert "{1-2}.a.weight: (4, 6) on 2 ranks in the checkpoint, (8, 6) on 1 rank in the model" in text
+    assert "1.odd: (2, 2, 2) and (3, 2, 2) on 2 ranks in the checkpoint" in text
+    assert "norm.weight" not in text
+    start = text.index('"checkpoint": {"universal": {"patterns": [')
+    rules = json.loads("{" + text[start:] + "}")["checkpoint"]["universal"]["patterns"]
+    told = {rule["match"]: rule for rule in rules}
+    assert told[r"\d+\.a\.weight"] == V
+    assert told[r"embed\.weight"] == {"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}
+    assert told[r"\d+\.out\.weight"] == {"match": r"\d+\.out\.weight", "pattern": "shard-h", "dim": 1}
+    for open_choice in (r"\d+\.qkv\.weight", r"\d+\.mlp\.dense_h_to_4h\.weight", r"\d+\.odd"):
+        assert told[open_choice]["pattern"].startswith("<")
+
+
+def test_the_suggested_rules_work():
+    with pytest.raises(MismatchError) as caught:
+        run()
+    text = str(caught.value)
+    section = json.loads("{" + text[text.index('"checkpoint": {"universal": {"patterns": [') :] + "}")
+    assert run(from_config(section["checkpoint"]["universal"]["patterns"])).patterns["2.a.weight"] == ShardV()
+
+
+def test_the_same_shards_need_no_rules():
+    settled = run(source=SOURCE, target=SOURCE)
+    assert settled.patterns["1.a.weight"] == Kept()
+    whole = {name: shape for name, shape in TARGET.items()}
+    assert run(source=whole, target=whole).patterns["1.a.weight"] == Unique()
+
+
+def test_without_tensor_parallelism_shapes_are_equal():
+    other = {**TARGET, "norm.weight": ((7,),)}
+    with pytest.raises(MismatchError, match=r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."):
+        run(source=TARGET, target=other)
+
+
+@pytest.mark.parametrize("size", [None, 10])
+def test_padding_differs_without_tensor_parallelism(size):
+    source, target = {"embed.weight": ((12, 2),)}, {"embed.weight": ((16, 2),)}
+    value = {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
+    if size is None:
+        with pytest.raises(
+            MismatchError, match=r'embed.weight: shape \(12, 2\).*"vocab": true, and original_vocab_size'
+        ):
+            run(from_config(value), source=source, target=target)
+        return
+    settled = run(from_config({**value, "original_vocab_size": size}), source=source, target=target)
+    assert settled.patterns["embed.weight"] == Unique(vocab=10)
+
+
+def test_shapes_prove_what_every_rank_holds_whole():
+    """The norm needs no rule: cut, the target would have twice the rows. A vocabulary's padding could fake that."""
+    settled = run(from_config([V]))
+    assert (settled.patterns["norm.weight"], settled.origin["norm.weight"]) == (Replicate(), "the shapes")
+    source, target = {"embed.weight": ((128, 2),)}, {"embed.weight": ((128, 2), (128, 2))}
+    with pytest.raises(MismatchError, match="embed.weight"):
+        run(source=source, target=target)
+
+
+@pytest.mark.parametrize(
+    ("told", "pattern"),
+    [
+        ({"tensor_model_parallel": False, "partition_dim": -1}, Replicate()),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}, ShardV()),
+        ({"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1}, ShardH(dim=1)),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2}, ShardNC(parts=(1, 1))),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "partition_sizes": [4, 1, 1]}, ShardNC(parts=(4, 1, 1))),
+        ({"tensor_model_parallel": True, "partition_dim": -1}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_attributes(told, pattern):
+    shapes = {"w": ((6, 12), (6, 12))}
+    rules = from_attributes({"w": told})
+    if pattern is None:
+        with pytest.raises(MismatchError, match="is not known"):
+            settle(["w"], shapes, None, [rules])
+        return
+    assert settle(["w"], shapes, None, [rules]).patterns["w"] == pattern
+
+
+def test_attributes_do_not_tell_how_queries_and_keys_are_fused():
+    """Unless they tell the parts."""
+    name, told = "1.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}
+    shapes = {name: ((6, 2), (6, 2))}
+    with pytest.raises(MismatchError, match="per-rank .q; k; v. and interleaved per head group have the same shapes"):
+        settle([name], shapes, None, [from_attributes({name: told})])
+    settled = settle([name], shapes, None, [from_attributes({name: {**told, "partition_stride": 3}})])
+    assert settled.patterns[name] == ShardNC(parts=(1, 1, 1))
+    rules = [from_attributes({name: told}), load_family("megatron-gpt-interleaved")]
+    hints = {"args": {"hidden_size": 2, "num_attention_heads": 2, "num_key_value_heads": 2}}
+    assert settle([name], shapes, None, rules, hints).patterns[name] == ShardV()
