@@ -1,18 +1,23 @@
 """Writes normal DeepSpeed checkpoints of any topology from pure data, without an engine or a process group.
 
 Thousands of loader cases become cheap in one process: describe a `Model`, draw a `State`, choose a `Topology`, and
-`write_checkpoint`. The files have the names, keys, layouts, paddings and shared storages of DeepSpeed 0.19's own;
-`test_synth_against_deepspeed.py` holds them against real saves. `read_state` is the inverse.
+`write_checkpoint`. Tensor- and pipeline-parallel runs come from the same logical state (`split`), the tests' own
+`cut` giving the shards. The files have the names, keys, layouts, paddings and shared storages of DeepSpeed 0.19's own;
+`test_synth_against_deepspeed.py` holds them against real saves. `read_state` and `read_locals` are the inverse.
 """
 
-from .description import Model, Param, Run, State, Topology, assert_same_state, random_state
-from .files import build_files, write_checkpoint, write_files
+from .description import Layer, Model, Param, Run, State, Topology, assert_same_state, random_state
+from .files import build_files, build_local_files, write_checkpoint, write_files
 from .layout import Flat, GroupLayout, Slice, group_layouts, partition_layout
-from .reader import read_state
+from .parallel import Local, local_models, split
+from .reader import read_locals, read_state
+from .stages import bidirectional, contiguous, instance_names, interleaved
 
 __all__ = [
     "Flat",
     "GroupLayout",
+    "Layer",
+    "Local",
     "Model",
     "Param",
     "Run",
@@ -20,11 +25,19 @@ __all__ = [
     "State",
     "Topology",
     "assert_same_state",
+    "bidirectional",
     "build_files",
+    "build_local_files",
+    "contiguous",
     "group_layouts",
+    "instance_names",
+    "interleaved",
+    "local_models",
     "partition_layout",
     "random_state",
+    "read_locals",
     "read_state",
+    "split",
     "write_checkpoint",
     "write_files",
 ]

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .stages import differs_by_stage, instance_names
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
@@ -17,13 +19,17 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter. `group` is its optimizer param group (None: not given to the optimizer), `alias_of` its owner."""
+    """One parameter. `group` is its optimizer param group (None: not given to the optimizer), `alias_of` its owner.
+
+    `tied` marks the `tied_weight_attr` of a pipeline's tied module: one value on all stages that hold it.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: int | None = 0
     frozen: bool = False
     alias_of: str | None = None
+    tied: bool = False
 
     @property
     def numel(self) -> int:
@@ -36,11 +42,27 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer spec of a PipelineModule: a module of its own, or the tied module with the key `tied`.
+
+    `file=False` has no state_dict, so DeepSpeed writes no layer file: a function, or a TiedLayerSpec with a
+    forward_fn.
+    """
+
+    tied: str | None = None
+    file: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
-    """Parameters in `named_parameters` order (their order within a group too), and persistent buffers."""
+    """Parameters in `named_parameters` order (their order within a group too), and persistent buffers.
+
+    `layers` make it a PipelineModule, whose names start with "<layer>." or "tied_modules.<key>.".
+    """
 
     params: tuple[Param, ...]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    layers: tuple[Layer, ...] = ()
 
     @property
     def owners(self) -> tuple[Param, ...]:
@@ -73,8 +95,13 @@ class Topology:
     """How the run that saved was laid out.
 
     `wrapper` is "raw" | "unfused" | "fused" at stage 0, "zero" | "bf16" (BF16_Optimizer) at stage 1, "zero" above;
-    None takes the one that DeepSpeed takes for a torch optimizer. `sub_group_size` is in elements of one partition.
+    pipelines in bf16 have "bf16" at stage 0 too. None takes the one that DeepSpeed takes for a torch optimizer.
+    `sub_group_size` is in elements of one partition.
     Like DeepSpeed, wrappers ignore the options that they do not have.
+
+    `dp` includes the sequence-parallel degree. `placement` has the layers of each pipeline rank (None: contiguous and
+    uniform). `model_axis` says whether the process topology has a model axis, which names the layer files; None: with
+    tensor parallelism only.
     """
 
     stage: int
@@ -85,8 +112,14 @@ class Topology:
     parameter_alignment: bool = False
     sub_group_size: int | None = None
     elastic: bool = False
+    tp: int = 1
+    pp: int = 1
+    placement: tuple[tuple[int, ...], ...] | None = None
+    model_axis: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.pp > 1 and self.stage > 1:
+            raise ValueError(f"DeepSpeed has no pipelines under ZeRO {self.stage}")
         if self.kind not in self._valid_kinds():
             raise ValueError(
                 f"{self.kind!r} is no wrapper of stage {self.stage} in {self.precision}: {self._valid_kinds()} are"
@@ -115,19 +148,35 @@ class Topology:
         return self.elastic and self.kind == "zero" and self.stage in (1, 2)
 
     @property
+    def partitions(self) -> bool:
+        """Whether data-parallel ranks own partitions and write files of their own."""
+        return self.stage > 0 or self.kind == "bf16"
+
+    @property
+    def mp(self) -> int:
+        """Model-parallel ranks, DeepSpeed's mp_world_size."""
+        return self.pp * self.tp
+
+    @property
+    def names_model_axis(self) -> bool:
+        """Whether layer files have the tensor-parallel rank in their names."""
+        return self.tp > 1 if self.model_axis is None else self.model_axis
+
+    @property
     def label(self) -> str:
-        """A readable test id: zero2-bf16-dp3-round_robin."""
+        """A readable test id: zero2-bf16-dp3-round_robin, zero1-fp32-tp2-pp2-dp1."""
         options = [name for name in ("round_robin", "parameter_alignment", "elastic") if getattr(self, name)]
         sub_group = [f"sub{self.sub_group_size}"] if self.sub_group_size else []
         kind = f"stage0-{self.kind}" if self.stage == 0 else f"zero{self.stage}" + "-bf16opt" * (self.kind == "bf16")
-        return "-".join([kind, self.precision, f"dp{self.dp}", *options, *sub_group])
+        degrees = [f"{axis}{degree}" for axis, degree in (("tp", self.tp), ("pp", self.pp)) if degree > 1]
+        return "-".join([kind, self.precision, *degrees, f"dp{self.dp}", *options, *sub_group])
 
     def ds_config(self) -> dict[str, Any]:
         """A configuration that gives this topology."""
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": self._zero_config()}
         if self.precision != "fp32":
             config[self.precision] = {"enabled": True}
-        if self.kind == "bf16":
+        if self.kind == "bf16" and self.stage == 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config
 
@@ -142,8 +191,13 @@ class Topology:
 
     def _valid_kinds(self) -> tuple[str, ...]:
         if self.stage == 0:
-            return ("raw",) if self.precision == "fp32" else ("unfused", "fused")
+            return self._valid_whole_kinds()
         return ("zero", "bf16") if self.stage == 1 and self.precision == "bf16" else ("zero",)
+
+    def _valid_whole_kinds(self) -> tuple[str, ...]:
+        if self.precision == "bf16":
+            return ("bf16",) if self.pp > 1 else ("unfused", "fused", "bf16")
+        return ("raw",) if self.precision == "fp32" else ("unfused", "fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +205,8 @@ class Run:
     """Everything else that a checkpoint carries. None takes what a fresh engine of the topology would have.
 
     `garbage` is left in ZeRO 3's padding, which is uninitialised memory in a real run: nan shows who reads it.
+    `parallel_dimensions=False` leaves out what older releases do not write. `nest` makes the `module` of the file from
+    the flat state_dict, for models whose state_dict is nested.
     """
 
     global_steps: int = 3
@@ -166,6 +222,8 @@ class Run:
     clip_grad: float = 1.0
     overflow: bool = False
     garbage: float = 0.0
+    parallel_dimensions: bool = True
+    nest: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] | None = None
 
 
 def random_state(
@@ -177,23 +235,42 @@ def random_state(
     precision: str = "fp32",
     without: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
+    topology: Topology | None = None,
+    equal_instances: bool = False,
 ) -> State:
     """Random atoms, fp32, the same on every machine.
 
     `step` None gives no scalar; `states=()` with `step=None` is a checkpoint from before the first step; parameters in
     `without` never got a gradient. Parameters that the optimizer does not train are rounded to `precision`, which is
     all that a checkpoint of that precision keeps of them. `dtype` is that of the states.
+
+    With a `topology` there are the instances of what several pipeline ranks hold too ("name#1"): the weights equal,
+    except a tied module's untied ones; the optimizer states all different, which shows who mixes them up, or equal as
+    in a real run with `equal_instances`.
     """
     random = torch.Generator().manual_seed(seed)
     atoms: dict[str, dict[str, torch.Tensor]] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for param in model.owners:
+
+    def draw(name: str, param: Param) -> None:
         fp32 = torch.randn(param.shape, generator=random)
         trained = param.trains and param.group is not None
-        atoms[param.name] = {"fp32": fp32 if trained else fp32.to(DTYPES[precision]).float()}
+        atoms[name] = {"fp32": fp32 if trained else fp32.to(DTYPES[precision]).float()}
         if trained and param.name not in without:
-            atoms[param.name].update((key, torch.rand(param.shape, generator=random).to(dtype)) for key in states)
-            scalars[param.name] = {} if step is None else {"step": torch.tensor(float(step))}
+            atoms[name].update((key, torch.rand(param.shape, generator=random).to(dtype)) for key in states)
+            scalars[name] = {} if step is None else {"step": torch.tensor(float(step))}
+
+    for param in model.owners:
+        draw(param.name, param)
+    params = {param.name: param for param in model.owners}
+    for name, instances in (instance_names(model, topology) if topology else {}).items():
+        own = differs_by_stage(params[name])
+        for further in instances[1:]:
+            draw(further, params[name])
+            if equal_instances and not own:
+                atoms[further] = dict(atoms[name])
+            elif not own:
+                atoms[further]["fp32"] = atoms[name]["fp32"]
     groups = tuple({**ADAMW, "lr": 1e-3 / (index + 1)} for index in range(len(model.groups)))
     return State(atoms, scalars, groups)
 

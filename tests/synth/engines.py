@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.multiprocessing
@@ -35,6 +35,10 @@ class Case:
     @property
     def label(self) -> str:
         return "-".join([self.topology.label, self.optimizer] + [f"step{self.steps}"] * (self.steps != STEPS))
+
+    def save(self, folder: Path) -> None:
+        """Trains and saves, on one rank of a world of the topology's size."""
+        _save(self, folder)
 
     def ds_config(self) -> dict[str, Any]:
         scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
@@ -103,13 +107,22 @@ def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model
     return Model(tuple(params), {name: buffer.clone() for name, buffer in net.named_buffers()})
 
 
+class Saver(Protocol):
+    """A case of any kind: a world runs its `save` on every rank."""
+
+    @property
+    def label(self) -> str: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
 @dataclass(slots=True)
 class World:
     """Saves of several cases made by one set of processes, in `folder`/label."""
 
     size: int
     folder: Path
-    cases: list[Case] = field(default_factory=list)
+    cases: Sequence[Saver] = field(default_factory=list)
 
     def save_all(self) -> None:
         """Runs the engines; raises what a rank raised."""
@@ -133,7 +146,7 @@ def _run_rank(rank: int, world: World) -> None:
         "gloo", init_method=rendezvous, rank=rank, world_size=world.size, auto_mpi_discovery=False
     )
     for case in world.cases:
-        _save(case, world.folder / case.label)
+        case.save(world.folder / case.label)
     torch.distributed.destroy_process_group()
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .description import Model, Run, State, Topology
-from .layout import partition_layout
+from .layout import Flat, partition_layout
 from .module import frozen_fragments, frozen_shapes, module_state, param_shapes, shared_params
 from .optimizer import optimizer_state, version_of
+from .parallel import Cut, Local, split
+from .stages import layer_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 DEFAULT_RUN = Run()
 
@@ -26,31 +29,61 @@ def write_checkpoint(
     *,
     tag: str | None = None,
     run: Run = DEFAULT_RUN,
+    cut: Cut | None = None,
     legacy: bool = False,
     latest: bool = True,
 ) -> Path:
     """Writes folder/tag as `save_checkpoint` would and returns it; `tag` defaults to global_step{N}.
 
-    `legacy` takes torch's non-zip format. The recovery scripts (zero_to_fp32.py), which no loader reads, are left out.
+    `cut` gives the tensor-parallel shards; `legacy` takes torch's non-zip format. The recovery scripts
+    (zero_to_fp32.py), which no loader reads, are left out.
     """
     tag = tag or f"global_step{run.global_steps}"
-    write_files(Path(folder) / tag, build_files(model, state, topology, run), legacy=legacy)
+    write_files(Path(folder) / tag, build_files(model, state, topology, run, cut=cut), legacy=legacy)
     if latest:
         (Path(folder) / "latest").write_text(tag)
     return Path(folder) / tag
 
 
-def build_files(model: Model, state: State, topology: Topology, run: Run = DEFAULT_RUN) -> dict[str, dict[str, Any]]:
+def build_files(
+    model: Model, state: State, topology: Topology, run: Run = DEFAULT_RUN, *, cut: Cut | None = None
+) -> dict[str, dict[str, Any]]:
     """The content of every file by name, in memory: edit it before `write_files` to make a damaged checkpoint."""
+    return build_local_files(split(model, state, topology, cut), topology, run)
+
+
+def build_local_files(
+    local: Mapping[int, Local], topology: Topology, run: Run = DEFAULT_RUN
+) -> dict[str, dict[str, Any]]:
+    """`build_files` of what each model-parallel rank holds, as `split` gives it or edited."""
+    return {name: content for rank in local for name, content in _rank_files(local[rank], topology, run, rank)}
+
+
+def _rank_files(local: Local, topology: Topology, run: Run, mp: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The files that the data-parallel ranks of one model-parallel rank write."""
+    model, state = local.model, local.state
     flats = partition_layout(model, topology)
-    model_ranks = range(topology.dp if topology.stage == 3 else 1)
-    files = {model_file(topology, rank): _model_content(model, state, topology, run, rank) for rank in model_ranks}
-    if topology.stage == 0:
-        return files
+    module = module_state(model, state, topology)
+    yield from _layer_files(local, module, topology, mp % topology.tp)
+    for rank in range(topology.dp if topology.stage == 3 else 1):
+        yield model_file(topology, rank, mp), _model_content(local, module, topology, run, flats, (rank, mp))
+    if not topology.partitions:
+        return
     for rank in range(topology.dp):
         optimizer = optimizer_state(model, state, topology, run, flats[rank], rank)
-        files[optim_file(topology, rank)] = {"optimizer_state_dict": optimizer, **_provenance(topology, run)}
-    return files
+        yield optim_file(topology, rank, mp), {"optimizer_state_dict": optimizer, **_provenance(topology, run)}
+
+
+def _layer_files(
+    local: Local, module: OrderedDict[str, torch.Tensor], topology: Topology, tp: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`PipelineModule.save_state_dict`: each layer's own state_dict, cloned."""
+    for layer in local.layers:
+        prefix = layer_prefix(local.model, layer)
+        own = {name: tensor for name, tensor in module.items() if name.startswith(prefix)}
+        if local.model.layers[layer].file:
+            content = OrderedDict((name[len(prefix) :], tensor.clone()) for name, tensor in own.items())
+            yield layer_file(topology, layer, tp), content
 
 
 def write_files(folder: Path, files: Mapping[str, Any], *, legacy: bool = False) -> None:
@@ -60,28 +93,41 @@ def write_files(folder: Path, files: Mapping[str, Any], *, legacy: bool = False)
         torch.save(content, folder / name, _use_new_zipfile_serialization=not legacy)
 
 
-def model_file(topology: Topology, rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if topology.stage == 3 else "mp_rank_00_model_states.pt"
+def model_file(topology: Topology, rank: int, mp: int = 0) -> str:
+    return f"{f'zero_pp_rank_{rank}_' * (topology.stage == 3)}mp_rank_{mp:02d}_model_states.pt"
 
 
-def optim_file(topology: Topology, rank: int) -> str:
-    return f"{'bf16_' * (topology.precision == 'bf16')}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+def optim_file(topology: Topology, rank: int, mp: int = 0) -> str:
+    return f"{'bf16_' * (topology.precision == 'bf16')}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
 
-def _model_content(model: Model, state: State, topology: Topology, run: Run, rank: int) -> dict[str, Any]:
-    """`DeepSpeedEngine._common_checkpoint_state` and the client's state."""
-    module = module_state(model, state, topology)
-    whole = partition_layout(model, topology)[0] if topology.stage == 0 else None
+def layer_file(topology: Topology, layer: int, tp: int = 0) -> str:
+    return f"layer_{layer:02d}{f'-model_{tp:02d}' * topology.names_model_axis}-model_states.pt"
+
+
+def _model_content(
+    local: Local,
+    module: OrderedDict[str, torch.Tensor],
+    topology: Topology,
+    run: Run,
+    flats: tuple[tuple[Flat, ...], ...],
+    ranks: tuple[int, int],
+) -> dict[str, Any]:
+    """`DeepSpeedEngine._common_checkpoint_state` and the client's state; `ranks` are (dp rank, mp rank)."""
+    model, state = local.model, local.state
+    rank = ranks[0]
+    optimizer = optimizer_state(model, state, topology, run, flats[0], rank) if topology.stage == 0 else None
+    dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": topology.pp, "tp_degree": topology.tp}}
     return {
-        "module": module,
+        "module": None if model.layers else run.nest(module) if run.nest else module,
         "buffer_names": list(model.buffers),
-        "optimizer": optimizer_state(model, state, topology, run, whole, rank) if whole is not None else None,
+        "optimizer": optimizer,
         "param_shapes": param_shapes(model, topology),
         "frozen_param_shapes": frozen_shapes(model, topology),
-        "shared_params": shared_params(model, topology, rank),
+        "shared_params": shared_params(model, topology, first=ranks == (0, 0)),
         "frozen_param_fragments": frozen_fragments(model, topology, run, module, state, rank),
         **_counters(topology, run),
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        **(dimensions if run.parallel_dimensions else {}),
         **_provenance(topology, run),
         **run.client_state,
     }
@@ -97,7 +143,7 @@ def _counters(topology: Topology, run: Run) -> dict[str, Any]:
         "global_steps": run.global_steps,
         "global_samples": samples,
         "dp_world_size": topology.dp,
-        "mp_world_size": 1,
+        "mp_world_size": topology.mp,
     }
 
 

@@ -65,9 +65,9 @@ class GroupLayout:
 def partition_layout(model: Model, topology: Topology) -> tuple[tuple[Flat, ...], ...]:
     """The flat buffers of every rank: result[rank][i], i counting groups (sub-groups under ZeRO 3).
 
-    Stage 0 has one rank's worth, whatever dp is.
+    Stage 0 has one rank's worth, whatever dp is (but BF16_Optimizer partitions there too).
     """
-    if topology.stage == 0:
+    if not topology.partitions:
         return (tuple(_whole_flats(model, topology)),)
     if topology.stage == 3:
         return tuple(tuple(_stage3_flats(model, topology, rank)) for rank in range(topology.dp))

@@ -53,14 +53,14 @@ def frozen_fragments(
     return OrderedDict((param.name, _partition(param, state, topology, run, rank)) for param in frozen)
 
 
-def shared_params(model: Model, topology: Topology, rank: int) -> dict[str, str] | None:
-    """`_get_shared_params`, filled on rank 0 only.
+def shared_params(model: Model, topology: Topology, *, first: bool) -> dict[str, str] | None:
+    """`_get_shared_params`, filled on the first of all ranks only.
 
     Below ZeRO 3 DeepSpeed compares data pointers, so that all zero-element parameters pass for one (pointer 0).
     """
     if topology.stage == 0:
         return None
-    if rank != 0:
+    if not first:
         return {}
     result = {}
     first_empty = next((param.name for param in model.owners if param.numel == 0), None)

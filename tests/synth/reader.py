@@ -8,29 +8,63 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .description import Model, State, Topology
-from .files import model_file, optim_file
+from .files import layer_file, model_file, optim_file
 from .layout import Flat, partition_layout, stage3_slice
+from .parallel import flatten_module
+from .stages import layer_prefix, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 def read_state(folder: Path | str, model: Model, topology: Topology) -> State:
-    """The atoms, scalars and hyper-parameters of the checkpoint in `folder` (a tag's folder), fp32 masters."""
-    path = Path(folder)
-    modules = [_load(path / model_file(topology, rank)) for rank in range(topology.dp if topology.stage == 3 else 1)]
+    """The atoms, scalars and hyper-parameters of the checkpoint in `folder` (a tag's folder), fp32 masters.
+
+    For a topology with one model-parallel rank; `read_locals` reads the others.
+    """
+    return read_locals(folder, {0: model}, topology)[0]
+
+
+def read_locals(folder: Path | str, models: Mapping[int, Model], topology: Topology) -> dict[int, State]:
+    """What each model-parallel rank holds: {mp_rank: State}, for the descriptions that `local_models` gives.
+
+    A weight that is in no file (untrained or at stage 0 in fp32, in a layer without a file) has no "fp32".
+    """
+    return {mp: _read_rank(Path(folder), model, topology, mp) for mp, model in models.items()}
+
+
+def _read_rank(path: Path, model: Model, topology: Topology, mp: int) -> State:
+    contents = [
+        _load(path / model_file(topology, rank, mp)) for rank in range(topology.dp if topology.stage == 3 else 1)
+    ]
     optimizers = (
-        [modules[0]["optimizer"]]
-        if topology.stage == 0
-        else [_load(path / optim_file(topology, rank))["optimizer_state_dict"] for rank in range(topology.dp)]
+        [_load(path / optim_file(topology, rank, mp))["optimizer_state_dict"] for rank in range(topology.dp)]
+        if topology.partitions
+        else [contents[0]["optimizer"]]
     )
     atoms = {param.name: {"fp32": torch.zeros(param.shape)} for param in model.owners}
     scalars: dict[str, dict[str, Any]] = {}
     for flats, optimizer in zip(partition_layout(model, topology), optimizers, strict=True):
         for index, flat in enumerate(flats):
             _take(atoms, scalars, flat, _buffers(optimizer, topology, index))
-    _take_untrained(atoms, model, topology, modules)
+    if topology.stage == 3:
+        _take_fragments(atoms, model, topology, contents)
+    else:
+        _take_module(atoms, model, topology, _read_module(path, model, topology, contents[0], mp))
     return State(atoms, scalars, _hyper_parameters(optimizers[0], topology))
+
+
+def _read_module(
+    path: Path, model: Model, topology: Topology, content: Mapping[str, Any], mp: int
+) -> dict[str, torch.Tensor]:
+    """The module's tensors by full name, those of a pipeline's rank from the files of its own layers."""
+    if not model.layers:
+        return flatten_module(content["module"])
+    pp, tp = divmod(mp, topology.tp)
+    result: dict[str, torch.Tensor] = {}
+    for layer in (layer for layer in placement_of(model, topology)[pp] if model.layers[layer].file):
+        result.update(flatten_module(_load(path / layer_file(topology, layer, tp)), layer_prefix(model, layer)))
+    return result
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -85,18 +119,26 @@ def _is_state(key: str, value: Any) -> bool:
     return torch.is_tensor(value) and (value.dim() > 0 or key != "step")
 
 
-def _take_untrained(
-    atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, modules: list[dict[str, Any]]
+def _take_module(
+    atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, module: Mapping[str, torch.Tensor]
 ) -> None:
-    """Parameters that no master holds: the module's own, or the ranks' fragments under ZeRO 3."""
+    """Parameters that no master holds: the module's own."""
     for param in model.owners:
-        if topology.stage < 3 and (topology.kind == "raw" or not param.trains or param.group is None):
-            atoms[param.name]["fp32"] = modules[0]["module"][param.name].float()
-        if topology.stage == 3 and not param.trains:
-            for rank, content in enumerate(modules):
-                part = stage3_slice(param, topology.dp, rank)
-                fragment = content["frozen_param_fragments"][param.name][: part.numel]
-                atoms[param.name]["fp32"].view(-1)[part.start : part.start + part.numel] = fragment.float()
+        if topology.kind == "raw" or not param.trains or param.group is None:
+            del atoms[param.name]["fp32"]
+            if param.name in module:
+                atoms[param.name]["fp32"] = module[param.name].float()
+
+
+def _take_fragments(
+    atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, contents: list[dict[str, Any]]
+) -> None:
+    """Frozen parameters under ZeRO 3: the ranks' fragments."""
+    for param in (param for param in model.owners if not param.trains):
+        for rank, content in enumerate(contents):
+            part = stage3_slice(param, topology.dp, rank)
+            fragment = content["frozen_param_fragments"][param.name][: part.numel]
+            atoms[param.name]["fp32"].view(-1)[part.start : part.start + part.numel] = fragment.float()
 
 
 def _hyper_parameters(optimizer: Mapping[str, Any], topology: Topology) -> tuple[dict[str, Any], ...]:

@@ -1,0 +1,259 @@
+"""Real 3D-parallel saves: pipelines of odd layers with tied modules, and tensor parallelism through an mpu.
+
+The tensor-parallel ranks compute with their local shards and do not communicate: what they train is no sensible model,
+but the files are those of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .description import Layer, Model, Param, Topology
+from .engines import CLIENT_STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+WIDTH = 6
+ROWS = 12  # of the embedding
+LENGTH = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case3D:
+    """One real save of a pipeline, or of a model with an mpu where `pipeline` is False.
+
+    `short` has fewer layers than 4 stages: the last ones have no parameters. DeepSpeed only trains such stages at
+    stage 0 in fp32 without clipping (0.19: IndexError or an empty norm otherwise).
+    """
+
+    topology: Topology
+    pipeline: bool = True
+    steps: int = 2
+    method: str = "uniform"
+    short: bool = False
+    client_state: dict[str, Any] = field(default_factory=lambda: dict(CLIENT_STATE))
+
+    @property
+    def label(self) -> str:
+        options = [self.method.replace(":", "_")] * (self.method != "uniform") + ["short"] * self.short
+        return "-".join(["pipe" if self.pipeline else "mpu", self.topology.label, *options])
+
+    @property
+    def model(self) -> Model:
+        """What is trained, described by hand, logical shapes."""
+        if not self.pipeline:
+            return PLAIN
+        return SHORT if self.short else DEEP
+
+    def ds_config(self) -> dict[str, Any]:
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+        # The ranks' activations differ, so they are sent whole.
+        pipeline = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if self.pipeline else {}
+        rest = {"optimizer": optimizer, "steps_per_print": 10**6, "gradient_clipping": 0.0 if self.short else 1.0}
+        return {**self.topology.ds_config(), **pipeline, **rest}
+
+    def save(self, folder: Path) -> None:
+        """Trains and saves, on one rank of a world of tp x pp x dp."""
+        torch.manual_seed(torch.distributed.get_rank())
+        (_save_pipeline if self.pipeline else _save_plain)(self, folder)
+
+
+def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """The shards of this file's layers: rows of `word` and `up`, columns of `down`."""
+    dim = {"word": 0, "up": 0, "down": 1}.get(name.rpartition(".")[2])
+    return tensor if dim is None else tensor.chunk(tp, dim)[rank]
+
+
+def _sharded(*shape: int) -> torch.nn.Parameter:
+    """A shard, which DeepSpeed's gradient norm counts on every tensor-parallel rank."""
+    param = torch.nn.Parameter(torch.randn(shape))
+    param.model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark
+    return param
+
+
+class Embedding(torch.nn.Module):
+    """Of its two parameters only `word` is tied between the stages."""
+
+    scale: torch.Tensor
+
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.word = _sharded(ROWS // tp, WIDTH)
+        self.position = torch.nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.word[tokens % len(self.word)] * self.scale.to(self.word.dtype) + self.position
+
+
+class Block(torch.nn.Module):
+    """Column- and row-parallel matrices, a frozen and an unused vector."""
+
+    def __init__(self, tp: int, heads: int = 4) -> None:
+        super().__init__()
+        self.up = _sharded(2 * heads // tp, WIDTH)
+        self.down = _sharded(WIDTH, 2 * heads // tp)
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+        self.gain = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(hidden @ self.up.T) @ self.down.T * self.gain + self.bias
+
+
+def logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    """The forward_fn of the second use of the tied module: it leaves the position embedding without a gradient."""
+    return hidden @ embedding.word.T + 0 * embedding.position.sum()
+
+
+def double(hidden: torch.Tensor) -> torch.Tensor:
+    """A layer without state_dict."""
+    return 2 * hidden
+
+
+def loss(outputs: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+    return outputs.float().pow(2).mean() * 1e-2
+
+
+def _block_params(prefix: str, heads: int = 4) -> Iterator[Param]:
+    yield Param(f"{prefix}up", (2 * heads, WIDTH))
+    yield Param(f"{prefix}down", (WIDTH, 2 * heads))
+    yield Param(f"{prefix}bias", (WIDTH,), group=1)
+    yield Param(f"{prefix}gain", (WIDTH,), group=1, frozen=True)
+
+
+def _block_buffers(prefix: str) -> dict[str, torch.Tensor]:
+    norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+    return {f"{prefix}norm.{name}": buffer for name, buffer in norm.named_buffers()}
+
+
+def _embedding_params(prefix: str, tied: bool) -> tuple[Param, Param]:
+    return Param(f"{prefix}word", (ROWS, WIDTH), tied=tied), Param(f"{prefix}position", (LENGTH, WIDTH))
+
+
+PLAIN = Model(
+    (*_embedding_params("embedding.", False), *_block_params("block.")),
+    {"embedding.scale": torch.ones(1), **_block_buffers("block.")},
+)
+_EMBEDDING = _embedding_params("tied_modules.embed.", True)
+_SCALE = {"tied_modules.embed.scale": torch.ones(1)}
+DEEP = Model(
+    (*_EMBEDDING, *_block_params("1."), *_block_params("3.", 2)),
+    {**_SCALE, **_block_buffers("1."), **_block_buffers("3.")},
+    (Layer("embed"), Layer(), Layer(file=False), Layer(), Layer(), Layer("embed", file=False)),
+)
+SHORT = Model(
+    (*_EMBEDDING, *_block_params("1.")),
+    {**_SCALE, **_block_buffers("1.")},
+    (Layer("embed"), Layer(), Layer(file=False)),
+)
+
+
+def _layers(tp: int, short: bool) -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    first = TiedLayerSpec("embed", Embedding, tp, tied_weight_attr="word")
+    if short:
+        return [first, LayerSpec(Block, tp), double]
+    last = TiedLayerSpec("embed", Embedding, tp, forward_fn=logits, tied_weight_attr="word")
+    return [first, LayerSpec(Block, tp), double, LayerSpec(Block, tp, 2), LayerSpec(torch.nn.Tanh), last]
+
+
+def _groups(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Frozen parameters among them; a stage may have none in one of them, or in both."""
+    params = list(module.parameters())
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def _save_pipeline(case: Case3D, folder: Path) -> None:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+    here = case.topology
+    with_model = PipeModelDataParallelTopology(here.pp, here.tp, here.dp) if here.names_model_axis else None
+    module = PipelineModule(
+        _layers(here.tp, case.short),
+        topology=with_model or PipeDataParallelTopology(here.pp, here.dp),
+        loss_fn=loss,
+        partition_method=case.method,
+    )
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=_groups(module), config=case.ds_config())
+    for _ in range(case.steps):
+        tokens = torch.randint(ROWS, (4, LENGTH))
+        engine.train_batch(iter([(tokens, tokens)]))
+    engine.save_checkpoint(str(folder), client_state=dict(case.client_state))
+    engine.destroy()
+
+
+class Plain(torch.nn.Module):
+    """The same without a pipeline."""
+
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.embedding = Embedding(tp)
+        self.block = Block(tp)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.block(self.embedding(tokens))
+        return hidden
+
+
+class Mpu:
+    """Megatron's interface for tensor-parallel groups of neighbouring ranks."""
+
+    def __init__(self, tp: int) -> None:
+        world = torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        self.tp, self.dp = tp, world // tp
+        neighbours = [list(range(first, first + tp)) for first in range(0, world, tp)]
+        peers = [list(range(first, world, tp)) for first in range(tp)]
+        self.model_group = self._own(neighbours, rank)
+        self.data_group = self._own(peers, rank)
+        self.model_rank, self.data_rank = rank % tp, rank // tp
+
+    @staticmethod
+    def _own(groups: Sequence[list[int]], rank: int) -> Any:
+        made = [torch.distributed.new_group(ranks) for ranks in groups]
+        return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+
+    def get_model_parallel_rank(self) -> int:
+        return self.model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tp
+
+    def get_model_parallel_group(self) -> Any:
+        return self.model_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.dp
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data_group
+
+
+def _save_plain(case: Case3D, folder: Path) -> None:
+    import deepspeed
+
+    module = Plain(case.topology.tp)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=_groups(module), config=case.ds_config(), mpu=Mpu(case.topology.tp)
+    )
+    for _ in range(case.steps):
+        value = loss(engine(torch.randint(ROWS, (4, LENGTH))), torch.empty(0))
+        engine.backward(value)
+        engine.step()
+    engine.save_checkpoint(str(folder), client_state=dict(case.client_state))
+    engine.destroy()

@@ -1,0 +1,218 @@
+"""The synthesiser's 3D part by itself: placements and instances by hand, and that what is written is what is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from deepspeed.runtime.utils import partition_uniform
+
+from .description import Layer, Model, Param, Run, State, Topology, assert_same_state, random_state
+from .files import build_files, write_checkpoint
+from .megatron import client_state, megatron_args, nested_module, old_universal_info, universal_info
+from .parallel import local_models, split
+from .reader import read_locals
+from .stages import bidirectional, contiguous, instance_names, interleaved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORD, POSITION = "tied_modules.embed.word", "tied_modules.embed.position"
+
+PIPE = Model(
+    (
+        Param("1.up", (8, 3)),
+        Param("1.bias", (8,), group=1, frozen=True),
+        Param(WORD, (12, 3), tied=True),
+        Param(POSITION, (5, 3)),
+        Param("2.down", (3, 8)),
+        Param("2.empty", (0, 3)),
+        Param("4.norm", (3,), group=1),
+        Param("4.loose", (3,), group=None),
+    ),
+    {"1.count": torch.arange(3), "tied_modules.embed.scale": torch.ones(1)},
+    (Layer("embed"), Layer(), Layer(), Layer(file=False), Layer(), Layer(), Layer("embed")),
+)
+PLAIN = Model((Param("up", (8, 3)), Param("down", (3, 8), group=1), Param("norm", (3,), frozen=True)))
+
+TOPOLOGIES = [
+    Topology(1, 2, "bf16", tp=2, pp=2),
+    Topology(1, 3, pp=4, placement=((0, 1), (2, 3), (4,), (5, 6))),
+    Topology(1, 2, "bf16", "bf16", tp=2, pp=3),
+    Topology(1, 2, pp=9),
+    Topology(1, 2, tp=2, pp=2, placement=interleaved(7, 2, 2)),
+    Topology(1, 2, pp=2, placement=bidirectional(7, 2)),
+    Topology(1, 1, "bf16", tp=2, pp=4, placement=bidirectional(7, 4)),
+    Topology(0, 2, "fp32", pp=2, tp=2),
+    Topology(0, 2, "bf16", pp=2),
+    Topology(0, 2, "fp16", pp=2),
+    Topology(1, 2),
+]
+PLAIN_TOPOLOGIES = [
+    Topology(0, 2, tp=2),
+    Topology(0, 1, "fp16", "fused", tp=4),
+    *(Topology(stage, 3, "bf16", tp=2) for stage in (1, 2, 3)),
+]
+
+
+def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    dim = {"word": 0, "up": 0, "down": 1}.get(name.rpartition(".")[2])
+    return tensor if dim is None else tensor.chunk(tp, dim)[rank]
+
+
+def _draw(model: Model, topology: Topology) -> State:
+    return random_state(model, 0, precision=topology.precision, topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology"),
+    [*((PIPE, topology) for topology in TOPOLOGIES), *((PLAIN, topology) for topology in PLAIN_TOPOLOGIES)],
+    ids=lambda value: value.label if isinstance(value, Topology) else "",
+)
+def test_reading_inverts_writing(tmp_path: Path, model: Model, topology: Topology) -> None:
+    state = _draw(model, topology)
+    folder = write_checkpoint(tmp_path, model, state, topology, cut=cut, run=Run(garbage=float("nan")))
+    read = read_locals(folder, local_models(model, topology, cut), topology)
+    expected = split(model, state, topology, cut)
+    assert read.keys() == expected.keys() == set(range(topology.mp))
+    for mp in read:
+        assert_same_state(read[mp], expected[mp].state)
+
+
+@pytest.mark.parametrize("layers", range(1, 14))
+@pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
+def test_contiguous_stages_are_deepspeeds_uniform_ones(layers: int, pp: int) -> None:
+    bounds = partition_uniform(layers, pp)
+    assert contiguous(layers, pp) == tuple(tuple(range(bounds[rank], bounds[rank + 1])) for rank in range(pp))
+
+
+def test_placements_by_hand() -> None:
+    assert interleaved(8, 2, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert bidirectional(8, 4) == ((0, 1, 6, 7), (2, 3, 4, 5), (2, 3, 4, 5), (0, 1, 6, 7))
+    with pytest.raises(ValueError, match="even number of ranks, not 3"):
+        bidirectional(8, 3)
+
+
+def test_instances_are_those_that_several_stages_hold() -> None:
+    assert instance_names(PIPE, Topology(1, pp=2)) == {name: (name, f"{name}#1") for name in (WORD, POSITION)}
+    assert instance_names(PIPE, Topology(1, pp=1)) == {}
+    both = instance_names(PIPE, Topology(1, pp=4, placement=bidirectional(7, 4)))
+    assert both["2.down"] == ("2.down", "2.down#1")
+    assert set(both) == {param.name for param in PIPE.params}
+
+
+def test_tied_weights_are_equal_on_all_stages_and_the_rest_of_a_tied_module_is_not() -> None:
+    topology = Topology(1, pp=2)
+    first, last = (local.state.atoms for local in split(PIPE, _draw(PIPE, topology), topology).values())
+    assert torch.equal(first[WORD]["fp32"], last[WORD]["fp32"])
+    assert not torch.equal(first[WORD]["exp_avg"], last[WORD]["exp_avg"])
+    assert not torch.equal(first[POSITION]["fp32"], last[POSITION]["fp32"])
+
+
+def test_instances_of_a_real_run_have_equal_states() -> None:
+    topology = Topology(1, pp=2)
+    state = random_state(PIPE, 0, topology=topology, equal_instances=True)
+    assert torch.equal(state.atoms[f"{WORD}#1"]["exp_avg"], state.atoms[WORD]["exp_avg"])
+    assert not torch.equal(state.atoms[f"{POSITION}#1"]["fp32"], state.atoms[POSITION]["fp32"])
+
+
+def test_an_instance_that_the_state_does_not_have_is_the_plain_one() -> None:
+    first, last = split(PIPE, random_state(PIPE, 0), Topology(1, pp=2)).values()
+    assert torch.equal(first.state.atoms[POSITION]["exp_avg"], last.state.atoms[POSITION]["exp_avg"])
+
+
+def test_a_stage_lists_its_tied_modules_first_and_drops_the_groups_that_it_has_no_parameter_of() -> None:
+    models = local_models(PIPE, Topology(1, pp=3, placement=((0, 1), (2, 3), (4, 5, 6))))
+    assert [param.name for param in models[0].params] == [WORD, POSITION, "1.up", "1.bias"]
+    assert [param.name for param in models[2].params] == [WORD, POSITION, "4.norm", "4.loose"]
+    assert [len(models[stage].groups) for stage in models] == [2, 1, 2]
+    last = split(PIPE, _draw(PIPE, Topology(1, pp=3)), Topology(1, pp=3, placement=((0, 1, 2, 3), (4,), (5, 6))))[1]
+    assert [param.group for param in last.model.params] == [0, None]
+    assert [group["lr"] for group in last.state.groups] == [5e-4]
+
+
+def test_the_names_of_the_files() -> None:
+    files = build_files(PIPE, _draw(PIPE, Topology(1)), Topology(1, 1, "bf16", tp=2, pp=2), cut=cut)
+    layers = [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in (0, 1, 2, 4, 5, 6) for tp in (0, 1)]
+    ranks = [f"{name}.pt" for mp in range(4) for name in (f"mp_rank_{mp:02d}_model_states", f"bf16_{_zero(mp)}")]
+    assert sorted(files) == sorted([*layers, *ranks])
+    assert files["layer_05-model_00-model_states.pt"] == {}
+    assert list(files["layer_06-model_01-model_states.pt"]) == ["word", "position", "scale"]
+
+
+def _zero(mp: int) -> str:
+    return f"zero_pp_rank_0_mp_rank_{mp:02d}_optim_states"
+
+
+@pytest.mark.parametrize(("model_axis", "name"), [(None, "layer_01-"), (True, "layer_01-model_00-")])
+def test_layer_files_name_the_model_axis_that_the_topology_has(model_axis: bool | None, name: str) -> None:
+    topology = Topology(1, pp=2, model_axis=model_axis)
+    assert f"{name}model_states.pt" in build_files(PIPE, _draw(PIPE, topology), topology)
+
+
+def test_the_degrees_in_the_model_file_and_without_them_as_older_releases() -> None:
+    topology = Topology(1, 3, tp=2, pp=2)
+    content = build_files(PIPE, _draw(PIPE, topology), topology, cut=cut)["mp_rank_03_model_states.pt"]
+    assert content["checkpoint_parallel_dimensions"] == {"pp_degree": 2, "tp_degree": 2}
+    assert (content["dp_world_size"], content["mp_world_size"], content["module"]) == (3, 4, None)
+    older = build_files(PIPE, _draw(PIPE, topology), topology, Run(parallel_dimensions=False), cut=cut)
+    assert "checkpoint_parallel_dimensions" not in older["mp_rank_03_model_states.pt"]
+
+
+def test_bf16_at_stage_0_partitions_in_a_pipeline_only() -> None:
+    assert Topology(0, 2, "bf16", pp=2).partitions
+    assert not Topology(0, 2, "bf16").partitions
+
+
+def test_ranks_are_edited_apart() -> None:
+    topology = Topology(1, tp=2)
+    left, right = split(PLAIN, _draw(PLAIN, topology), topology, cut).values()
+    left.state.atoms["norm"]["fp32"].zero_()
+    assert right.state.atoms["norm"]["fp32"].all()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    state = _draw(PIPE, Topology(1))
+    with pytest.raises(ValueError, match="no pipelines under ZeRO 2"):
+        Topology(2, pp=2)
+    with pytest.raises(ValueError, match="tp=2 needs a cut"):
+        split(PIPE, state, Topology(1, tp=2))
+    with pytest.raises(ValueError, match="needs the model's layers"):
+        split(PLAIN, random_state(PLAIN, 0), Topology(1, pp=2))
+    with pytest.raises(ValueError, match=r"leaves out the layers \[6\]"):
+        split(PIPE, state, Topology(1, pp=2, placement=((0, 1, 2), (3, 4, 5))))
+    tied = Model((Param("0.a", (2,)), Param("1.b", (2,), alias_of="0.a")), layers=(Layer(), Layer()))
+    with pytest.raises(ValueError, match=r"aliases of parameters of other stages: \['1.b'\]"):
+        split(tied, random_state(tied, 0), Topology(1, pp=2))
+
+
+def test_megatrons_client_state_is_at_the_top_of_every_model_file() -> None:
+    args = megatron_args(tensor_model_parallel_size=2, num_key_value_heads=2)
+    run = Run(client_state=client_state(args, 7, universal_info(args, 13)))
+    topology = Topology(1, tp=2)
+    for mp in (0, 1):
+        content = build_files(PLAIN, _draw(PLAIN, topology), topology, run, cut=cut)[f"mp_rank_0{mp}_model_states.pt"]
+        assert (content["args"].num_key_value_heads, content["iteration"], content["checkpoint_version"]) == (2, 7, 3.0)
+        assert content["universal_checkpoint_info"]["original_vocab_size"] == 13
+
+
+def test_megatron_names_no_row_parallel_parameters_without_tensor_parallelism() -> None:
+    key = "parameter_with_row_parallelism_patterns"
+    assert key not in universal_info(megatron_args(), 13)
+    two = universal_info(megatron_args(tensor_model_parallel_size=2, no_pipeline_parallel=True), 13)
+    assert two[key][1] == r"language_model.encoder.layers.\d+.self_attention.dense.weight"
+    assert r"\d+.mlp.self_attention.dense.weight" in old_universal_info(megatron_args(), 13)[key]
+
+
+def test_megatrons_nested_module_is_read_by_full_names(tmp_path: Path) -> None:
+    names = ("embedding.word_embeddings.weight", "encoder.layers.0.mlp.up", "encoder.final_layernorm.weight")
+    model = Model(tuple(Param(f"language_model.{name}", (4, 2)) for name in names))
+    topology = Topology(0, tp=2)
+    state = _draw(model, topology)
+    folder = write_checkpoint(tmp_path, model, state, topology, run=Run(nest=nested_module), cut=cut)
+    module = torch.load(folder / "mp_rank_01_model_states.pt", weights_only=False)["module"]["language_model"]
+    assert list(module["embedding"]["word_embeddings"]) == ["weight"]
+    assert list(module["encoder"]) == ["layers.0.mlp.up", "final_layernorm.weight"]
+    read = read_locals(folder, local_models(model, topology, cut), topology)
+    assert_same_state(read[1], split(model, state, topology, cut)[1].state)
