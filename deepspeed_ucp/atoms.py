@@ -6,11 +6,12 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CheckpointError
-from .topology import Topology
+from .topology import FlatGroup, Topology
 
 MASTER = "fp32"
 """State name of the master weight."""
@@ -62,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, start + numel) of the flattened atom, at byte ``offset`` of record ``record``."""
+    """Elements [start, start + numel) of a flattened shard, at byte ``offset`` of record ``record``."""
 
     start: int
     numel: int
@@ -71,23 +72,43 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Atom:
-    """One (parameter, state): logical shape, dtype as stored, fragments in element order."""
+class Shard:
+    """What one tensor-parallel rank holds of an atom: its local shape, and fragments in element order."""
 
-    name: str
-    state: str
     shape: tuple[int, ...]
-    dtype: str
     fragments: tuple[Fragment, ...]
 
     @property
     def numel(self) -> int:
-        """Elements of the whole atom."""
+        """Elements of the shard."""
         return count(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One (parameter, state): dtype as stored, and a shard per tensor-parallel rank of the source.
+
+    How the shards make up the whole is not in the files: patterns settle it once the target is known.
+    """
+
+    name: str
+    state: str
+    dtype: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of tensor-parallel rank 0's shard: the logical shape where tensors are not cut."""
+        return self.shards[0].shape
+
+    @property
+    def numel(self) -> int:
+        """Elements that all shards together hold."""
+        return sum(shard.numel for shard in self.shards)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole atom as stored."""
+        """Bytes that all shards together hold."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
@@ -109,7 +130,7 @@ class AtomicIndex:
         scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
         groups: param groups with hyper-parameters.
         aliases: tied parameter names → the name that holds the data.
-        shapes: logical shape of every parameter that an optimizer owns.
+        shapes: shapes, per tensor-parallel rank, of every parameter that an optimizer owns.
         buffers: names of the module's persistent buffers.
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size.
         scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
@@ -120,6 +141,11 @@ class AtomicIndex:
         irregular: optimizer states that are not element-wise, by parameter and state, with what they look like.
         unreadable: tensors whose bytes cannot be cut, with the reason.
         client_records: records of the state file that hold the client's tensors.
+        flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
+        instances: parameters that several pipeline stages hold, each stage with values of its own: name → names of
+            the atoms in stage order (``name``, ``name#1``, …).
+        hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
+            ``checkpoint_version``, ``iteration``.
     """
 
     files: tuple[FileRef, ...]
@@ -128,7 +154,7 @@ class AtomicIndex:
     scalars: dict[str, dict[str, Any]]
     groups: tuple[GroupInfo, ...]
     aliases: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[tuple[int, ...], ...]]
     buffers: frozenset[str]
     counters: dict[str, Any]
     scaler: dict[str, Any]
@@ -139,6 +165,9 @@ class AtomicIndex:
     irregular: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
+    flats: dict[int, tuple[FlatGroup, ...]] = field(default_factory=dict)
+    instances: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
 
     def resolve(self, name: str) -> str:
         """The name under which a parameter's data is held: itself, or what it is tied to."""
@@ -153,31 +182,38 @@ def count(shape: tuple[int, ...]) -> int:
     return total
 
 
-def check_coverage(atom: Atom, files: list[str]) -> None:
-    """Every element of the atom comes from exactly one fragment (invariant 1).
+def check_coverage(atom: Atom, files: Callable[[Fragment], str]) -> None:
+    """Every element of every shard comes from exactly one fragment (invariant 1).
 
     Args:
         atom: fragments sorted by start.
-        files: path of each fragment's file, for the message.
+        files: path of a fragment's file, for the message.
 
     Raises:
         CheckpointError: a gap, an overlap, or elements beyond the shape.
     """
+    for rank, shard in enumerate(atom.shards):
+        told = f"{atom.name} ({atom.state}, shape {shard.shape}"
+        told += f", tensor-parallel rank {rank})" if len(atom.shards) > 1 else ")"
+        _check_shard(told, shard, files)
+
+
+def _check_shard(told: str, shard: Shard, files: Callable[[Fragment], str]) -> None:
     position = 0
-    for fragment, path in zip(atom.fragments, files, strict=True):
+    for fragment in shard.fragments:
         if fragment.start != position:
             kind = "missing" if fragment.start > position else "covered twice"
             low, high = sorted((fragment.start, position))
             raise CheckpointError(
-                f"{atom.name} ({atom.state}, shape {atom.shape}): elements [{low}, {high}) are {kind}; the next "
-                f"fragment is in {path}. The checkpoint folder lacks a file or holds one of another save."
+                f"{told}: elements [{low}, {high}) are {kind}; the next fragment is in {files(fragment)}. "
+                "The checkpoint folder lacks a file or holds one of another save."
             )
         position += fragment.numel
-    if position != atom.numel:
-        where = f" (last fragment in {files[-1]})" if files else ""
+    if position != shard.numel:
+        where = f" (last fragment in {files(shard.fragments[-1])})" if shard.fragments else ""
         raise CheckpointError(
-            f"{atom.name} ({atom.state}): shape {atom.shape} has {atom.numel} elements, its fragments hold "
-            f"{position}{where}. The checkpoint folder lacks a file or holds one of another save."
+            f"{told}: the shape has {shard.numel} elements, the fragments hold {position}{where}. "
+            "The checkpoint folder lacks a file or holds one of another save."
         )
 
 

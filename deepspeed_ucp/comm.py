@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from .errors import RemoteError, UcpError
+
+NumpyArray = npt.NDArray[Any]
 
 
 class Comm:
@@ -26,6 +30,25 @@ class Comm:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """The ``value`` of rank ``src``, on every rank."""
         return value
+
+    def swap(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        """Send ``sends[r]`` bytes of ``data`` (1-D, uint8, CPU) to rank r, in rank order; what the ranks sent here."""
+        return data
+
+    def swap_tables(self, tables: list[NumpyArray]) -> list[NumpyArray]:
+        """Send ``tables[r]`` to rank r; what the ranks sent here. Dtype and further dimensions are the same for all."""
+        shape, dtype = tables[0].shape[1:], tables[0].dtype
+        width = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        sends = [len(table) * width for table in tables]
+        told = self.swap(torch.tensor(sends).view(torch.uint8), [8] * self.size, [8] * self.size)
+        receives = told.view(torch.int64).tolist()
+        packed = np.concatenate([np.ascontiguousarray(table).reshape(-1).view(np.uint8) for table in tables])
+        received = self.swap(torch.from_numpy(packed), sends, receives)
+        return [part.numpy().view(dtype).reshape(-1, *shape) for part in received.split(receives)]
+
+    def any_of(self, mask: NumpyArray) -> NumpyArray:
+        """Element by element, whether some rank's ``mask`` is true."""
+        return mask
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -78,14 +101,15 @@ class TorchComm(Comm):
         dist.broadcast_object_list(values, src=src)
         return values[0]
 
-    def broadcast_tensor(self, tensor: torch.Tensor, src: int) -> None:
-        """Fill a contiguous tensor with rank ``src``'s; CPU memory goes through the device if the backend asks it."""
-        if tensor.device.type != "cpu" or self.device.type == "cpu":
-            dist.broadcast(tensor, src=src)
-            return
-        staged = tensor.to(self.device)
-        dist.broadcast(staged, src=src)
-        tensor.copy_(staged)
+    def swap(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        received = torch.empty(sum(receives), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(received, data.to(self.device), receives, sends)
+        return received.cpu()
+
+    def any_of(self, mask: NumpyArray) -> NumpyArray:
+        flags = torch.from_numpy(mask.astype(np.uint8)).to(self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags.cpu().numpy().astype(np.bool_)
 
 
 def _find_device(backend: str) -> torch.device:

@@ -22,6 +22,8 @@ class UniversalConfig(BaseModel):
         threads: reading threads per rank; 0 chooses from the cores that the rank may use.
         preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``, and
             ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
+        patterns: how tensor parallelism cuts parameters, where the checkpoint and the model do not tell: the name of a
+            family, the path of a YAML file, or rules written out.
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
 
@@ -32,6 +34,7 @@ class UniversalConfig(BaseModel):
     window_mb: int = Field(default=256, ge=16)
     threads: int = Field(default=0, ge=0, le=256)
     preserve_batch_size: bool = False
+    patterns: str | dict[str, Any] | list[Any] | None = None
     trust_pickle: bool = False
 
 

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -20,7 +21,7 @@ from .atoms import AtomicIndex
 from .comm import Comm, connect
 from .config import UniversalConfig, adapt_batch, check_batch, fit_batch, parse_config
 from .errors import CheckpointError, UcpError, UnsupportedError
-from .load import LoadArguments, LoadReport, load_direct
+from .load import LoadArguments, LoadReport, has_masters, join_groups, load_direct, read_rules
 from .sources import check_tag, open_checkpoint, read_latest
 from .targets import Target, open_target
 from .topology import find_differences
@@ -82,6 +83,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     options = parse_config(config._param_dict, _settings["default_on"])
     config.ucp_config = options
     if options is not None:
+        read_rules(options.patterns)  # what is wrong with them is told here, not hours later
         _fit_batch_sizes(config, options)
     original(config)
 
@@ -201,16 +203,19 @@ def _decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments) -> _
             fault = error
     if target is None:
         return _Choice(f"the engine is not covered ({fault})")
+    masters = has_masters(target, comm)
+    live = join_groups(target, comm)
     index = open_checkpoint(
         folder,
         comm,
-        target.live_groups(),
-        target.live_hyper(),
-        weights_only=not (arguments.with_states and target.flats),
+        live.names,
+        live.hyper,
+        weights_only=not (arguments.with_states and masters),
     )
     differences: list[str] = []
     with comm.together():
-        differences = find_differences(index.topology, target.topology)
+        flats = index.flats.get(target.place.mp_rank, ())
+        differences = find_differences(replace(index.topology, flats=flats), target.topology)
     everyone = [text for part in comm.gather(differences) for text in part]
     if not everyone:
         return _Choice(f"same topology ({index.topology.describe()})")

@@ -1,17 +1,18 @@
 """A whole reshard in one process: every rank's targets, plans and reads over a synthesised checkpoint.
 
 No engine and no process group: a `FakeTarget` has one rank's buffers as DeepSpeed would lay them out, full of a
-sentinel; `load` plans and reads for every rank in turn and copies what ranks would send each other.
+sentinel; `load` runs the loader's own code for every rank, which exchange through `tests.ranks`.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,24 +22,29 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.io import read_requests
-from deepspeed_ucp.io.checksum import Checked, join_checks, verify_records
-from deepspeed_ucp.load.direct import _attach
-from deepspeed_ucp.load.job import Job, make_job
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.io.checksum import join_checks, verify_records
+from deepspeed_ucp.load import LoadArguments, direct, has_masters, join_groups
+from deepspeed_ucp.load.job import Job
+from deepspeed_ucp.load.negotiate import negotiate
+from deepspeed_ucp.load.reader import Reader
+from deepspeed_ucp.load.replicas import check_replicas
 from deepspeed_ucp.load.sinks import TensorSink
-from deepspeed_ucp.plan import Request, plan_load
+from deepspeed_ucp.plan import LoadPlan, Part, Request
 from deepspeed_ucp.plan.geometry import Cut
-from deepspeed_ucp.plan.match import Match, match_groups, match_parameters
-from deepspeed_ucp.plan.share import Segment
+from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import Extra, Flat, Target
+from deepspeed_ucp.targets.parallel import Instance, Place
+from tests.ranks import run_ranks
 from tests.synth import (
+    Local,
     Model,
     Param,
     Run,
     State,
     Topology,
-    build_files,
+    build_local_files,
     partition_layout,
     random_state,
     write_checkpoint,
@@ -54,29 +60,46 @@ LIVE_LR = 0.125
 """Learning rate of fresh optimizers."""
 
 CHUNK = 64
-"""Bytes: small, so that every case has many requests."""
+"""Bytes per block: small, so that every case has many requests and rounds."""
+
+PATIENT = UniversalConfig(threads=1)
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
 
 
 class FakeTarget(Target):
-    """One rank of a live engine of a topology: sentinel-filled buffers and a real optimizer over them."""
+    """One rank of a live engine: sentinel-filled buffers and a real optimizer over them.
 
-    def __init__(self, model: Model, topology: Topology, rank: int, optimizer: Any = torch.optim.AdamW) -> None:
+    `model` is what this model-parallel rank holds (local shapes), `rank` its data-parallel rank.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        topology: Topology,
+        rank: int,
+        optimizer: Any = torch.optim.AdamW,
+        *,
+        place: Place | None = None,
+        copies: Mapping[str, Instance] | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
         self.model, self.kind, self.rank = model, topology, rank
-        self.layout, self.engine = [], None
+        self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
+        self.copies = dict(copies or {})
+        self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module())
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
         self.flats = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names}
         groups = [[f.holder for f in self.flats if f.group == g] for g in range(len(model.groups))]
-        self.wrapped = optimizer([{"params": params} for params in groups], lr=LIVE_LR)
+        self.wrapped = optimizer([{"params": params} for params in groups], lr=LIVE_LR) if self.flats else None
         self.others = self._make_extras()
 
     def collect(self) -> None:
         kind, held = self.kind.kind, partition_layout(self.model, self.kind)
-        for flat in held[self.rank if self.kind.stage else 0]:
+        for flat in held[self.rank if self.kind.partitions else 0]:
             if kind == "raw" and not _find(self.model, flat.names[0]).trains:
                 continue
             holder = torch.full((flat.numel,), SENTINEL)
@@ -84,7 +107,10 @@ class FakeTarget(Target):
                 holder = holder.view(_find(self.model, flat.names[0]).shape)
             cuts = [Cut(part.name, part.start, part.numel, part.offset) for part in flat.slices]
             master = holder.requires_grad_().detach().view(-1)
-            self.flats.append(Flat(flat.group, flat.names, cuts, master, holder, replicated=self.kind.stage == 0))
+            self.flats.append(Flat(flat.group, flat.names, cuts, master, holder, replicated=not self.kind.partitions))
+
+    def instances(self) -> dict[str, Instance]:
+        return self.copies
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return _find(self.model, name).shape
@@ -112,6 +138,11 @@ class FakeTarget(Target):
     def refresh_copies(self) -> None:
         """There are no copies."""
 
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
+
 
 def fill_like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory of the same kind full of bytes that no synthesised value has."""
@@ -121,7 +152,7 @@ def fill_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_targets(model: Model, topology: Topology, optimizer: Any = torch.optim.AdamW) -> list[FakeTarget]:
-    """All ranks of a run."""
+    """All ranks of a run without model parallelism."""
     return [FakeTarget(model, topology, rank, optimizer) for rank in range(topology.dp)]
 
 
@@ -132,178 +163,195 @@ def _find(model: Model, name: str) -> Param:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-class Rank(Comm):
-    """One of several ranks that are run one after the other."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
-class CountingSink:
+class CountingSink(TensorSink):
     """A sink that notes how often each element of its tensor is written."""
 
     def __init__(self, sink: TensorSink, counts: np.ndarray) -> None:
-        self.sink, self.counts = sink, counts
+        self.__dict__.update(sink.__dict__)
+        self.counts = counts
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        found = self.sink.view(position, nbytes)
+        found = super().view(position, nbytes)
         if found is not None:
-            self.counts[position : position + nbytes // self.sink.itemsize] += 1
+            self.counts[position : position + nbytes // self.itemsize] += 1
         return found
 
-    def store(self, position: int, data: memoryview) -> None:
-        self.counts[position : position + data.nbytes // self.sink.stored.itemsize] += 1
-        self.sink.store(position, data)
+    def store(self, part: Part, data: memoryview) -> None:
+        width = (part.run or data.nbytes) // self.stored.itemsize
+        for row in range(data.nbytes // (part.run or data.nbytes)):
+            low = part.position + row * part.stride
+            self.counts[low : low + width] += 1
+        super().store(part, data)
 
 
 @dataclass
 class Loaded:
-    """One rank after a load: its job, what it read, how often each element was written (by tensor)."""
+    """One rank after a load: what it did, what it read, how often each element was written (by tensor)."""
 
     target: FakeTarget
-    job: Job
-    match: Match
+    work: direct._Work
     extras: list[Extra]
-    requests: Sequence[Request] = ()
-    checks: list[Checked] = field(default_factory=list)
+    comm: Comm = field(default_factory=Comm)
+    plan: LoadPlan | None = None
+    reader: Reader | None = None
     counts: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
+    blanks: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     counted: bool = True
 
+    @property
+    def job(self) -> Job:
+        return self.work.job
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.plan.requests if self.plan else ()
+
     def count(self, tensor: torch.Tensor) -> np.ndarray:
-        """Writes per element of a tensor."""
+        """Writes of checkpoint bytes per element of a tensor."""
         return self.counts.setdefault(tensor.data_ptr(), (tensor, np.zeros(tensor.numel(), np.int64)))[1]
 
+    def count_blanks(self, tensor: torch.Tensor) -> np.ndarray:
+        """Zeros per element of a tensor."""
+        return self.blanks.setdefault(tensor.data_ptr(), (tensor, np.zeros(tensor.numel(), np.int64)))[1]
 
-def open_for(folder: Path | str, target: FakeTarget) -> AtomicIndex:
-    """The index, with the target's groups to name a stage-0 source's parameters."""
-    return open_checkpoint(str(folder), Comm(), target.live_groups())
+
+def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
+    """The index, with the live groups to name a stage-0 source's parameters; collective."""
+    comm = comm or Comm()
+    return open_checkpoint(str(folder), comm, join_groups(target, comm))
 
 
-def prepare(
-    index: AtomicIndex, target: FakeTarget, size: int, *, with_states: bool = True, strict: bool = True
-) -> Loaded:
-    """Match, job and share of one rank."""
-    extras = target.extras()
-    match = match_parameters(
-        index,
-        target.owned_shapes(),
-        {extra.name: extra.shape for extra in extras},
-        target.aliases,
-        strict=strict,
-        with_states=with_states,
+def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:
+    """The index as rank 0 has it, after all ranks together have opened the folder."""
+    return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to load. `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`."""
+
+    chunk: int = CHUNK
+    window: int = 1 << 20
+    min_direct: int = 16
+    with_states: bool = True
+    strict: bool = True
+    config: UniversalConfig = PATIENT
+    order: tuple[int, ...] | None = None
+
+
+def prepare(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
+    """Match, layouts and job of one rank; collective."""
+    options = options or Options()
+    arguments = LoadArguments(load_optimizer_states=options.with_states, load_module_strict=options.strict)
+    with_states = options.with_states and has_masters(target, comm)
+    work = direct._prepare(index, target, comm, options.config, arguments, with_states=with_states)
+    rank = Loaded(target, work, target.extras(), comm)
+    work.job.sinks[:] = [CountingSink(sink, rank.count(sink.target)) for sink in work.job.sinks]
+    for blank in work.job.blanks:
+        rank.count_blanks(blank.tensor)[blank.low : blank.high] += 1
+    return rank
+
+
+def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget], options: Options | None = None) -> list[Loaded]:
+    """All ranks' jobs."""
+    return run_ranks(len(targets), lambda rank, comm: prepare(index, targets[rank], comm, options))
+
+
+def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> list[Loaded]:
+    """Load a checkpoint into all ranks of a run; `options` are those of `Options`."""
+    chosen = Options(**options)
+    return run_ranks(
+        len(targets), lambda rank, comm: load_rank(index, targets[rank], comm, chosen), order=chosen.order
     )
-    if with_states:
-        match_groups(index, target.group_members(), match)
-    job = make_job(index, target, match, extras, with_states=with_states)
-    job.take_share(target.rank, size)
-    return Loaded(target, job, match, extras)
 
 
-def load(
-    index: AtomicIndex, targets: Sequence[FakeTarget], *, chunk: int = CHUNK, with_states: bool = True
-) -> list[Loaded]:
-    """Load a checkpoint into all ranks of a run."""
-    ranks = [prepare(index, target, len(targets), with_states=with_states) for target in targets]
-    for rank in ranks:
-        read(index, rank, len(ranks), chunk)
-    verify(index, ranks)
-    exchange(ranks)
-    for rank in ranks:
-        finish(index, rank, with_states=with_states)
-    return ranks
+def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:
+    """Load one rank; collective."""
+    rank = prepare(index, target, comm, options)
+    read(index, rank, options)
+    verify(index, rank)
+    finish(index, rank, with_states=options.with_states)
+    return rank
 
 
-def read(index: AtomicIndex, rank: Loaded, size: int, chunk: int = CHUNK) -> None:
-    """One rank's plan, carried out."""
-    job = rank.job
-    plan = plan_load(job.own, job.touched.values(), index.records, rank.target.rank, size, chunk)
-    stats = read_requests(
-        plan.requests,
-        index.records,
-        index.files,
-        [CountingSink(sink, rank.count(sink.target)) for sink in job.sinks],
-        threads=2,
-        make_scratch=lambda nbytes: memoryview(bytearray(nbytes)),
-        checksum=True,
+def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> None:
+    """Plan, and the first pass; collective."""
+    options = options or Options()
+    job, comm = rank.job, rank.comm
+    plan = negotiate(
+        job.wants, job.sinks, index, comm, options.window, block=options.chunk, min_direct=options.min_direct
     )
+    rank.plan, rank.reader = plan, Reader(index, job, plan, comm, options.config)
+    stats = rank.reader.read_fresh()
     assert stats.nbytes == plan.nbytes == sum(request.nbytes for request in plan.requests)
     assert stats.requests == len(plan.requests)
-    rank.requests, rank.checks = plan.requests, join_checks(plan.requests, stats.crcs) if plan.requests else []
 
 
-def verify(index: AtomicIndex, ranks: Sequence[Loaded]) -> None:
-    """Every rank answers for its records."""
-    gathered = [check for rank in ranks for check in rank.checks]
-    for number in range(len(ranks)):
-        verify_records(gathered, index.records, index.files, number, len(ranks))
-
-
-def exchange(ranks: Sequence[Loaded]) -> None:
-    """What owners would broadcast. Ranks number their buffers each for themselves, the rest has to be alike."""
-    for rank in ranks[1:]:
-        alike = [[(s.owner, s.offset, s.numel) for s in r.job.segments] for r in (ranks[0], rank)]
-        assert alike[0] == alike[1]
-    for segments in zip(*(rank.job.segments for rank in ranks), strict=True):
-        views = [_view(rank, segment) for rank, segment in zip(ranks, segments, strict=True)]
-        for number, (rank, segment) in enumerate(zip(ranks, segments, strict=True)):
-            if number != segment.owner:
-                views[number].copy_(views[segment.owner])
-                counts = rank.count(rank.job.sinks[segment.buffer].target)
-                counts[segment.offset : segment.offset + segment.numel] += 1
-
-
-def _view(rank: Loaded, segment: Segment) -> torch.Tensor:
-    return rank.job.sinks[segment.buffer].tensor.narrow(0, segment.offset, segment.numel)
+def verify(index: AtomicIndex, rank: Loaded) -> None:
+    """What was read is what was saved, and replicas are equal; collective."""
+    comm = rank.comm
+    assert rank.reader is not None
+    checks = direct._send_checks(join_checks(*rank.reader.checked()), comm)
+    with comm.together():
+        verify_records(checks, index.records, index.files, comm.rank, comm.size)
+    check_replicas([index.atoms[key] for key in rank.work.replicated], index, comm)
 
 
 def finish(index: AtomicIndex, rank: Loaded, *, with_states: bool = True) -> None:
-    """Padding, proxies, and the optimizer."""
+    """The second pass, means, proxies, and the optimizer; collective."""
+    assert rank.reader is not None
+    rank.reader.fill_live()
+    for mean in rank.job.means:
+        mean.settle()
+        rank.count(mean.tensor)[mean.low : mean.high] += 1
     for sink in rank.job.sinks:
         sink.settle()
-    for blank in rank.job.blanks:
-        blank.tensor[blank.low : blank.high].zero_()
-        rank.count(blank.tensor)[blank.low : blank.high] += 1
-    if with_states:
-        _attach(index, rank.target, rank.job, rank.match)
+    if with_states and rank.target.wrapped is not None:
+        direct._attach(index, rank.target, rank.job, rank.work.match)
 
 
 # -- what has to be there ---------------------------------------------------------------------------------------------
 
 
-def check_content(ranks: Sequence[Loaded], expected: State) -> None:
-    """Every rank holds bitwise what a run of its topology with the state ``expected`` holds (invariants 2 and 3)."""
+def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, Local] | None = None) -> None:
+    """Every rank holds bitwise what a run of its topology with the state `expected` holds (invariants 2 and 3).
+
+    `local` has the part of every model-parallel rank where there are several.
+    """
     model, topology = ranks[0].target.model, ranks[0].target.kind
     own = ({"lr": LIVE_LR},) * len(model.groups)  # an elastic checkpoint has no hyper-parameters: the live ones stay
-    expected = replace(expected, groups=expected.groups or own)
-    files = build_files(model, expected, topology)
+    local = local or {0: Local(model, replace(expected, groups=expected.groups or own))}
+    files = build_local_files(local, topology)
     for rank in ranks:
-        check_masters(rank, files)
-        check_extras(rank, files, expected)
-    for group, hyper in zip(ranks[0].target.wrapped.param_groups, expected.groups, strict=True):
-        for rank in ranks:
-            assert {key: group[key] for key in hyper} == dict(hyper), rank
+        held = local[rank.target.place.mp_rank].state
+        check_masters(rank, files, held)
+        check_extras(rank, held)
+        groups = rank.target.wrapped.param_groups if rank.target.wrapped else ()
+        for group, hyper in zip(groups, held.groups, strict=bool(groups)):
+            assert {key: group[key] for key in hyper} == dict(hyper), rank.target.label
 
 
-def saved_buffers(files: dict[str, Any], rank: Loaded) -> list[dict[str, torch.Tensor]]:
+def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[dict[str, torch.Tensor]]:
     """Per live flat buffer what its rank's file holds: master and states, scalars."""
-    model, topology, number = rank.target.model, rank.target.kind, rank.target.rank
-    if topology.stage:
-        optimizer = files[optim_file(topology, number)]["optimizer_state_dict"]
+    target = rank.target
+    model, topology, mp = target.model, target.kind, target.place.mp_rank
+    if topology.partitions:
+        optimizer = files[optim_file(topology, target.rank, mp)]["optimizer_state_dict"]
     else:
-        optimizer = files[model_file(topology, 0)]["optimizer"]
-    flats = partition_layout(model, topology)[number if topology.stage else 0]
+        optimizer = files[model_file(topology, 0, mp)]["optimizer"]
+    flats = partition_layout(model, topology)[target.rank if topology.partitions else 0]
     entries = [dict(_buffers(optimizer, topology, i)) for i in range(len(flats))]
     if topology.kind == "raw":
-        module = files[model_file(topology, 0)]["module"]
-        entries = [{"fp32": module[flat.names[0]], **entry} for flat, entry in zip(flats, entries, strict=True)]
+        pairs = zip(flats, entries, strict=True)
+        entries = [{"fp32": expected.atoms[flat.names[0]]["fp32"], **entry} for flat, entry in pairs]
         return [e for flat, e in zip(flats, entries, strict=True) if _find(model, flat.names[0]).trains]
     return entries
 
 
-def check_masters(rank: Loaded, files: dict[str, Any]) -> None:
+def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
     """Masters, states and scalars of one rank, every element written once, padding zero."""
-    where = f"{rank.target.kind.label} rank {rank.target.rank}"
-    for flat, saved in zip(rank.target.flats, saved_buffers(files, rank), strict=True):
+    where = rank.target.label
+    for flat, saved in zip(rank.target.flats, saved_buffers(files, rank, expected), strict=True):
         kept = dict(rank.target.wrapped.state.get(flat.holder, {}))
         assert kept.keys() == saved.keys() - {"fp32"}, f"{where} {flat.names}"
         assert (flat.holder in rank.target.wrapped.state) == bool(kept), f"{where}: an empty state"
@@ -317,7 +365,7 @@ def check_masters(rank: Loaded, files: dict[str, Any]) -> None:
             check_counts(rank, live, f"{where} {flat.names} {key}")
 
 
-def check_extras(rank: Loaded, files: dict[str, Any], expected: State) -> None:
+def check_extras(rank: Loaded, expected: State) -> None:
     """Frozen and unoptimized parameters, and buffers."""
     model = rank.target.model
     for extra in rank.extras:
@@ -326,8 +374,8 @@ def check_extras(rank: Loaded, files: dict[str, Any], expected: State) -> None:
         else:
             value = expected.atoms[extra.name]["fp32"].reshape(-1).to(extra.tensor.dtype)
         value = value[extra.start : extra.start + extra.tensor.numel()]
-        check_filled(extra.tensor, value, extra.name)
-        check_counts(rank, extra.tensor, extra.name)
+        check_filled(extra.tensor, value, f"{rank.target.label} {extra.name}")
+        check_counts(rank, extra.tensor, f"{rank.target.label} {extra.name}")
 
 
 def check_filled(live: torch.Tensor, saved: torch.Tensor, what: str) -> None:
@@ -341,9 +389,14 @@ def check_filled(live: torch.Tensor, saved: torch.Tensor, what: str) -> None:
 
 
 def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
-    """Every element written exactly once."""
-    if live.numel() and rank.counted:
-        assert (rank.count(live.detach()) == 1).all(), f"{what}: written {rank.count(live.detach())} times"
+    """Every element written exactly once; only a parameter with new rows is zeroed before it is filled."""
+    if not live.numel() or not rank.counted:
+        return
+    written, zeroed = rank.count(live.detach()), rank.count_blanks(live.detach())
+    assert (written <= 1).all(), f"{what}: written {written} times"
+    assert (written + zeroed >= 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
+    if not rank.job.grown:
+        assert (written + zeroed == 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
 
 
 def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK) -> None:
@@ -354,10 +407,17 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
         assert sum(part.nbytes for part in request.parts) == request.nbytes
         counts = read.setdefault(request.record, np.zeros(index.records[request.record].nbytes, np.int64))
         counts[request.offset : request.offset + request.nbytes] += 1
-    touched = {f.record for atom in ranks[0].job.touched.values() for f in atom.fragments}
-    assert read.keys() == touched
+    assert read.keys() == touched_records(ranks)
     for record, counts in read.items():
         assert (counts == 1).all(), f"record {record}: read {counts} times"
+
+
+def touched_records(ranks: Sequence[Loaded]) -> set[int]:
+    """Records with some bytes that some rank wants."""
+    atoms = [want.atom for rank in ranks for want in rank.job.wants]
+    skipped = {key for rank in ranks for key in rank.work.replicated}  # of replicas one is read
+    shards = [shard for a in atoms for shard in (a.shards[:1] if (a.name, a.state) in skipped else a.shards)]
+    return {fragment.record for shard in shards for fragment in shard.fragments}
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------

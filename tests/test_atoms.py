@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.atoms import ITEMSIZE, Atom, Fragment, check_coverage, count
+from deepspeed_ucp.atoms import ITEMSIZE, Atom, Fragment, Shard, check_coverage, count
 from deepspeed_ucp.errors import CheckpointError
 
 
+def make_shard(shape: tuple[int, ...], *spans: tuple[int, int]) -> Shard:
+    return Shard(shape, tuple(Fragment(start, numel, index, 0) for index, (start, numel) in enumerate(spans)))
+
+
 def make_atom(shape: tuple[int, ...], *spans: tuple[int, int]) -> Atom:
-    return Atom(
-        "layer.weight", "exp_avg", shape, "bfloat16", tuple(Fragment(start, numel, 0, 0) for start, numel in spans)
-    )
+    return Atom("layer.weight", "exp_avg", "bfloat16", (make_shard(shape, *spans),))
 
 
 def check(atom: Atom) -> None:
-    check_coverage(atom, [f"shard{i}.pt" for i in range(len(atom.fragments))])
+    check_coverage(atom, lambda fragment: f"shard{fragment.record}.pt")
 
 
 def test_sizes() -> None:
     assert [count(shape) for shape in ((), (3,), (2, 5), (4, 0, 2))] == [1, 3, 10, 0]
     assert (make_atom((2, 5)).numel, make_atom((2, 5)).nbytes) == (10, 20)
+
+
+def test_an_atom_has_the_elements_of_all_its_shards() -> None:
+    atom = Atom("w", "fp32", "float32", (make_shard((2, 5), (0, 10)), make_shard((1, 5), (0, 5)), make_shard((0, 5))))
+    assert (atom.shape, atom.numel, atom.nbytes) == ((2, 5), 15, 60)
+    check(atom)
+
+
+def test_a_fault_names_the_tensor_parallel_rank() -> None:
+    shards = (make_shard((2, 5), (0, 10)), make_shard((2, 5), (0, 4), (5, 5)))
+    with pytest.raises(
+        CheckpointError, match=r"^w \(fp32, shape \(2, 5\), tensor-parallel rank 1\): elements \[4, 5\)"
+    ):
+        check(Atom("w", "fp32", "float32", shards))
 
 
 def test_item_sizes_are_torchs() -> None:
@@ -41,9 +57,9 @@ def test_fragments_that_follow_each_other_cover(atom: Atom) -> None:
         (make_atom((7,), (1, 6)), r"elements \[0, 1\) are missing; the next fragment is in shard0.pt"),
         (make_atom((7,), (0, 4), (2, 5)), r"elements \[2, 4\) are covered twice; the next fragment is in shard1.pt"),
         (make_atom((7,), (0, 7), (0, 7)), r"elements \[0, 7\) are covered twice"),
-        (make_atom((7,), (0, 6)), r"has 7 elements, its fragments hold 6 \(last fragment in shard0.pt\)"),
-        (make_atom((7,), (0, 8)), r"has 7 elements, its fragments hold 8"),
-        (make_atom((7,)), r"has 7 elements, its fragments hold 0\."),
+        (make_atom((7,), (0, 6)), r"has 7 elements, the fragments hold 6 \(last fragment in shard0.pt\)"),
+        (make_atom((7,), (0, 8)), r"has 7 elements, the fragments hold 8"),
+        (make_atom((7,)), r"has 7 elements, the fragments hold 0\."),
     ],
     ids=["gap", "late start", "overlap", "twice", "short", "long", "nothing"],
 )

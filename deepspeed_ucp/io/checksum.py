@@ -10,7 +10,7 @@ from isal import isal_zlib
 
 from ..atoms import FileRef, Record
 from ..errors import CheckpointError
-from ..plan.load import Request
+from ..plan.requests import Request
 from .read import read_whole_crc
 
 

@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from ..atoms import FileRef, Record
 from ..errors import CheckpointError
-from ..plan.load import DISCARD, Part, Request
+from ..plan.requests import DISCARD, Part, Request
 
 
 class Sink(Protocol):
@@ -23,8 +23,8 @@ class Sink(Protocol):
     def view(self, position: int, nbytes: int) -> memoryview | None:
         """Memory to read into directly (from element ``position`` on), or None where bytes have to be converted."""
 
-    def store(self, position: int, data: memoryview) -> None:
-        """Take bytes that were read into scratch memory."""
+    def store(self, part: Part, data: memoryview) -> None:
+        """Take a part's bytes, which were read into other memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _read_one(job: _Job, index: int, scratch: memoryview) -> None:
             crc = isal_zlib.crc32(view, crc)
         job.crcs[index] = crc
     for sink, part, view in staged:
-        sink.store(part.position, view)
+        sink.store(part, view)
 
 
 def _arrange(
@@ -131,7 +131,7 @@ def _arrange(
     views, staged, used = [], [], 0
     for part in parts:
         sink = None if part.buffer == DISCARD else sinks[part.buffer]
-        view = sink.view(part.position, part.nbytes) if sink is not None else None
+        view = sink.view(part.position, part.nbytes) if sink is not None and not part.run else None
         if view is None:
             view = scratch[used : used + part.nbytes]
             used += part.nbytes

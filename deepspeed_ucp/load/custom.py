@@ -9,16 +9,17 @@ import torch
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..comm import Comm
-from ..io import read_requests
+from ..config import UniversalConfig
 from ..io.checksum import join_checks, verify_records
-from ..plan import Want, plan_load
+from ..plan import Want
 from ..targets import Target
+from .job import Job
+from .negotiate import negotiate
+from .reader import Reader
 from .sinks import TensorSink
 
-_CHUNK = 8 << 20
 
-
-def assemble_module(index: AtomicIndex, threads: int, *, verify: bool = True) -> dict[str, torch.Tensor]:
+def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
     """The whole saved module as a state dict on the CPU, in the dtypes that the module states had.
 
     ZeRO 3 saves no such copy: there the fp32 masters stand in, as in DeepSpeed's own consolidation. Every rank reads
@@ -36,18 +37,13 @@ def assemble_module(index: AtomicIndex, threads: int, *, verify: bool = True) ->
         tensors[name] = flat.view(atom.shape)
         sinks.append(TensorSink(flat, atom.dtype, fresh=True))
         wants.append(Want(atom, 0, atom.numel, number, 0))
-    plan = plan_load(wants, weights.values(), index.records, 0, 1, _CHUNK)
-    stats = read_requests(
-        plan.requests,
-        index.records,
-        index.files,
-        sinks,
-        threads=threads,
-        make_scratch=lambda nbytes: memoryview(bytearray(nbytes)),
-        checksum=verify,
-    )
-    if verify:
-        verify_records(join_checks(plan.requests, stats.crcs), index.records, index.files, 0, 1)
+    job, alone = Job(sinks=sinks, wants=wants), Comm()
+    plan = negotiate(wants, sinks, index, alone, config.window_mb << 20)
+    reader = Reader(index, job, plan, alone, config)
+    reader.read_fresh()
+    requests, crcs = reader.checked()
+    if reader.checksum:
+        verify_records(join_checks(requests, crcs), index.records, index.files, 0, 1)
     tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
     return tensors
 
@@ -57,20 +53,18 @@ def run_custom_load(
     index: AtomicIndex,
     target: Target,
     comm: Comm,
-    threads: int,
+    config: UniversalConfig,
     *,
-    verify: bool,
     masters_follow: bool,
 ) -> None:
     """Call ``load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
 
     Args:
-        verify: check what is read.
         masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
     """
     source: dict[str, torch.Tensor] = {}
     with comm.together():
-        source = assemble_module(index, threads, verify=verify)
+        source = assemble_module(index, config)
     error: Exception | None = None
     with target.whole_parameters():
         try:

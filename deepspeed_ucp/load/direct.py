@@ -9,20 +9,18 @@ has warmed. So a damaged file leaves the engine as it was, without a second copy
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
-from ..io import ReadStats, read_requests
-from ..io.checksum import join_checks, verify_records, verify_whole
-from ..plan import LoadPlan, Request, plan_load
+from ..io.checksum import Checked, join_checks, verify_records, verify_whole
 from ..plan.match import Match, match_groups, match_parameters
 from ..targets import Extra, Target
 from ..targets.finish import (
@@ -35,16 +33,17 @@ from ..targets.finish import (
     restore_scaler,
 )
 from ..targets.optimizer import restore_hyper
+from .census import Layouts, find_renamed, read_rules, settle_layouts, take_census
 from .client import EXTRA_STATES, read_client_objects
 from .custom import run_custom_load
-from .exchange import exchange
 from .job import Job, make_job
+from .negotiate import negotiate
+from .reader import Reader
+from .replicas import check_instances, check_replicas
 from .report import LoadReport
 from .samples import check_samples
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_CHUNK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +85,21 @@ def load_direct(
     Raises:
         UcpError: the same on every rank; nothing of the engine has changed then.
     """
-    with_states = arguments.with_states and bool(target.flats)
-    with report.phase("plan"), comm.together():
-        job, match = _prepare(index, target, comm, arguments, with_states=with_states)
-        plan = _plan(index, job, comm)
-    report.state_bytes = job.state_bytes
+    with_states = arguments.with_states and has_masters(target, comm)
+    with report.phase("plan"):
+        work = _prepare(index, target, comm, config, arguments, with_states=with_states)
+        plan = negotiate(work.job.wants, work.job.sinks, index, comm, config.window_mb << 20)
+    report.state_bytes = sum(index.atoms[key].nbytes for key in work.touched)
     saved = _read_saved(index, comm, config, arguments)
     extra = saved.pop(EXTRA_STATES, {})
     with comm.together():
         modules = _match_extra_states(engine, extra, arguments)
-    reader = _Reader(index, job, config)
+    reader = Reader(index, work.job, plan, comm, config)
     with report.phase("read"):
-        first = _read_fresh(reader, plan, comm, config.verify == "crc")
+        first = reader.read_fresh()
     report.bytes_read, report.requests = first.nbytes, first.requests
     with report.phase("verify"):
-        _verify(index, plan, first, comm)
-        if config.verify == "crc":
-            check_samples(index, job.touched.values(), comm)
+        _verify(index, reader, work, comm)
     with report.phase("finish"), comm.together():  # others' code, which may fail: before the buffers change
         if not arguments.load_module_only:
             restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
@@ -110,32 +107,31 @@ def load_direct(
             module.set_extra_state(extra[key])
     if arguments.custom_load_fn is not None:
         with report.phase("custom"):
-            follow = not job.touched
+            follow = not work.touched
             run_custom_load(
                 arguments.custom_load_fn,
                 index,
                 target,
                 comm,
-                reader.threads,
-                verify=config.verify == "crc",
+                config,
                 masters_follow=follow,
             )
     with report.phase("fill"):
-        again = _fill_live(reader, plan, first, comm)
+        again = reader.fill_live()
+        for mean in work.job.means:
+            mean.settle()
+        for sink in work.job.sinks:
+            sink.settle()
     if config.verify == "crc":
         report.bytes_again = again.nbytes
     else:  # pass 1 has left these bytes alone
         report.bytes_read, report.requests = report.bytes_read + again.nbytes, report.requests + again.requests
-    with report.phase("exchange"):
-        exchange(job.segments, job.sinks, comm, config.window_mb << 20)
-        for sink in job.sinks:
-            sink.settle()
     with report.phase("copies"):
-        if job.touched:
+        if work.touched:
             target.refresh_copies()
     with report.phase("finish"), comm.together():
         if with_states:
-            _attach(index, target, job, match)
+            _attach(index, target, work.job, work.match)
         _finish(engine, index, saved, arguments, with_states=with_states)
     return pick_client_state(
         saved,
@@ -145,34 +141,99 @@ def load_direct(
     )
 
 
+def has_masters(target: Target, comm: Comm) -> bool:
+    """Whether some rank's optimizer owns parameters (a pipeline stage may have none); collective."""
+    return any(comm.gather(bool(target.flats)))
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a load has to do.
+
+    Attributes:
+        job: this rank's.
+        match: its names.
+        touched: atoms that some rank needs, the same list on every rank.
+        replicated: those of which the source holds replicas that have to be equal.
+    """
+
+    job: Job
+    match: Match
+    touched: list[tuple[str, str]]
+    replicated: list[tuple[str, str]]
+
+
 def _prepare(
-    index: AtomicIndex, target: Target, comm: Comm, arguments: LoadArguments, *, with_states: bool
-) -> tuple[Job, Match]:
+    index: AtomicIndex,
+    target: Target,
+    comm: Comm,
+    config: UniversalConfig,
+    arguments: LoadArguments,
+    *,
+    with_states: bool,
+) -> _Work:
+    """Match, settle patterns and build this rank's job; collective."""
+    custom = arguments.custom_load_fn is not None
+    extras: list[Extra] = []
+    with comm.together():
+        _refuse(index, target, custom=custom)
+        extras = [] if custom else target.extras()
+    if custom and not with_states:
+        return _Work(Job(), Match(), [], [])  # the weights are the user's business then
+    census = take_census(target, extras, comm)
+    job, match, layouts = Job(), Match(), {}
+    with comm.together():
+        rules = read_rules(config.patterns)
+        live = census.live(find_renamed(index, rules), with_extras=not custom)
+        match = match_parameters(index, live, strict=arguments.load_module_strict or custom, with_states=with_states)
+        if with_states:
+            match_groups(index, target.group_members(), match)
+        layouts = settle_layouts(index, census, match, rules, tell=comm.rank == 0)
+        job = make_job(index, target, match, extras, layouts, with_states=with_states)
+    touched = sorted(set().union(*comm.gather(_report_touched(target, job))))
+    replicated = [key for key in touched if _is_replicated(layouts, index, key)]
+    if comm.rank == 0:
+        _tell(match, comm.gather(job.grown))
+    else:
+        comm.gather(job.grown)
+    with comm.together():
+        check_instances(index, census.everyone, touched, warn=comm.rank == 0)
+    return _Work(job, match, touched, replicated)
+
+
+def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
     if index.unreadable:
         listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
         raise UnsupportedError(
             f"{index.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
             "contiguous tensors."
         )
-    custom = arguments.custom_load_fn is not None
-    if custom and not with_states:
-        return Job(), Match()  # the weights are the user's business then
-    extras: list[Extra] = [] if custom else target.extras()
-    match = match_parameters(
-        index,
-        target.owned_shapes(),
-        None if custom else {extra.name: extra.shape for extra in extras},
-        target.aliases,
-        strict=arguments.load_module_strict or custom,
-        with_states=with_states,
-    )
-    if with_states:
-        match_groups(index, target.group_members(), match)
-    if match.skipped and comm.rank == 0:
+    parallel = max(index.topology.tp, index.topology.pp, target.place.tp, target.place.pp) > 1
+    if custom and parallel:
+        raise UnsupportedError(
+            "custom_load_fn is given the whole module; with tensor or pipeline parallelism no rank has it. Load "
+            "without custom_load_fn, or in the topology that saved the checkpoint."
+        )
+
+
+def _report_touched(target: Target, job: Job) -> list[tuple[str, str]]:
+    """Data-parallel ranks need parts of the same atoms, so one of them tells."""
+    return list(job.touched) if target.place.dp_rank == 0 else []
+
+
+def _is_replicated(layouts: Layouts, index: AtomicIndex, key: tuple[str, str]) -> bool:
+    name = key[0].partition("#")[0]
+    found = layouts.get(name)
+    return found is not None and found[0].replicated and not found[0].mean and len(index.atoms[key].shards) > 1
+
+
+def _tell(match: Match, grown: list[dict[str, tuple[int, int]]]) -> None:
+    if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", "; ".join(match.skipped))
-    job = make_job(index, target, match, extras, with_states=with_states)
-    job.take_share(comm.rank, comm.size)
-    return job, match
+    for name, (old, new) in sorted({item for each in grown for item in each.items()}):
+        logger.info(
+            "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero", name, new, old, new - old
+        )
 
 
 def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArguments) -> dict[str, torch.nn.Module]:
@@ -211,90 +272,26 @@ def _read_saved(index: AtomicIndex, comm: Comm, config: UniversalConfig, argumen
     return saved
 
 
-def _plan(index: AtomicIndex, job: Job, comm: Comm) -> LoadPlan:
-    return plan_load(job.own, job.touched.values(), index.records, comm.rank, comm.size, _CHUNK)
-
-
-class _Reader:
-    """Runs requests of one job with its threads and scratch memory."""
-
-    def __init__(self, index: AtomicIndex, job: Job, config: UniversalConfig) -> None:
-        self.index, self.job = index, job
-        window = config.window_mb << 20
-        self.threads = min(config.threads or default_threads(), max(window // (2 * _CHUNK), 1))
-        self.pinned = any(sink.tensor.device.type == "cuda" for sink in job.sinks)
-
-    def make_scratch(self, nbytes: int) -> memoryview:
-        """Scratch memory of one thread; page-locked where it is copied to a GPU."""
-        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned).numpy())
-
-    def run(self, requests: Sequence[Request], *, fresh_only: bool, checksum: bool) -> ReadStats:
-        """Read; with ``fresh_only`` the live buffers' bytes are checked and discarded."""
-        if self.pinned:  # the threads copy on the default stream
-            torch.cuda.synchronize()
-        sinks = [None if fresh_only and not sink.fresh else sink for sink in self.job.sinks]
-        return read_requests(
-            requests,
-            self.index.records,
-            self.index.files,
-            sinks,
-            threads=self.threads,
-            make_scratch=self.make_scratch,
-            checksum=checksum,
-        )
-
-    def is_live(self, request: Request) -> bool:
-        """Whether some of the request's bytes go to a live buffer."""
-        return any(part.buffer >= 0 and not self.job.sinks[part.buffer].fresh for part in request.parts)
-
-    def is_fresh(self, request: Request) -> bool:
-        """Whether some of the request's bytes go to fresh memory."""
-        return any(part.buffer >= 0 and self.job.sinks[part.buffer].fresh for part in request.parts)
-
-
-def default_threads() -> int:
-    """Reading threads per rank: four times its share of the cores, 8 to 32; most of their time is waiting."""
-    cores = len(os.sched_getaffinity(0))
-    told = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")]
-    ranks = max(int(next((value for value in told if value), "1")), 1)
-    return min(max(4 * cores // ranks, 8), 32)
-
-
-def _read_fresh(reader: _Reader, plan: LoadPlan, comm: Comm, checksum: bool) -> ReadStats:
-    """Pass 1: fresh memory filled, everything checked. Without checks only what fresh memory needs is read."""
-    stats = ReadStats(0, 0, [])
-    with comm.together():
-        requests = plan.requests if checksum else [r for r in plan.requests if reader.is_fresh(r)]
-        stats = reader.run(requests, fresh_only=True, checksum=checksum)
-        for blank in reader.job.blanks:
-            if blank.fresh:
-                blank.tensor[blank.low : blank.high].zero_()
-    return stats
-
-
-def _verify(index: AtomicIndex, plan: LoadPlan, stats: ReadStats, comm: Comm) -> None:
-    checks = join_checks(plan.requests, stats.crcs) if stats.crcs else []
-    gathered = [check for part in comm.gather(checks) for check in part]
-    with comm.together():
-        verify_records(gathered, index.records, index.files, comm.rank, comm.size)
-
-
-def _fill_live(reader: _Reader, plan: LoadPlan, first: ReadStats, comm: Comm) -> ReadStats:
-    """Pass 2: the live buffers. Their bytes have to be the ones that were verified.
+def _verify(index: AtomicIndex, reader: Reader, work: _Work, comm: Comm) -> None:
+    """Hold what was read against what training wrote, and replicas against each other; collective.
 
     Raises:
-        CheckpointError: a file changed in between.
+        CheckpointError: bytes are damaged, or of another run.
+        MismatchError: replicas differ.
     """
-    again = [(i, request) for i, request in enumerate(plan.requests) if reader.is_live(request)]
-    stats = ReadStats(0, 0, [])
+    checks = _send_checks(join_checks(*reader.checked()), comm)
     with comm.together():
-        stats = reader.run([request for _, request in again], fresh_only=False, checksum=bool(first.crcs))
-        for blank in reader.job.blanks:
-            if not blank.fresh:
-                blank.tensor[blank.low : blank.high].zero_()
-        if first.crcs and stats.crcs != [first.crcs[i] for i, _ in again]:
-            raise CheckpointError("The checkpoint was written to while it was being loaded; the engine is half loaded.")
-    return stats
+        verify_records(checks, index.records, index.files, comm.rank, comm.size)
+    check_replicas([index.atoms[key] for key in work.replicated], index, comm)
+    if reader.checksum:
+        check_samples(index, [index.atoms[key] for key in work.touched], comm)
+
+
+def _send_checks(checks: list[Checked], comm: Comm) -> list[Checked]:
+    """The checks of the records that this rank answers for; collective."""
+    rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
+    tables = comm.swap_tables([rows[rows[:, 0] % comm.size == rank] for rank in range(comm.size)])
+    return [Checked(*row) for table in tables for row in table.tolist()]
 
 
 def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:

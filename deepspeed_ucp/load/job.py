@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..errors import MismatchError, shorten
-from ..plan import Want
+from ..patterns import Layout
+from ..plan import View, Want
+from ..plan.geometry import Cut
 from ..plan.match import Match, pick_weight
-from ..plan.share import Segment, share_wants
 from ..targets import Extra, Flat, Target
 from ..targets.base import flatten
 from ..targets.optimizer import Kept, probe_optimizer, restore_scalar
@@ -37,12 +38,31 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Elements [low, high) of a tensor that no atom fills: padding, or a state that the source does not have."""
+    """Elements [low, high) of a tensor that are zeroed before reading: no atom fills them, or not all of them.
+
+    Padding, a state that the source does not have, new rows of a padded vocabulary.
+    """
 
     tensor: torch.Tensor
     low: int
     high: int
     fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Elements [low, high) of a tensor become the mean of copies that were read into memory of their own (Partial)."""
+
+    tensor: torch.Tensor
+    low: int
+    high: int
+    copies: tuple[torch.Tensor, ...]
+    fresh: bool
+
+    def settle(self) -> None:
+        """Take the mean; in double precision, so that equal copies give themselves."""
+        total = torch.stack([copy.double() for copy in self.copies]).sum(0) / len(self.copies)
+        self.tensor[self.low : self.high].copy_(total)
 
 
 @dataclass(slots=True)
@@ -51,40 +71,41 @@ class Job:
 
     Attributes:
         sinks: destinations by buffer number.
-        own: wants of this rank alone.
-        shared: wants that all ranks have in common, in the same order everywhere.
-        touched: atoms that some rank reads.
+        wants: what this rank needs.
+        touched: atoms that it needs something of.
         states: optimizer states to attach once all is verified.
         blanks: what to zero.
-        segments: who reads what of the shared wants.
+        means: what to average.
+        grown: vocabulary parameters that get new rows.
     """
 
     sinks: list[TensorSink] = field(default_factory=list)
-    own: list[Want] = field(default_factory=list)
-    shared: list[Want] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
     touched: dict[tuple[str, str], Atom] = field(default_factory=dict)
     states: list[States] = field(default_factory=list)
     blanks: list[Blank] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-
-    def take_share(self, rank: int, size: int) -> None:
-        """Divide the shared wants among the ranks; this one's share joins its own wants."""
-        shares, self.segments = share_wants(self.shared, size)
-        self.own += shares[rank]
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all atoms that are read."""
-        return sum(atom.nbytes for atom in self.touched.values())
+    means: list[Mean] = field(default_factory=list)
+    grown: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def make_job(index: AtomicIndex, target: Target, match: Match, extras: list[Extra], *, with_states: bool) -> Job:
+def make_job(
+    index: AtomicIndex,
+    target: Target,
+    match: Match,
+    extras: list[Extra],
+    layouts: Mapping[str, tuple[Layout, Layout]],
+    *,
+    with_states: bool,
+) -> Job:
     """Build the job of this rank.
+
+    Args:
+        layouts: by plain saved name, how source and target cut a tensor; those that neither cuts are not in it.
 
     Raises:
         MismatchError: the saved optimizer is of another kind, or its states cannot be cut.
     """
-    maker = _JobMaker(index, target, match, with_states)
+    maker = _JobMaker(index, target, match, layouts, with_states)
     if with_states:
         maker.check_optimizer()
     for flat in target.flats:
@@ -97,8 +118,16 @@ def make_job(index: AtomicIndex, target: Target, match: Match, extras: list[Extr
 
 
 class _JobMaker:
-    def __init__(self, index: AtomicIndex, target: Target, match: Match, with_states: bool) -> None:
+    def __init__(
+        self,
+        index: AtomicIndex,
+        target: Target,
+        match: Match,
+        layouts: Mapping[str, tuple[Layout, Layout]],
+        with_states: bool,
+    ) -> None:
         self.index, self.target, self.match, self.with_states = index, target, match, with_states
+        self.layouts, self.tp_rank = layouts, target.place.tp_rank
         self.job = Job()
         self.probes: dict[tuple[int, torch.dtype, int], Kept | None] = {}
         self.states_of: dict[str, set[str]] = defaultdict(set)
@@ -190,7 +219,7 @@ class _JobMaker:
                 continue
             if atom.dtype not in buffers:
                 buffers[atom.dtype] = self._add_sink(TensorSink(tensor, atom.dtype, fresh))
-            self._want(Want(atom, cut.start, cut.numel, buffers[atom.dtype], cut.offset), flat.replicated)
+            self._want(atom, cut, tensor, buffers[atom.dtype], fresh)
             covered.append((cut.offset, cut.offset + cut.numel))
         return covered
 
@@ -198,8 +227,31 @@ class _JobMaker:
         self.job.sinks.append(sink)
         return len(self.job.sinks) - 1
 
-    def _want(self, want: Want, replicated: bool) -> None:
-        (self.job.shared if replicated else self.job.own).append(want)
+    def _want(self, atom: Atom, cut: Cut, tensor: torch.Tensor, buffer: int, fresh: bool) -> None:
+        """Want a part of this rank's shard of an atom; ``cut.name`` is the live name."""
+        layouts = self.layouts.get(self.match.saved[cut.name])
+        if layouts is None:
+            self.job.wants.append(Want(atom, cut.start, cut.numel, buffer, cut.offset))
+            return
+        source, target = layouts
+        if source.mean:
+            self._want_mean(atom, cut, tensor, fresh, layouts)
+            return
+        if source.shape[0] < target.shape[0]:  # padding rows of the vocabulary that the source does not have
+            self.job.blanks.append(Blank(tensor, cut.offset, cut.offset + cut.numel, fresh))
+            self.job.grown[atom.name] = (source.shape[0], target.shape[0])
+        view = View(source, target, self.tp_rank, find_shards(source, target, self.tp_rank))
+        self.job.wants.append(Want(atom, cut.start, cut.numel, buffer, cut.offset, view))
+
+    def _want_mean(
+        self, atom: Atom, cut: Cut, tensor: torch.Tensor, fresh: bool, layouts: tuple[Layout, Layout]
+    ) -> None:
+        """Want every shard's values, in memory of their own."""
+        copies = tuple(torch.empty(cut.numel, dtype=getattr(torch, atom.dtype)) for _ in atom.shards)
+        for shard, copy in enumerate(copies):
+            buffer = self._add_sink(TensorSink(copy, atom.dtype, fresh=True))
+            self.job.wants.append(Want(atom, cut.start, cut.numel, buffer, 0, View(*layouts, self.tp_rank, (shard,))))
+        self.job.means.append(Mean(tensor, cut.offset, cut.offset + cut.numel, copies, fresh))
 
     def _state_tensor(self, flat: Flat, live: Any, state: str) -> tuple[torch.Tensor, bool]:
         """The tensor that receives a state: the live one, or fresh memory in the dtype that the optimizer wants."""
@@ -240,7 +292,18 @@ class _JobMaker:
         self.job.touched[atom.name, atom.state] = atom
         if extra.tensor.numel():
             buffer = self._add_sink(TensorSink(extra.tensor, atom.dtype, fresh=False))
-            self._want(Want(atom, extra.start, extra.tensor.numel(), buffer, 0), extra.replicated)
+            cut = Cut(extra.name, extra.start, extra.tensor.numel(), 0)
+            self._want(atom, cut, extra.tensor, buffer, False)
+
+
+def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
+    """Source shards that a target shard is made from."""
+    if source.replicated:
+        return (0,)
+    alike = source.view[1:] == target.view[1:] and source.claims is None and rank < len(source.shards)
+    if alike and source.shards[rank] == target.shards[rank]:
+        return (rank,)
+    return tuple(range(len(source.shards)))
 
 
 def _complement(spans: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
+from ..atoms import COPY, MASTER, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
-from ..io.read import read_bytes
+from .replicas import read_elements
 
 _PER_FILE = 48
 _TOLERATED = 0.1
@@ -18,13 +18,6 @@ _TOLERATED = 0.1
 
 _TOLERATED_STAGE0 = 0.75
 """The FP16 wrappers take an optimizer step at construction that weight decay feels, and their copies do not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    name: str
-    master: tuple[int, int]
-    copy: tuple[int, int]
 
 
 def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
@@ -37,26 +30,37 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
         CheckpointError: a shard of another run or step.
     """
     with comm.together():
-        by_file: dict[int, list[tuple[Atom, Atom, Fragment]]] = {}
+        by_file: dict[int, list[_Entry]] = {}
         for atom in touched:
             twin = index.atoms.get((atom.name, COPY)) if atom.state == MASTER else None
             if twin is None or index.topology.wrapper == "torch":
                 continue
-            for fragment in atom.fragments:
-                by_file.setdefault(index.records[fragment.record].file, []).append((atom, twin, fragment))
+            for rank, shard in enumerate(atom.shards):
+                for fragment in shard.fragments:
+                    entry = _Entry(atom, twin, rank, fragment)
+                    by_file.setdefault(index.records[fragment.record].file, []).append(entry)
         for file in sorted(by_file)[comm.rank :: comm.size]:
             _check_file(index, file, by_file[file])
 
 
-def _check_file(index: AtomicIndex, file: int, entries: list[tuple[Atom, Atom, Fragment]]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A fragment of a shard of a master, and the atom that holds the model's own copy."""
+
+    master: Atom
+    copy: Atom
+    shard: int
+    fragment: Fragment
+
+
+def _check_file(index: AtomicIndex, file: int, entries: list[_Entry]) -> None:
     differing, first, total = 0, "", 0
-    for atom, twin, position in _spread(entries):
+    for entry, position in _spread(entries):
         total += 1
-        master = _read_element(index, atom, position)
-        copy = _read_element(index, twin, position)
+        master, copy = (_read_element(index, atom, entry.shard, position) for atom in (entry.master, entry.copy))
         if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):
             differing += 1
-            first = first or f"{atom.name}[{position}] is {master.item()} here and {copy.item()} there"
+            first = first or f"{entry.master.name}[{position}] is {master.item()} here and {copy.item()} there"
     tolerated = _TOLERATED if index.topology.zero_stage else _TOLERATED_STAGE0
     if differing > max(tolerated * total, 1):
         raise CheckpointError(
@@ -66,22 +70,18 @@ def _check_file(index: AtomicIndex, file: int, entries: list[tuple[Atom, Atom, F
         )
 
 
-def _spread(entries: list[tuple[Atom, Atom, Fragment]]) -> Iterator[tuple[Atom, Atom, int]]:
+def _spread(entries: list[_Entry]) -> Iterator[tuple[_Entry, int]]:
     """Elements spread evenly over the fragments of a file."""
-    total = sum(fragment.numel for _, _, fragment in entries)
+    total = sum(entry.fragment.numel for entry in entries)
     count = min(total, _PER_FILE)
     wanted = [index * (total - 1) // max(count - 1, 1) for index in range(count)]
     begin = 0
-    for atom, twin, fragment in entries:
-        while wanted and wanted[0] < begin + fragment.numel:
-            yield atom, twin, fragment.start + wanted.pop(0) - begin
-        begin += fragment.numel
+    for entry in entries:
+        while wanted and wanted[0] < begin + entry.fragment.numel:
+            yield entry, entry.fragment.start + wanted.pop(0) - begin
+        begin += entry.fragment.numel
 
 
-def _read_element(index: AtomicIndex, atom: Atom, position: int) -> torch.Tensor:
-    fragment = next(f for f in atom.fragments if f.start <= position < f.start + f.numel)
-    record = index.records[fragment.record]
-    itemsize = ITEMSIZE[atom.dtype]
-    offset = record.offset + fragment.offset + (position - fragment.start) * itemsize
-    data = bytearray(read_bytes(index.files[record.file].path, offset, itemsize))
+def _read_element(index: AtomicIndex, atom: Atom, shard: int, position: int) -> torch.Tensor:
+    data = read_elements(atom, shard, position, position + 1, index)
     return torch.frombuffer(data, dtype=getattr(torch, atom.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..plan import Part
 from ..targets.base import dtype_name
 
 
@@ -34,10 +35,23 @@ class TensorSink:
         low = position * self.itemsize
         return self.memory[low : low + nbytes]
 
-    def store(self, position: int, data: memoryview) -> None:
-        """Convert and copy bytes to the elements from ``position`` on."""
+    def store(self, part: Part, data: memoryview) -> None:
+        """Convert and copy a part's bytes to the elements from ``part.position`` on, row by row where it has rows."""
         values = torch.frombuffer(data, dtype=self.stored)
-        self.tensor.narrow(0, position, values.numel()).copy_(values)
+        if not part.run:
+            self.tensor.narrow(0, part.position, values.numel()).copy_(values)
+            return
+        rows = values.view(-1, part.run // self.stored.itemsize)
+        base = self.tensor.storage_offset() + part.position
+        self.tensor.as_strided(rows.shape, (part.stride, 1), base).copy_(rows)
+
+    def take(self, part: Part, data: memoryview) -> None:
+        """Copy a part's bytes from other memory."""
+        view = None if part.run else self.view(part.position, part.nbytes)
+        if view is None:
+            self.store(part, data)
+        else:
+            view[:] = data
 
     def settle(self) -> None:
         """Bring a proxy's contents to the tensor that it stands for."""

@@ -1,163 +1,114 @@
-"""From wants (parts of atoms) to read requests (byte ranges of files with their destinations)."""
+"""One rank's part of a load, as data: what it reads for itself, and the rounds in which ranks read for each other."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..atoms import ITEMSIZE, Atom, Record
+import numpy as np
+import numpy.typing as npt
 
-DISCARD = -1
-"""Buffer number of bytes that are read for their checksum alone (padding between fragments)."""
-
-MAX_PARTS = 512
-"""Parts per request; the kernel takes 1024 buffers in one ``preadv``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """Elements [start, start + numel) of an atom go to ``buffer`` at element ``offset``."""
-
-    atom: Atom
-    start: int
-    numel: int
-    buffer: int
-    offset: int
+from .claims import GRANTED, Claim
+from .requests import DISCARD, Part, Request
+from .resolve import Resolution, Send, Service, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """``nbytes`` bytes of a request go to ``buffer`` at element ``position``."""
+class Round:
+    """One round of exchange.
 
-    nbytes: int
-    buffer: int
-    position: int
+    Attributes:
+        reads: what this rank stages; the parts' positions are bytes of the staging memory.
+        staged: bytes of staging memory.
+        sends: per rank, what of the staged bytes it gets, in order.
+        receives: per rank, the claims whose bytes come from it, in order.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One contiguous read: bytes [offset, offset + nbytes) of a record, scattered over parts in order."""
-
-    record: int
-    offset: int
-    nbytes: int
-    parts: tuple[Part, ...]
+    reads: tuple[Request, ...]
+    staged: int
+    sends: tuple[tuple[Send, ...], ...]
+    receives: tuple[tuple[Claim, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """One rank's part of a load: requests in the order in which they are read, and the bytes that they read."""
+    """What one rank does.
 
-    requests: tuple[Request, ...]
+    Attributes:
+        direct: reads for its own buffers, and of bytes that only the checksums need, in the order of reading.
+        rounds: exchange, the same number of rounds on every rank.
+        nbytes: bytes that this rank reads, each once.
+    """
+
+    direct: tuple[Request, ...]
+    rounds: tuple[Round, ...]
     nbytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    record: int
-    offset: int
-    nbytes: int
-    buffer: int
-    position: int
-    itemsize: int
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All reads."""
+        return self.direct + tuple(request for each in self.rounds for request in each.reads)
 
 
-def plan_load(
-    wants: Iterable[Want],
-    touched: Iterable[Atom],
-    records: Sequence[Record],
+def make_plan(
+    addressed: Sequence[Sequence[Claim]],
+    answers: Sequence[npt.NDArray[np.int32]],
+    resolution: Resolution,
+    rounds: int,
+    *,
     rank: int,
-    size: int,
     chunk: int,
+    stage: int,
+    file_of: Sequence[int],
 ) -> LoadPlan:
-    """Plan one rank's reads.
+    """Put a rank's plan together.
 
     Args:
-        wants: what this rank needs.
-        touched: atoms that some rank reads; bytes of their records that belong to none of them (padding) are read
-            too, by one rank each, so that every record's checksum can be formed.
-        records: of the index.
-        rank, size: this rank and how many there are.
+        addressed: per owner, this rank's claims.
+        answers: per owner, what it answered to them.
+        resolution: this rank's decisions as an owner.
+        rounds: the largest number of rounds of any rank.
         chunk: largest request in bytes.
-
-    Returns:
-        The plan; each request lies in one record. They are in file order, but each rank starts at a place of its own
-        and wraps around, so that ranks that need neighbouring bytes do not all wait for the same part of the storage.
+        stage: buffer number of the staging memory.
+        file_of: file of each record; reads are in file order, but each rank starts at a place of its own and wraps
+            around, so that ranks that need neighbouring bytes do not all wait for the same part of the storage.
     """
-    pieces = [piece for want in wants for piece in _locate(want)]
-    pieces += _find_gaps(touched, records, rank, size)
-    pieces.sort(key=lambda piece: (records[piece.record].file, records[piece.record].offset + piece.offset))
-    ordered = tuple(_coalesce(_split(pieces, chunk), chunk))
-    first = len(ordered) * rank // size
-    requests = ordered[first:] + ordered[:first]
-    return LoadPlan(requests, sum(request.nbytes for request in requests))
+    size = len(addressed)
+    granted = [claim for claims, told in zip(addressed, answers, strict=True) for claim in _pick(claims, told, GRANTED)]
+    direct = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in granted]
+    direct += [request for span in resolution.unclaimed for request in _read(span, DISCARD, chunk)]
+    direct.sort(key=lambda request: (file_of[request.record], request.record, request.offset))
+    first = len(direct) * rank // size
+    planned = tuple(_make_round(number, addressed, answers, resolution, chunk, stage) for number in range(rounds))
+    nbytes = sum(request.nbytes for request in direct)
+    nbytes += sum(request.nbytes for each in planned for request in each.reads)
+    return LoadPlan(tuple(direct[first:] + direct[:first]), planned, nbytes)
 
 
-def _locate(want: Want) -> Iterable[_Piece]:
-    """The byte ranges that hold a want, in element order."""
-    itemsize = ITEMSIZE[want.atom.dtype]
-    fragments = want.atom.fragments
-    first = bisect_right(fragments, want.start, key=lambda fragment: fragment.start) - 1
-    end = want.start + want.numel
-    for fragment in fragments[max(first, 0) :]:
-        if fragment.start >= end:
-            return
-        low, high = max(want.start, fragment.start), min(end, fragment.start + fragment.numel)
-        if low < high:
-            offset = fragment.offset + (low - fragment.start) * itemsize
-            nbytes = (high - low) * itemsize
-            yield _Piece(fragment.record, offset, nbytes, want.buffer, want.offset + low - want.start, itemsize)
+def _pick(claims: Sequence[Claim], answers: npt.NDArray[np.int32], wanted: int) -> list[Claim]:
+    return [claims[number] for number in np.flatnonzero(answers == wanted)]
 
 
-def _find_gaps(touched: Iterable[Atom], records: Sequence[Record], rank: int, size: int) -> list[_Piece]:
-    """Bytes of the touched records that no touched atom holds; each record's gaps go to one rank."""
-    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for atom in touched:
-        itemsize = ITEMSIZE[atom.dtype]
-        for fragment in atom.fragments:
-            if fragment.record % size == rank:
-                spans[fragment.record].append((fragment.offset, fragment.offset + fragment.numel * itemsize))
-    gaps = []
-    for record, covered in spans.items():
-        position = 0
-        for low, high in [*sorted(covered), (records[record].nbytes, records[record].nbytes)]:
-            if low > position:
-                gaps.append(_Piece(record, position, low - position, DISCARD, 0, 1))
-            position = max(position, high)
-    return gaps
+def _make_round(
+    number: int,
+    addressed: Sequence[Sequence[Claim]],
+    answers: Sequence[npt.NDArray[np.int32]],
+    resolution: Resolution,
+    chunk: int,
+    stage: int,
+) -> Round:
+    service = resolution.services[number] if number < len(resolution.services) else Service()
+    reads = [request for span in service.spans for request in _read(span, stage, chunk)]
+    receives = tuple(tuple(_pick(claims, told, number)) for claims, told in zip(addressed, answers, strict=True))
+    # In the order of the claims, which is the order in which they are received.
+    sorted_sends = [sorted(service.sends.get(rank, ()), key=lambda item: item[0]) for rank in range(len(addressed))]
+    sends = tuple(tuple(send for _, send in items) for items in sorted_sends)
+    return Round(tuple(reads), service.staged, sends, receives)
 
 
-def _split(pieces: Iterable[_Piece], chunk: int) -> Iterable[_Piece]:
-    for piece in pieces:
-        step = max(chunk // piece.itemsize, 1) * piece.itemsize
-        for low in range(0, piece.nbytes, step):
-            yield _Piece(
-                piece.record,
-                piece.offset + low,
-                min(step, piece.nbytes - low),
-                piece.buffer,
-                piece.position + low // piece.itemsize,
-                piece.itemsize,
-            )
-
-
-def _coalesce(pieces: Iterable[_Piece], chunk: int) -> Iterable[Request]:
-    """Join pieces that follow each other in a record, up to ``chunk`` bytes a request."""
-    run: list[_Piece] = []
-    nbytes = 0
-    for piece in pieces:
-        follows = run and piece.record == run[-1].record and piece.offset == run[-1].offset + run[-1].nbytes
-        if run and not (follows and nbytes + piece.nbytes <= chunk and len(run) < MAX_PARTS):
-            yield _request(run, nbytes)
-            run, nbytes = [], 0
-        run.append(piece)
-        nbytes += piece.nbytes
-    if run:
-        yield _request(run, nbytes)
-
-
-def _request(run: list[_Piece], nbytes: int) -> Request:
-    parts = tuple(Part(piece.nbytes, piece.buffer, piece.position) for piece in run)
-    return Request(run[0].record, run[0].offset, nbytes, parts)
+def _read(span: Span, buffer: int, chunk: int) -> list[Request]:
+    requests = []
+    for low in range(span.low, span.high, chunk):
+        nbytes = min(chunk, span.high - low)
+        requests.append(Request(span.record, low, nbytes, (Part(nbytes, buffer, span.position + low - span.low),)))
+    return requests

@@ -8,53 +8,77 @@ from dataclasses import dataclass, field
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..errors import MismatchError, shorten
 
+Shape = tuple[int, ...]
+Shapes = Mapping[str, tuple[Shape, ...]]
+"""Per name the local shape on each tensor-parallel rank."""
+
+FIRST = (0, 1)
+
 
 @dataclass(slots=True)
 class Match:
-    """Live parameter → saved parameter, live group → saved group, and what a lenient load passes over."""
+    """Live parameter → saved parameter, live group → saved group, and what a lenient load passes over.
+
+    Attributes:
+        names: live name → name of the atoms, an instance's where several pipeline stages hold the parameter.
+        saved: live name → the plain saved name.
+        groups: live param group → saved one.
+        skipped: what a lenient load passes over.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
+    saved: dict[str, str] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
-def match_parameters(
-    index: AtomicIndex,
-    owned: Mapping[str, tuple[int, ...]],
-    extras: Mapping[str, tuple[int, ...]] | None,
-    aliases: Mapping[str, str],
-    *,
-    strict: bool,
-    with_states: bool,
-) -> Match:
-    """Match live tensors with saved ones by name (ties resolved on both sides) and compare shapes.
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What the live engine holds, all ranks together.
+
+    Attributes:
+        owned: parameters that the optimizer owns.
+        extras: parameters without optimizer, and buffers; None leaves them out of the comparison.
+        aliases: tied names → the name that holds the data.
+        ordinals: for parameters that several pipeline stages hold, (this stage's place among them, how many).
+        renamed: live name → the name that the checkpoint has for it, where they differ.
+    """
+
+    owned: Shapes
+    extras: Shapes | None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    ordinals: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_states: bool) -> Match:
+    """Match live tensors with saved ones by name (ties resolved on both sides).
 
     Args:
-        owned: shapes of live parameters that the optimizer owns.
-        extras: shapes of live parameters without optimizer, and buffers; None leaves them out of the comparison.
-        aliases: live tied names → the name that holds the data.
         strict: refuse missing and extra names (as ``load_module_strict``).
         with_states: optimizer states are loaded as well, so that trained and frozen may not be swapped.
 
     Raises:
-        MismatchError: listing every parameter that is missing, extra or of another shape.
+        MismatchError: listing every parameter that is missing or extra; or of another shape, where no tensor is cut.
     """
     others: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
+    for alias, name in live.aliases.items():
         others.setdefault(name, []).append(alias)
-    match, faults, taken = Match(), [], set()
-    for name, shape, wants_master in _chain(owned, extras or {}):
-        found = _find(index, (name, *others.get(name, ())), wants_master, with_states)
+    match, faults = Match(), []
+    for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
+        names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
+        found = _find(index, names, wants_master, with_states)
         if found is None:
-            match.skipped.append(f"{name} {shape}: not in the checkpoint{_explain(index, name, wants_master)}")
+            match.skipped.append(f"{name} {shapes[0]}: not in the checkpoint{_explain(index, names[0], wants_master)}")
             continue
-        taken.add(found.name)
-        match.names[name] = found.name
-        if found.shape != shape:
-            faults.append(f"{name}: shape {found.shape} in the checkpoint, {shape} in the model")
-    compared = (MASTER,) if extras is None else (MASTER, MODULE)
-    saved = {name for name, state in index.atoms if state in compared}
-    for name in sorted(saved - taken):
+        match.saved[name] = found.name
+        match.names[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
+        if len(shapes) == len(found.shards) == 1 and found.shape != shapes[0]:
+            faults.append(f"{name}: shape {found.shape} in the checkpoint, {shapes[0]} in the model")
+    compared = (MASTER,) if live.extras is None else (MASTER, MODULE)
+    instances = {further for names in index.instances.values() for further in names[1:]}
+    saved = {name for name, state in index.atoms if state in compared} - instances
+    for name in sorted(saved - set(match.saved.values())):
         match.skipped.append(f"{name}: in the checkpoint, not in the model")
     if strict:
         faults += match.skipped
@@ -66,11 +90,22 @@ def match_parameters(
     return match
 
 
-def _chain(
-    owned: Mapping[str, tuple[int, ...]], extras: Mapping[str, tuple[int, ...]]
-) -> Iterable[tuple[str, tuple[int, ...], bool]]:
-    yield from ((name, shape, True) for name, shape in owned.items())
-    yield from ((name, shape, False) for name, shape in extras.items())
+def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> str:
+    """Which stage's copy a live stage takes: its own counterpart; the first stage takes the first, later ones the last.
+
+    Args:
+        name: of the parameter in the checkpoint.
+        ordinal, total: the live stage's place among the stages that hold the parameter, and how many do.
+    """
+    copies = index.instances.get(name, (name,))
+    if len(copies) == total or ordinal == 0:
+        return copies[ordinal]
+    return copies[min(ordinal, len(copies) - 1)] if ordinal < total - 1 else copies[-1]
+
+
+def _chain(owned: Shapes, extras: Shapes) -> Iterable[tuple[str, tuple[Shape, ...], bool]]:
+    yield from ((name, shapes, True) for name, shapes in owned.items())
+    yield from ((name, shapes, False) for name, shapes in extras.items())
 
 
 def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> Atom | None:
@@ -101,18 +136,19 @@ def _explain(index: AtomicIndex, name: str, wants_master: bool) -> str:
 
 
 def match_groups(index: AtomicIndex, members: Mapping[int, tuple[str, ...]], match: Match) -> None:
-    """Find for each live param group the saved one with the same parameters; fills ``match.groups``.
+    """Find for each of this rank's param groups the saved one with its parameters; fills ``match.groups``.
 
     Raises:
         MismatchError: the groups are cut differently; both are listed.
     """
     owner = {name: number for number, group in enumerate(index.groups) for name in group.names}
+    taken: dict[int, int] = {}
     for number, names in members.items():
         saved = [match.names[name] for name in names if name in match.names]
         found = {owner.get(name, -1) for name in saved}
         if not saved:
             continue
-        if len(found) != 1 or -1 in found or not _same_set(saved, index.groups[min(found)].names, match):
+        if len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number:
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
                 f"{_list_groups([group.names for group in index.groups])}. This run: {_list_groups(members.values())}. "
@@ -120,11 +156,6 @@ def match_groups(index: AtomicIndex, members: Mapping[int, tuple[str, ...]], mat
                 "load_optimizer_states=False."
             )
         match.groups[number] = min(found)
-
-
-def _same_set(live: Sequence[str], saved: Sequence[str], match: Match) -> bool:
-    known = set(match.names.values())
-    return set(live) == {name for name in saved if name in known}
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:

@@ -1,101 +1,156 @@
-"""Collects atoms from headers: interns files and records, joins fragments, checks coverage."""
+"""Collects atoms from headers: interns files and records, joins fragments per tensor-parallel rank, checks coverage."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..atoms import COPY, Atom, FileRef, Fragment, GroupInfo, Record, check_coverage
+from ..atoms import COPY, ITEMSIZE, Atom, FileRef, Fragment, Record, Shard, check_coverage
 from ..errors import CheckpointError
 from ..plan.geometry import Cut
-from .headers import Holder, Piece
+from .headers import FileHeader, Holder, Piece
 from .torchfile import Blob
 
 
 @dataclass(slots=True)
-class Builder:
-    """Grows an index piece by piece; :meth:`finish_atoms` validates the result."""
+class Seat:
+    """One model-parallel rank while its files are added.
 
-    folder: str
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    Attributes:
+        pp, tp: its pipeline and tensor-parallel rank.
+        shapes: local shapes of the parameters that its optimizer owns, by their own names.
+        renamed: own name → name of the atom, where an earlier stage holds a parameter of that name.
+    """
+
+    pp: int = 0
+    tp: int = 0
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[GroupInfo] = field(default_factory=list)
-    irregular: dict[str, str] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
-    _file_ids: dict[str, int] = field(default_factory=dict)
-    _record_ids: dict[tuple[int, Blob], int] = field(default_factory=dict)
-    _parts: dict[tuple[str, str], list[Fragment]] = field(default_factory=lambda: defaultdict(list))
-    _kinds: dict[tuple[str, str], tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def file(self, path: str, size: int) -> int:
+
+class Builder:
+    """Grows an index piece by piece; :meth:`finish_atoms` validates the result.
+
+    Args:
+        folder: the checkpoint's folder.
+        tp: tensor-parallel degree: every atom has that many shards.
+    """
+
+    def __init__(self, folder: str, tp: int = 1) -> None:
+        self.folder, self.tp = folder, tp
+        self.files: list[FileRef] = []
+        self.records: list[Record] = []
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.irregular: dict[str, str] = {}
+        self.unreadable: dict[str, str] = {}
+        self._file_ids: dict[str, int] = {}
+        self._record_ids: dict[tuple[int, Blob], int] = {}
+        self._parts: dict[tuple[str, str], list[list[Fragment]]] = {}
+        self._shapes: dict[tuple[str, str], list[tuple[int, ...] | None]] = {}
+        self._dtypes: dict[tuple[str, str], str] = {}
+
+    def file(self, header: FileHeader) -> int:
         """Index of a file."""
+        path = f"{self.folder}/{header.name}"
         if path not in self._file_ids:
             self._file_ids[path] = len(self.files)
-            self.files.append(FileRef(path, size))
+            self.files.append(FileRef(path, header.size))
         return self._file_ids[path]
 
     def record(self, file: int, blob: Blob) -> int:
         """Index of a record."""
         key = (file, blob)
-        if key not in self._record_ids:
-            self._record_ids[key] = len(self.records)
+        found = self._record_ids.get(key)
+        if found is None:
+            found = self._record_ids[key] = len(self.records)
             self.records.append(Record(file, blob.offset, blob.nbytes, blob.crc))
-        return self._record_ids[key]
+        return found
 
-    def add(self, name: str, state: str, shape: tuple[int, ...], file: int, piece: Piece, start: int = 0) -> None:
-        """Add ``piece`` as the elements from ``start`` on of atom (name, state).
+    def add(self, seat: Seat, name: str, state: str, shape: tuple[int, ...], file: int, piece: Piece) -> None:
+        """Add a whole local tensor as the shard of atom (name, state) that a tensor-parallel rank holds.
 
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
-        if piece.fault and state == COPY:
-            return  # copies are looked at, never loaded
-        if piece.fault:
-            self.unreadable[f"{name} ({state})"] = piece.fault
-            return
-        key = (name, state)
-        kind = self._kinds.setdefault(key, (shape, piece.dtype))
-        if kind != (shape, piece.dtype):
-            raise CheckpointError(
-                f"{self.files[file].path}: {name} ({state}) is {piece.dtype} of shape {shape}; other files hold it as "
-                f"{kind[1]} of shape {kind[0]}. The folder mixes files of several saves."
-            )
-        parts = self._parts[key]
-        if piece.numel:
-            parts.append(Fragment(start, piece.numel, self.record(file, piece.blob), piece.offset))
+        self.add_cuts(seat, state, (Cut(name, 0, piece.numel, 0),), file, piece, {name: shape})
 
-    def add_holder(self, cuts: Sequence[Cut], holder: Holder, numel: int, file: int) -> None:
+    def add_cuts(
+        self,
+        seat: Seat,
+        state: str,
+        cuts: Sequence[Cut],
+        file: int,
+        piece: Piece,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Add the parts of a flat buffer ``piece`` that belong to parameters.
+
+        Args:
+            cuts: which elements of which parameters lie where in the buffer, by the rank's own names.
+            shapes: the parameters' local shapes.
+
+        Raises:
+            CheckpointError: files disagree about a dtype or shape.
+        """
+        if piece.fault:
+            if state != COPY:  # copies are looked at, never loaded
+                self.unreadable.update(
+                    {f"{seat.renamed.get(cut.name, cut.name)} ({state})": piece.fault for cut in cuts}
+                )
+            return
+        record, offset, itemsize = self.record(file, piece.blob), piece.offset, ITEMSIZE[piece.dtype]
+        for cut in cuts:
+            key = (seat.renamed.get(cut.name, cut.name), state)
+            parts = self._find_parts(key, seat.tp, shapes[cut.name], piece.dtype, file)
+            if cut.numel:
+                parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
+
+    def _find_parts(
+        self, key: tuple[str, str], tp: int, shape: tuple[int, ...], dtype: str, file: int
+    ) -> list[Fragment]:
+        shapes = self._shapes.get(key)
+        if shapes is None:
+            shapes = self._shapes[key] = [None] * self.tp
+            self._dtypes[key] = dtype
+            self._parts[key] = [[] for _ in range(self.tp)]
+        known = shapes[tp]
+        if known is None:
+            shapes[tp] = known = shape
+        if known != shape or self._dtypes[key] != dtype:
+            raise CheckpointError(
+                f"{self.files[file].path}: {key[0]} ({key[1]}) is {dtype} of shape {shape}; other files hold it as "
+                f"{self._dtypes[key]} of shape {known}. The folder mixes files of several saves."
+            )
+        return self._parts[key][tp]
+
+    def add_holder(self, seat: Seat, cuts: Sequence[Cut], holder: Holder, numel: int, file: int) -> None:
         """Add an optimizer tensor's states for every parameter in it.
 
         Args:
-            cuts: the parameters in it, by their names in ``shapes``.
+            seat: whose they are.
+            cuts: the parameters in it, by their names in ``seat.shapes``.
             holder: the states.
             numel: elements that a state tensor must have to be element-wise.
             file: where they lie.
         """
         for state, piece in holder.states.items():
             if piece.fault:
-                self.mark_irregular(cuts, state, piece.fault)
-                continue
-            if piece.numel != numel:
-                self.mark_irregular(cuts, state, f"shape {piece.shape} where the parameter's part has {numel} elements")
-                continue
-            for cut in cuts:
-                part = piece.narrow(cut.offset, cut.numel)
-                self.add(cut.name, state, self.shapes[cut.name], file, part, cut.start)
+                self.mark_irregular(seat, cuts, state, piece.fault)
+            elif piece.numel != numel:
+                what = f"shape {piece.shape} where the parameter's part has {numel} elements"
+                self.mark_irregular(seat, cuts, state, what)
+            else:
+                self.add_cuts(seat, state, cuts, file, piece, seat.shapes)
         for state, kind in holder.other.items():
-            self.mark_irregular(cuts, state, kind)
+            self.mark_irregular(seat, cuts, state, kind)
         for cut in cuts:
-            self.add_scalars(cut.name, holder.scalars, file)
+            self.add_scalars(seat.renamed.get(cut.name, cut.name), holder.scalars, file)
 
-    def mark_irregular(self, cuts: Sequence[Cut], state: str, what: str) -> None:
+    def mark_irregular(self, seat: Seat, cuts: Sequence[Cut], state: str, what: str) -> None:
         """Note a state that cannot be cut element by element."""
         for cut in cuts:
-            self.irregular.setdefault(f"{cut.name}.{state}", what)
+            self.irregular.setdefault(f"{seat.renamed.get(cut.name, cut.name)}.{state}", what)
 
     def add_scalars(self, name: str, scalars: dict[str, Any], file: int) -> None:
         """Add the optimizer's scalars of a parameter.
@@ -104,6 +159,8 @@ class Builder:
             CheckpointError: another rank's file says otherwise: it is of another step.
         """
         known = self.scalars.setdefault(name, scalars)
+        if known is scalars:
+            return
         for key, value in scalars.items():
             if key in known and known[key] != value and value == value:
                 raise CheckpointError(
@@ -111,17 +168,44 @@ class Builder:
                     f"{known[key]}. The file belongs to another step or run; put the right one back."
                 )
 
-    def finish_atoms(self) -> dict[tuple[str, str], Atom]:
+    def has(self, name: str, state: str) -> bool:
+        """Whether some rank has added a part of an atom."""
+        return (name, state) in self._parts
+
+    def finish_atoms(self, empty: Mapping[str, Mapping[int, tuple[int, ...]]]) -> dict[tuple[str, str], Atom]:
         """All atoms, coverage checked.
 
+        Args:
+            empty: per atom name the shapes of shards without elements, by tensor-parallel rank: no optimizer has them.
+
         Raises:
-            CheckpointError: a gap or an overlap.
+            CheckpointError: a gap, an overlap, or a tensor-parallel rank without its shard.
         """
         atoms = {}
-        for (name, state), parts in self._parts.items():
-            shape, dtype = self._kinds[name, state]
-            parts.sort(key=lambda part: part.start)
-            atom = Atom(name, state, shape, dtype, tuple(parts))
-            check_coverage(atom, [self.files[self.records[part.record].file].path for part in parts])
-            atoms[name, state] = atom
+        for key, parts in self._parts.items():
+            shapes = self._fill_shapes(key, empty.get(key[0], {}))
+            for fragments in parts:
+                if len(fragments) > 1:
+                    fragments.sort(key=_start)
+            shards = tuple(Shard(shape, tuple(held)) for shape, held in zip(shapes, parts, strict=True))
+            atom = Atom(*key, self._dtypes[key], shards)
+            check_coverage(atom, self._path_of)
+            atoms[key] = atom
         return atoms
+
+    def _fill_shapes(self, key: tuple[str, str], empty: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        shapes = [known if known is not None else empty.get(tp) for tp, known in enumerate(self._shapes[key])]
+        if None in shapes:
+            held = next((self._path_of(fragments[0]) for fragments in self._parts[key] if fragments), self.folder)
+            raise CheckpointError(
+                f"{held}: holds {key[0]} ({key[1]}), the files of tensor-parallel rank {shapes.index(None)} do not. "
+                "The folder mixes files of several saves, or lacks files."
+            )
+        return [shape for shape in shapes if shape is not None]
+
+    def _path_of(self, fragment: Fragment) -> str:
+        return self.files[self.records[fragment.record].file].path
+
+
+def _start(fragment: Fragment) -> int:
+    return fragment.start

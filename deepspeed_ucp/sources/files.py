@@ -12,20 +12,32 @@ from ..errors import CheckpointError, UnsupportedError, shorten
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
 _STATES = re.compile(r".*(model|optim)_states\.pt")
 
+NO_AXIS = -1
+"""Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
+
 
 @dataclass(slots=True)
 class Listing:
-    """The checkpoint files of one folder by role; paths, with sizes in bytes."""
+    """The checkpoint files of one folder by role; paths, with sizes in bytes.
+
+    Attributes:
+        model: model states by model-parallel rank (``pp_rank * tp + tp_rank``).
+        model_zero3: those of ZeRO 3 by (model-parallel rank, data-parallel rank).
+        optim: optimizer states by (prefix, model-parallel rank, data-parallel rank).
+        layers: a pipeline's layer files by (layer, tensor-parallel rank or ``NO_AXIS``).
+    """
 
     folder: str
     sizes: dict[str, int]
-    model: str | None = None
-    model_zero3: dict[int, str] = field(default_factory=dict)
-    optim: dict[tuple[str, int], str] = field(default_factory=dict)
+    model: dict[int, str] = field(default_factory=dict)
+    model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)
+    optim: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
         """Full path of a file in the folder."""
@@ -60,12 +72,14 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
     for name in sorted(sizes):
         _refuse_unsupported(folder, name)
         if match := _MODEL.fullmatch(name):
-            listing.model = name
+            listing.model[int(match[1])] = name
         elif match := _MODEL_ZERO3.fullmatch(name):
-            listing.model_zero3[int(match[1])] = name
+            listing.model_zero3[int(match[2]), int(match[1])] = name
         elif match := _OPTIM.fullmatch(name):
-            listing.optim[match[1] or "", int(match[2])] = name
-    if listing.model is None and not listing.model_zero3:
+            listing.optim[match[1] or "", int(match[3]), int(match[2])] = name
+        elif match := _LAYER.fullmatch(name):
+            listing.layers[int(match[1]), NO_AXIS if match[2] is None else int(match[2])] = name
+    if not listing.model and not listing.model_zero3:
         raise CheckpointError(
             f"{folder}: no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
             f"{shorten(sorted(sizes)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted."
@@ -75,12 +89,10 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
 
 def _refuse_unsupported(folder: str, name: str) -> None:
     kind = ""
-    if _PIPELINE.fullmatch(name):
-        kind = "a pipeline-parallel checkpoint"
-    elif _EXPERT.fullmatch(name):
+    if _EXPERT.fullmatch(name):
         kind = "a mixture-of-experts checkpoint"
-    elif (match := re.search(r"mp_rank_(\d+)", name)) and int(match[1]) > 0:
-        kind = "a checkpoint of several model-parallel ranks"
+    elif _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
+        kind = "a pipeline with axes of its own"
     elif name == "offloaded_tensors":
         kind = "a checkpoint with optimizer states on NVMe"
     elif name == "zero":
@@ -90,6 +102,11 @@ def _refuse_unsupported(folder: str, name: str) -> None:
             f"{folder}: {name} belongs to {kind}, which this release does not convert. "
             "It can be resumed by DeepSpeed itself in the topology that wrote it."
         )
+
+
+def is_layer_file(name: str) -> bool:
+    """Whether a file holds the state_dict of one layer of a pipeline."""
+    return _LAYER.fullmatch(name) is not None
 
 
 def is_state_file(name: str) -> bool:

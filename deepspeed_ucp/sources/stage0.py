@@ -6,6 +6,7 @@ These files name no parameters in the optimizer's part: states are positional, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,191 +14,172 @@ from ..atoms import MASTER, GroupInfo, count, strip_compiled
 from ..errors import MismatchError, shorten
 from ..plan.geometry import Cut, accumulate_offsets
 from ..topology import FlatGroup
-from .builder import Builder
-from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
+from .builder import Builder, Seat
+from .family import Save
+from .headers import Holder, OptimHeader, Piece
+from .module import add_modules, read_module
+from .naming import GroupNames, Part, check_group_order, check_state_shapes, fit_groups
+from .pipeline import Known, add_layers, look_at_ranks
+from .placement import place_layers
+from .stages import Stages, name_stages
+from .zero import Built
 
-GroupNames = Sequence[Sequence[tuple[str, bool]]]
-"""Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
+logger = logging.getLogger("deepspeed_ucp")
 
-_CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
-"""Fields of a param group that differ between a saved and a fresh optimizer."""
+Stage0 = tuple[Stages, list[Built], dict[str, str], dict[str, tuple[str, ...]]]
 
 
 def build_stage0(
-    builder: Builder, header: FileHeader, live: GroupNames | None, live_hyper: Sequence[Mapping[str, Any]] = ()
-) -> tuple[FlatGroup, ...]:
+    builder: Builder,
+    save: Save,
+    live: GroupNames | None,
+    live_hyper: Sequence[Mapping[str, Any]] = (),
+    *,
+    optimizer: bool = True,
+) -> Stage0:
     """Add masters and states of stage 0, named by the live param groups (whose hyper-parameters are ``live_hyper``).
+
+    Without ``optimizer``, or where the files have none, the module's tensors alone are added.
 
     Raises:
         MismatchError: the live param groups do not fit the saved ones.
     """
-    if header.model is None or header.model.optim is None or header.model.module is None:
-        return ()
-    optim, module = header.model.optim, {strip_compiled(k): v for k, v in header.model.module.items()}
-    file = builder.file(builder.folder + "/" + header.name, header.size)
-    groups = _name_groups(header.model, module, live, builder.files[file].path)
-    if optim.names is None:
-        _check_group_order(optim.groups, live_hyper, builder.files[file].path)
-        _check_state_shapes(optim, groups, module, builder.files[file].path)
-    frozen = _find_frozen(optim, groups, live)
-    for names, hyper in zip(groups, optim.groups, strict=True):
-        owned = tuple(name for name in names if count(module[name].shape) and name not in frozen)
-        builder.groups.append(GroupInfo(owned, hyper))
-        builder.shapes.update({name: module[name].shape for name in owned})
-    if optim.kind == "torch":
-        return _add_torch(builder, optim, groups, module, file)
-    if optim.kind == "fp16_unfused":
-        return _add_unfused(builder, optim, groups, module, file)
-    return _add_fused(builder, optim, groups, module, file)
+    wrapper = save.model(0).optim
+    if wrapper is None or wrapper.kind == "bf16" or not optimizer:  # BF16_Optimizer's state lies in files of its own
+        return _build_weights(builder, save)
+    parts = _name_parts(save, live)
+    for part in parts:
+        if part.optim.names is None:
+            check_group_order(part.optim.groups, live_hyper, save.path(part.header))
+            check_state_shapes(part, save.path(part.header))
+    owned = [_find_owned(part, live) for part in parts]
+    _tell_lost(save, parts)
+    stages = name_stages(save, [list(names) for names in owned])
+    built = [
+        _add_part(builder, seat, part, names) for seat, part, names in zip(stages.seats, parts, owned, strict=True)
+    ]
+    optimized = {name for names in owned for name in names}
+    if not save.is_pipeline:
+        return stages, built, add_modules(builder, save, optimized, sharded=False), {}
+    shapes: list[dict[str, dict[int, tuple[int, ...]]]] = [{} for _ in range(save.pp)]
+    for seat in stages.seats:
+        for name, shape in seat.shapes.items():
+            shapes[seat.pp].setdefault(name, {})[seat.tp] = shape
+    known = Known(shapes, look_at_ranks(save).others)
+    renamed = [stages.seats[stage * save.tp].renamed for stage in range(save.pp)]
+    return stages, built, *add_layers(builder, save, known, renamed)
 
 
-def _find_frozen(optim: OptimHeader, groups: list[tuple[str, ...]], live: GroupNames | None) -> set[str]:
-    """Parameters of the groups that the optimizer did not train: frozen here, and without states there."""
-    frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
-    names = [name for group in groups for name in group]
-    if len(names) == len(optim.holders):
-        frozen -= {name for name, holder in zip(names, optim.holders, strict=True) if holder.states}
-    return frozen
+def _build_weights(builder: Builder, save: Save) -> Stage0:
+    """The module's tensors without an optimizer; ZeRO's files tell which of them it had trained."""
+    models = [save.model(mp) for mp in range(len(save.models))]
+    shapes = [{strip_compiled(n): tuple(s) for g in model.param_shapes or () for n, s in g} for model in models]
+    stages = name_stages(save, [list(held) for held in shapes])
+    for seat, held in zip(stages.seats, shapes, strict=True):
+        seat.shapes.update(held)
+    built: list[Built] = [((), ()) for _ in stages.seats]
+    if save.is_pipeline:
+        renamed = [stages.seats[stage * save.tp].renamed for stage in range(save.pp)]
+        return stages, built, *add_layers(builder, save, look_at_ranks(save), renamed)
+    optimized = {name for held in shapes for name in held}
+    return stages, built, add_modules(builder, save, optimized, sharded=False), {}
 
 
-def _name_groups(
-    model: ModelHeader, module: dict[str, Piece], live: GroupNames | None, path: str
-) -> list[tuple[str, ...]]:
-    """Names of the parameters of each saved group, in saved order."""
-    optim = model.optim
-    if optim is None or (live is None and optim.names is None):
-        raise MismatchError(f"{path}: stage 0 saves no parameter names; a live engine is needed to name them.")
-    if optim.names is not None:
-        return [tuple(strip_compiled(name) for name in group) for group in optim.names]
-    sizes = _group_sizes(optim)
-    for only_owned in (False, True):
-        named = [
-            tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live or ()
-        ]
-        if _fits(named, sizes, optim, module):
-            return named
-    raise MismatchError(f"{path}: {_tell_misfit(model, module, live or (), sizes)}")
-
-
-def _tell_misfit(model: ModelHeader, module: dict[str, Piece], live: GroupNames, sizes: list[int]) -> str:
-    known = {strip_compiled(name) for name in model.buffers}
-    names = [strip_compiled(name) for group in live for name, _ in group]
-    missing, extra = [n for n in names if n not in module], [n for n in module if n not in {*names, *known}]
-    if missing:
-        also = f"; in the checkpoint, not in this run's optimizer: {shorten(extra)}" if extra else ""
-        return f"the model and the checkpoint differ: not in the checkpoint: {shorten(missing)}{also}."
-    fused = model.optim is not None and model.optim.kind == "fp16_fused"
-    groups = " | ".join(f"[{shorten([name for name, _ in group], 6)}]" for group in live)
-    others = f" Parameters that are in no group here: {shorten(extra)}." if extra else ""
-    return (
-        f"the param groups differ. Checkpoint: groups of {sizes} {'elements' if fused else 'parameters'}; this run: "
-        f"{groups}, or their shapes differ.{others} Stage 0 saves no parameter names, so the groups "
-        "must be made as in the saved run; or load with load_optimizer_states=False."
-    )
-
-
-def _check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse groups that look like the saved ones in another order: nothing else would tell equal shapes apart.
+def _name_parts(save: Save, live: GroupNames | None) -> list[Part]:
+    """What every model-parallel rank's optimizer holds, by name.
 
     Raises:
-        MismatchError: the same hyper-parameters, permuted.
+        MismatchError: there is no live engine to name it, or its groups do not fit.
     """
-    if len(saved) != len(live):
-        return
-    keys = {key for group in (*saved, *live) for key in group} - set(_CHANGING)
-    shared = sorted(key for key in keys if all(key in group for group in (*saved, *live)))
-    before, now = ([tuple(repr(group[key]) for key in shared) for group in groups] for groups in (saved, live))
-    if before != now and sorted(before) == sorted(now):
-        raise MismatchError(
-            f"{path}: this run's param groups have the saved groups' hyper-parameters in another order "
-            f"({', '.join(shared)}). Stage 0 saves no parameter names, so make the groups in the saved order."
+    optim = save.model(0).optim
+    if live is None and (optim is None or optim.names is None or save.is_pipeline):
+        path = save.path(save.main)
+        raise MismatchError(f"{path}: stage 0 saves no parameter names; a live engine is needed to name them.")
+    if save.is_pipeline:
+        return place_layers(save, live or ())
+    known = {strip_compiled(name) for group in live or () for name, _ in group}
+    parts = []
+    for mp in range(save.tp):
+        header, held = save.models[mp][0], save.model(mp).optim
+        module = {strip_compiled(k): v for k, v in read_module(save, header, known).items()}
+        tensors = {name: (header, piece) for name, piece in module.items()}
+        if held is None:
+            raise MismatchError(f"{save.path(header)}: holds no optimizer state.")
+        groups = fit_groups(held, save.model(mp), module, live, save.path(header))
+        parts.append(Part(header, held, groups, {name: piece.shape for name, piece in module.items()}, tensors))
+    return parts
+
+
+def _find_owned(part: Part, live: GroupNames | None) -> dict[str, tuple[int, ...]]:
+    """The parameters that the optimizer trained and whose master is in the files, with their shapes.
+
+    Frozen here, and without states there: older releases hold them in the groups as well.
+    """
+    frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
+    names = part.names
+    if len(names) == len(part.optim.holders):
+        frozen -= {name for name, holder in zip(names, part.optim.holders, strict=True) if holder.states}
+    lost = set(part.find_lost())
+    return {n: part.shapes[n] for n in names if count(part.shapes[n]) and n not in frozen and n not in lost}
+
+
+def _tell_lost(save: Save, parts: Sequence[Part]) -> None:
+    """Without ZeRO an fp32 pipeline's masters lie in the layer files, and a layer with a forward_fn has none."""
+    lost = dict.fromkeys(name for part in parts for name in part.find_lost())
+    if lost:
+        logger.warning(
+            "%s: %s: a pipeline stage's own values are in no file; those of the stage that saved them are taken",
+            *(save.listing.folder, shorten(lost)),
         )
 
 
-def _check_state_shapes(optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], path: str) -> None:
-    """Refuse states that have the shapes of the parameters in another order.
-
-    Raises:
-        MismatchError: naming the first parameter whose states are of another one's shape.
-    """
-    names = [name for group in groups for name in group]
-    if optim.kind == "fp16_fused" or len(names) != len(optim.holders):
-        return
-    for state in sorted({state for holder in optim.holders for state in holder.states}):
-        pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.holders, strict=True) if state in h.states]
-        expected = [module[name].shape for name, _ in pairs]
-        found = [shape for _, shape in pairs]
-        if found != expected and sorted(found) == sorted(expected):
-            name, shape = next(pair for pair in pairs if pair[1] != module[pair[0]].shape)
-            raise MismatchError(
-                f"{path}: {name} has shape {module[name].shape}, the {state} saved at its place has {shape}. Stage 0 "
-                "saves no parameter names: this run gives its parameters to the optimizer in another order than the "
-                "saved run did. Use the saved run's order."
-            )
-
-
-def _group_sizes(optim: OptimHeader) -> list[int]:
-    if optim.kind == "fp16_fused":
-        return [master.numel for master in optim.masters]
-    return [len(group) for group in optim.params]
-
-
-def _fits(named: list[tuple[str, ...]], sizes: list[int], optim: OptimHeader, module: dict[str, Piece]) -> bool:
-    if len(named) != len(sizes) or any(name not in module for group in named for name in group):
-        return False
-    if optim.kind == "fp16_fused":
-        return sizes == [sum(module[name].numel for name in group) for group in named]
-    if sizes != [len(group) for group in named]:
-        return False
-    if optim.kind == "fp16_unfused":
-        flat = [name for group in named for name in group]
-        return all(m.shape == module[name].shape for m, name in zip(optim.masters, flat, strict=True))
-    return True
-
-
-def _add_torch(
-    builder: Builder, optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], file: int
-) -> tuple[FlatGroup, ...]:
-    """fp32: the model's own parameters are the masters."""
-    names = [name for group in groups for name in group]
-    for name, holder in zip(names, optim.holders, strict=True):
-        _add_whole(builder, name, module[name], holder, file)
-    return ()
-
-
-def _add_whole(builder: Builder, name: str, master: Piece, holder: Holder, file: int) -> None:
-    """A parameter with a master and states of its own; frozen ones, which older releases hold as well, are left."""
-    if name in builder.shapes:
-        builder.add(name, MASTER, master.shape, file, master)
-        states = holder if master.shape else holder.of_zero_dim()
-        builder.add_holder([Cut(name, 0, master.numel, 0)], states, master.numel, file)
-
-
-def _add_unfused(
-    builder: Builder, optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], file: int
-) -> tuple[FlatGroup, ...]:
-    names = [name for group in groups for name in group]
-    for name, master, holder in zip(names, optim.masters, optim.holders, strict=True):
-        _add_whole(builder, name, master, holder, file)
-    return tuple(
-        FlatGroup(index, (name,), (module[name].numel,), module[name].numel)
-        for index, group in enumerate(builder.groups)
-        for name in group.names
+def _add_part(builder: Builder, seat: Seat, part: Part, owned: Mapping[str, tuple[int, ...]]) -> Built:
+    seat.shapes.update(owned)
+    held = [tuple(name for name in names if name in owned) for names in part.groups]
+    groups = tuple(
+        GroupInfo(tuple(seat.renamed.get(name, name) for name in names), hyper)
+        for names, hyper in zip(held, part.optim.groups, strict=True)
     )
+    if part.optim.kind == "fp16_fused":
+        return _add_fused(builder, seat, part, held), groups
+    masters: list[tuple[Any, Piece] | None] = [(part.header, master) for master in part.optim.masters]
+    if part.optim.kind == "torch":  # fp32: the model's own parameters are the masters
+        masters = [part.tensors.get(name) for name in part.names]
+    for name, master, holder in zip(part.names, masters, part.optim.holders, strict=True):
+        if master is not None and name in owned:
+            _add_whole(builder, seat, part, name, master, holder)
+    if part.optim.kind == "torch":
+        return (), groups
+    flats = tuple(
+        FlatGroup(index, (name,), (count(owned[name]),), count(owned[name]))
+        for index, names in enumerate(held)
+        for name in names
+    )
+    return flats, groups
 
 
-def _add_fused(
-    builder: Builder, optim: OptimHeader, groups: list[tuple[str, ...]], module: dict[str, Piece], file: int
-) -> tuple[FlatGroup, ...]:
+def _add_whole(builder: Builder, seat: Seat, part: Part, name: str, master: tuple[Any, Piece], holder: Holder) -> None:
+    """A parameter with a master and states of its own."""
+    header, piece = master
+    builder.add(seat, name, MASTER, piece.shape, builder.file(header), piece)
+    states = holder if piece.shape else holder.of_zero_dim()
+    builder.add_holder(seat, [Cut(name, 0, piece.numel, 0)], states, piece.numel, builder.file(part.header))
+
+
+def _add_fused(builder: Builder, seat: Seat, part: Part, held: Sequence[tuple[str, ...]]) -> tuple[FlatGroup, ...]:
+    """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
+    file = builder.file(part.header)
     flats = []
-    for index, group in enumerate(builder.groups):
-        numels = [module[name].numel for name in groups[index]]
-        placed = zip(groups[index], numels, accumulate_offsets(numels), strict=True)
-        cuts = [Cut(name, 0, numel, offset) for name, numel, offset in placed if name in builder.shapes]
-        for cut in cuts:
-            part = optim.masters[index].narrow(cut.offset, cut.numel)
-            builder.add(cut.name, MASTER, builder.shapes[cut.name], file, part)
-        builder.add_holder(cuts, optim.holders[index], sum(numels), file)
-        owned = tuple(module[name].numel for name in group.names)
-        flats.append(FlatGroup(index, group.names, owned, sum(numels)))
+    for index, names in enumerate(part.groups):
+        numels = [count(part.shapes[name]) for name in names]
+        placed = zip(names, numels, accumulate_offsets(numels), strict=True)
+        cuts = [Cut(name, 0, numel, offset) for name, numel, offset in placed if name in seat.shapes]
+        builder.add_cuts(seat, MASTER, cuts, file, part.optim.masters[index], seat.shapes)
+        if index < len(part.optim.holders):
+            builder.add_holder(seat, cuts, part.optim.holders[index], sum(numels), file)
+        owned = tuple(count(part.shapes[name]) for name in held[index])
+        flats.append(FlatGroup(index, held[index], owned, sum(numels)))
     return tuple(flats)
+
+
+__all__ = ["GroupNames", "OptimHeader", "build_stage0"]

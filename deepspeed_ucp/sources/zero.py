@@ -1,56 +1,84 @@
-"""ZeRO 1, 2, 3 and BF16_Optimizer files → atoms."""
+"""ZeRO 1, 2, 3 and BF16_Optimizer files of one model-parallel rank → atoms."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from ..atoms import MASTER, MODULE, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError
-from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
+from ..plan.geometry import Cut, accumulate_offsets, cut_parameter, cut_sub_group, part_numel
 from ..topology import FlatGroup
-from .builder import Builder
+from .builder import Builder, Seat
 from .headers import FileHeader, ModelHeader, OptimHeader
 
+Built = tuple[tuple[FlatGroup, ...], tuple[GroupInfo, ...]]
+"""The flat buffers of a model-parallel rank, and its param groups with the names of atoms."""
 
-def build_zero12(builder: Builder, model: ModelHeader, shards: list[FileHeader]) -> tuple[FlatGroup, ...]:
+
+def build_zero12(builder: Builder, seat: Seat, model: ModelHeader, shards: list[FileHeader]) -> Built:
     """Fragments of ZeRO 1/2 and BF16_Optimizer: equal partitions of one flat buffer per param group.
 
     The order is that of ``param_shapes`` and the padding that of ``param_alignment_paddings``; the files' own
     ``param_slice_mappings`` are wrong under ``round_robin_gradients`` (they follow the order before shuffling).
     """
-    flats = []
+    flats, groups = [], []
+    first = _optim(shards[0])
     for group, entries in enumerate(model.param_shapes or ()):
         shapes = {strip_compiled(name): tuple(shape) for name, shape in entries}
-        builder.shapes.update(shapes)
-        first = _optim(shards[0])
+        seat.shapes.update(shapes)
         gaps = tuple(first.alignment[group]) if first.alignment else (0,) * len(shapes)
         partition = _partition_numel(builder, shards[0], group)
         numels = tuple(count(shape) for shape in shapes.values())
-        offsets = accumulate_offsets(numels, gaps)
-        for rank, shard in enumerate(shards):
-            cuts = cut_flat(tuple(shapes), numels, offsets, rank * partition, (rank + 1) * partition)
-            _add_partition(builder, shard, group, cuts, partition)
-        _add_empty(builder, shards[0], first, group, shapes)
-        builder.groups.append(GroupInfo(tuple(shapes), _hyper(first, group)))
+        cuts = cut_partitions(tuple(shapes), numels, accumulate_offsets(numels, gaps), partition, len(shards))
+        for shard, held in zip(shards, cuts, strict=True):
+            _add_partition(builder, seat, shard, group, held, partition)
+        _add_empty(builder, seat, shards[0], first, group, shapes)
+        owned = tuple(seat.renamed.get(name, name) for name in shapes)
+        groups.append(GroupInfo(owned, _hyper(first, group)))
         names = tuple(name for name, _ in entries)
         flats.append(FlatGroup(group, names, numels, partition, gaps if any(gaps) else ()))
-    return tuple(flats)
+    return tuple(flats), tuple(groups)
+
+
+def cut_partitions(
+    names: Sequence[str], numels: Sequence[int], offsets: Sequence[int], partition: int, dp: int
+) -> list[list[Cut]]:
+    """What each of ``dp`` equal partitions of a flat buffer holds; offsets count from the partition's start."""
+    cuts: list[list[Cut]] = [[] for _ in range(dp)]
+    for name, numel, offset in zip(names, numels, offsets, strict=True):
+        position, end = offset, offset + numel
+        while position < end:
+            rank = position // partition if partition else dp
+            if rank >= dp:
+                break  # the files hold fewer elements than the shapes tell: found when coverage is checked
+            last = min(end, (rank + 1) * partition)
+            cuts[rank].append(Cut(name, position - offset, last - position, position - rank * partition))
+            position = last
+    return cuts
 
 
 def _add_empty(
-    builder: Builder, shard: FileHeader, optim: OptimHeader, group: int, shapes: dict[str, tuple[int, ...]]
+    builder: Builder,
+    seat: Seat,
+    shard: FileHeader,
+    optim: OptimHeader,
+    group: int,
+    shapes: dict[str, tuple[int, ...]],
 ) -> None:
     """Parameters without elements, which older releases keep in the groups."""
-    file = builder.file(builder.folder + "/" + shard.name, shard.size)
+    file = builder.file(shard)
     for name, shape in shapes.items():
         if not count(shape):
-            builder.add(name, MASTER, shape, file, optim.masters[group].narrow(0, 0))
+            builder.add(seat, name, MASTER, shape, file, optim.masters[group].narrow(0, 0))
 
 
-def _add_partition(builder: Builder, shard: FileHeader, group: int, cuts: list[Cut], partition: int) -> None:
+def _add_partition(
+    builder: Builder, seat: Seat, shard: FileHeader, group: int, cuts: list[Cut], partition: int
+) -> None:
     optim = _optim(shard)
-    file = builder.file(builder.folder + "/" + shard.name, shard.size)
+    file = builder.file(shard)
     if (found := _partition_numel(builder, shard, group)) != partition:
         raise CheckpointError(
             f"{builder.files[file].path}: partition {group} has {found} elements, rank 0's has {partition}. "
@@ -64,10 +92,10 @@ def _add_partition(builder: Builder, shard: FileHeader, group: int, cuts: list[C
                 f"{builder.files[file].path}: {cut.name} ends beyond the fp32 partition of group {group} "
                 f"({cut.offset + cut.numel} > {master.numel} elements). The file belongs to another rank or run."
             )
-        builder.add(cut.name, MASTER, builder.shapes[cut.name], file, master.narrow(cut.offset, cut.numel), cut.start)
+    builder.add_cuts(seat, MASTER, cuts, file, master, seat.shapes)
     stored = master.numel if optim.elastic else partition
     if group < len(optim.holders):
-        builder.add_holder(cuts, optim.holders[group], stored, file)
+        builder.add_holder(seat, cuts, optim.holders[group], stored, file)
 
 
 def _check_slices(builder: Builder, shard: FileHeader, group: int, cuts: list[Cut], file: int) -> None:
@@ -109,32 +137,34 @@ def _partition_numel(builder: Builder, shard: FileHeader, group: int) -> int:
     return optim.masters[group].numel + padding
 
 
-def build_zero3(builder: Builder, model: ModelHeader, shards: list[FileHeader]) -> tuple[FlatGroup, ...]:
+def build_zero3(builder: Builder, seat: Seat, model: ModelHeader, shards: list[FileHeader]) -> Built:
     """Fragments of ZeRO 3: in each sub-group's flat buffer a rank holds ``ceil(numel / dp)`` elements a parameter."""
-    shapes = model.param_shapes or ()
     dp = len(shards)
-    owner = {index: group for group, owned in enumerate(_optim(shards[0]).params) for index in owned}
+    first = _optim(shards[0])
+    owner = {index: group for group, owned in enumerate(first.params) for index in owned}
     members: dict[int, list[str]] = defaultdict(list)
     flats = []
-    for index, entries in enumerate(shapes):
-        logical = {strip_compiled(name): tuple(shape) for name, shape in entries}
-        builder.shapes.update(logical)
-        numels = tuple(count(shape) for shape in logical.values())
+    for index, entries in enumerate(model.param_shapes or ()):
+        shapes = {strip_compiled(name): tuple(shape) for name, shape in entries}
+        seat.shapes.update(shapes)
+        numels = tuple(count(shape) for shape in shapes.values())
         partition = sum(part_numel(numel, dp) for numel in numels)
         for rank, shard in enumerate(shards):
-            _add_sub_group(builder, shard, index, cut_sub_group(tuple(logical), numels, rank, dp), partition)
+            cuts = cut_sub_group(tuple(shapes), numels, rank, dp)
+            _add_sub_group(builder, seat, shard, index, cuts, partition)
         group = owner.get(index, 0)
-        members[group].extend(logical)
+        members[group].extend(seat.renamed.get(name, name) for name in shapes)
         names = tuple(name for name, _ in entries)
         flats.append(FlatGroup(group, names, numels, partition))
-    for group, hyper in enumerate(_optim(shards[0]).groups):
-        builder.groups.append(GroupInfo(tuple(members[group]), hyper))
-    return tuple(flats)
+    groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(first.groups))
+    return tuple(flats), groups
 
 
-def _add_sub_group(builder: Builder, shard: FileHeader, index: int, cuts: list[Cut], partition: int) -> None:
+def _add_sub_group(
+    builder: Builder, seat: Seat, shard: FileHeader, index: int, cuts: list[Cut], partition: int
+) -> None:
     optim = _optim(shard)
-    file = builder.file(builder.folder + "/" + shard.name, shard.size)
+    file = builder.file(shard)
     found = optim.masters[index].numel if index < len(optim.masters) else None
     if found == 0 and partition:
         raise UnsupportedError(f"{builder.files[file].path}: optimizer states on NVMe are not in the file.")
@@ -143,31 +173,34 @@ def _add_sub_group(builder: Builder, shard: FileHeader, index: int, cuts: list[C
             f"{builder.files[file].path}: sub-group {index} has {found} elements, {partition} are expected. "
             "The file belongs to another run or world size."
         )
-    for cut in cuts:
-        part = optim.masters[index].narrow(cut.offset, cut.numel)
-        builder.add(cut.name, MASTER, builder.shapes[cut.name], file, part, cut.start)
+    builder.add_cuts(seat, MASTER, cuts, file, optim.masters[index], seat.shapes)
     holder = optim.holders[index] if index < len(optim.holders) else None
     if holder is not None:
-        builder.add_holder(cuts, holder, partition, file)
+        builder.add_holder(seat, cuts, holder, partition, file)
 
 
-def add_frozen_zero3(builder: Builder, models: list[FileHeader]) -> None:
-    """Frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements."""
+def add_frozen_zero3(builder: Builder, seat: Seat, models: list[FileHeader], optimized: set[str]) -> None:
+    """Frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements.
+
+    ``optimized`` are trained on some tensor-parallel rank: where they are listed as frozen, they have no elements.
+    """
     dp = len(models)
     first = models[0].model
     zero = (first.config.get("zero_optimization") or {}) if first else {}
     if first and zero.get("zero_quantized_nontrainable_weights"):
         builder.unreadable.update(dict.fromkeys(first.frozen, "a frozen parameter saved quantized, without its scales"))
         return
-    for rank, file_header in enumerate(models):
-        model = file_header.model
+    for rank, header in enumerate(models):
+        model = header.model
         if model is None:
             continue
-        file = builder.file(builder.folder + "/" + file_header.name, file_header.size)
-        for name, piece in model.frozen.items():
-            shape = tuple(model.frozen_shapes[name])
+        file = builder.file(header)
+        for raw, piece in model.frozen.items():
+            name, shape = strip_compiled(raw), tuple(model.frozen_shapes[raw])
+            if name in optimized:
+                continue
             start, numel = cut_parameter(count(shape), rank, dp)
-            builder.add(strip_compiled(name), MODULE, shape, file, piece.narrow(0, numel), start)
+            builder.add_cuts(seat, MODULE, (Cut(name, start, numel, 0),), file, piece, {name: shape})
 
 
 def _optim(shard: FileHeader) -> OptimHeader:

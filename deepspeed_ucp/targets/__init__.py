@@ -3,5 +3,17 @@
 from .base import Extra, Flat, Target
 from .engines import open_target
 from .finish import pickled_classes
+from .parallel import Instance, Place, find_place, live_attributes, live_universal_info
 
-__all__ = ["Extra", "Flat", "Target", "open_target", "pickled_classes"]
+__all__ = [
+    "Extra",
+    "Flat",
+    "Instance",
+    "Place",
+    "Target",
+    "find_place",
+    "live_attributes",
+    "live_universal_info",
+    "open_target",
+    "pickled_classes",
+]

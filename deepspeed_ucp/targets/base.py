@@ -12,6 +12,7 @@ import torch
 from ..atoms import strip_compiled
 from ..plan.geometry import Cut
 from ..topology import FlatGroup, Topology
+from .parallel import Instance, find_instances, find_place
 
 
 @dataclass(slots=True)
@@ -64,12 +65,16 @@ class Extra:
 
 
 class Target(ABC):
-    """A live engine. Subclasses know one optimizer wrapper each; they alone touch DeepSpeed's internals."""
+    """A live engine. Subclasses know one optimizer wrapper each; they alone touch DeepSpeed's internals.
+
+    Names and shapes are this rank's own: of its pipeline stage, as its tensor-parallel rank holds them.
+    """
 
     wrapper = ""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.place = find_place(engine)
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
@@ -106,7 +111,8 @@ class Target(ABC):
             wrapper=self.wrapper,
             precision=self._precision(),
             dp=self.dp,
-            tp=max(int(getattr(engine, "mp_world_size", 1) or 1), 1),
+            tp=self.place.tp,
+            pp=self.place.pp,
             master=dtype_name(self.flats[0].master.dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
             offload=f"{_device(zero.offload_optimizer)}/{_device(zero.offload_param)}",
@@ -121,15 +127,19 @@ class Target(ABC):
     def _precision(self) -> str:
         for name in self.owned or self.params:
             return dtype_name(self.params[name].dtype)
-        return "float32"
+        return dtype_name(self.engine.get_data_types()[0])  # a pipeline stage without parameters
+
+    def instances(self) -> dict[str, Instance]:
+        """Parameters and buffers of this stage that other pipeline stages hold under the same name (tied modules)."""
+        return find_instances(self.engine)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Logical shape of a parameter."""
+        """Shape of a parameter as this tensor-parallel rank holds it, ZeRO's partitioning undone."""
         param = self.params[name]
         return tuple(getattr(param, "ds_shape", param.shape))
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shapes of the parameters that the optimizer owns."""
+        """These shapes of the parameters that the optimizer owns."""
         return {name: self.shape_of(name) for flat in self.flats for name in flat.names}
 
     def group_members(self) -> dict[int, tuple[str, ...]]:

@@ -226,9 +226,10 @@ class TorchTarget(Target):
         groups = self.wrapped.param_groups if self.wrapped is not None else []
         for group, fields in enumerate(groups):
             for param in fields["params"]:
-                if param.requires_grad and param.numel():
+                # Other tensor-parallel ranks may hold elements of what is empty here (AutoTP: more ranks than heads).
+                if param.requires_grad and (param.numel() or self.place.tp > 1):
                     name = strip_compiled(self.names[id(param)])
-                    cuts = [Cut(name, 0, param.numel(), 0)]
+                    cuts = [Cut(name, 0, param.numel(), 0)] if param.numel() else []
                     self.flats.append(Flat(group, (name,), cuts, flatten(param), param, replicated=True))
 
     @property
@@ -279,12 +280,8 @@ def open_target(engine: Any) -> Target:
         UnsupportedError: an engine or optimizer wrapper that is not covered.
     """
     kind = type(engine.optimizer).__name__
-    if getattr(engine, "pipeline_parallelism", False) or type(engine).__name__ == "PipelineEngine":
-        raise UnsupportedError("This release does not load into pipeline-parallel engines.")
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedError("This release does not load into engines with mixture-of-experts layers.")
-    if int(getattr(engine, "mp_world_size", 1) or 1) > 1:
-        raise UnsupportedError("This release does not load into engines with tensor parallelism.")
     found = TARGETS.get(kind)
     if found is None and isinstance(engine.optimizer, torch.optim.Optimizer):
         found = TorchTarget

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from deepspeed_ucp.load.custom import assemble_module
-from tests.reshard import Case, cases, examples, make_targets, open_for, temporary_folder
+from tests.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
 from tests.synth import read_state
 
 
@@ -16,7 +16,7 @@ def test_the_module_is_assembled_in_the_dtypes_that_it_had(case: Case) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
         saved = read_state(path, case.model, case.topology)
-        tensors = assemble_module(open_for(path, make_targets(case.model, case.topology)[0]), threads=2)
+        tensors = assemble_module(open_for(path, make_targets(case.model, case.topology)[0]), PATIENT)
     for param in case.model.params:
         value = saved.atoms[param.alias_of or param.name]["fp32"]
         trained_zero3 = case.topology.stage == 3 and param.trains and param.group is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,15 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, UcpError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, UnsupportedError
 from deepspeed_ucp.load import LoadArguments, LoadReport, direct, load_direct
 from deepspeed_ucp.load.job import Job
+from deepspeed_ucp.load.negotiate import BLOCK, negotiate
+from deepspeed_ucp.load.reader import Reader, default_threads
+from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.plan.match import Match
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
+from tests.ranks import World, run_ranks
 from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, make_targets, open_for
 from tests.synth import (
     Model,
@@ -68,50 +70,6 @@ class FakeEngine:
         return 4
 
 
-class Threads:
-    """Ranks as threads."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.said, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
-
-    def seat(self, rank: int) -> Comm:
-        world = self
-
-        class Seat(Comm):
-            def gather(self, value: Any) -> list[Any]:
-                world.said[rank] = value
-                world.barrier.wait()
-                heard = list(world.said)
-                world.barrier.wait()
-                return heard
-
-            def broadcast(self, value: Any, src: int = 0) -> Any:
-                return self.gather(value)[src]
-
-        seat = Seat()
-        seat.rank, seat.size = rank, self.size
-        return seat
-
-    def run(self, work: Callable[[int, Comm], Any]) -> list[Any]:
-        """Every rank's result or error."""
-        results: list[Any] = [None] * self.size
-
-        def call(rank: int) -> None:
-            try:
-                results[rank] = work(rank, self.seat(rank))
-            except BaseException as error:  # noqa: BLE001 - handed to the test
-                results[rank] = error
-                if not isinstance(error, UcpError):
-                    self.barrier.abort()
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-
 def write(folder: Path, topology: Topology, model: Model = PLAIN, run: Run | None = None) -> tuple[Path, State]:
     state = random_state(model, 0, precision=topology.precision)
     return write_checkpoint(folder, model, state, topology, run=run or Run(garbage=float("nan"))), state
@@ -133,7 +91,8 @@ def run_load(
 
 
 def check_loaded(targets: list[FakeTarget], state: State) -> None:
-    check_content([Loaded(target, Job(), Match(), target.extras(), counted=False) for target in targets], state)
+    work = direct._Work(Job(), Match(), [], [])
+    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state)
 
 
 def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
@@ -308,7 +267,7 @@ def test_extra_states_of_modules_come_back(source: Topology, extra: Any, tmp_pat
 
 def damage(index: AtomicIndex, name: str, state: str) -> None:
     """Flip a bit in the middle of an atom's last fragment."""
-    fragment = index.atoms[name, state].fragments[-1]
+    fragment = index.atoms[name, state].shards[0].fragments[-1]
     record = index.records[fragment.record]
     flip(Path(index.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
 
@@ -393,20 +352,22 @@ def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> No
     check_untouched(rank)
 
 
-# -- several ranks, as threads (ZeRO 3 without buffers exchanges nothing) ---------------------------------------------
+# -- several ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("verify", ["crc", "off"])
+@pytest.mark.parametrize("target", [Topology(3, 2), Topology(2, 3), Topology(3, 5), Topology(0, 3)], ids=lambda t: t.label)
 @pytest.mark.parametrize("source", KINDS[:7], ids=lambda t: t.label)
-def test_several_ranks(source: Topology, size: int, tmp_path: Path) -> None:
+def test_several_ranks(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
     path, state = write(tmp_path, source)
-    targets = make_targets(PLAIN, Topology(3, size))
+    targets = make_targets(PLAIN, target)
     index = open_for(path, targets[0])
-    results = Threads(size).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert not [result for result in results if isinstance(result, BaseException)]
+    config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
+    results = run_ranks(target.dp, lambda rank, comm: run_load(index, targets[rank], comm, config))
     check_loaded(targets, state)
     read = sum(report.bytes_read for _, report, _ in results)
-    touched = {f.record for atom in index.atoms.values() if atom.state != "copy" for f in atom.fragments}
+    atoms = [atom for atom in index.atoms.values() if atom.state != "copy"]
+    touched = {f.record for atom in atoms for f in atom.shards[0].fragments}
     assert read == sum(index.records[record].nbytes for record in touched)
     assert len({repr(client) for _, _, client in results}) == 1
 
@@ -416,7 +377,7 @@ def test_a_damaged_record_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
     targets = make_targets(PLAIN, Topology(3, 4))
     index = open_for(path, targets[0])
     damage(index, "b", "exp_avg")
-    results = Threads(4).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    results = World(4).run(lambda rank, comm: run_load(index, targets[rank], comm))
     assert {type(result) for result in results} == {CheckpointError}
     assert len({str(result) for result in results}) == 1
     assert "damaged" in str(results[0])
@@ -430,7 +391,7 @@ def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None
     targets = make_targets(PLAIN, Topology(3, 3))
     targets[culprit] = FakeTarget(Model((Param("a", (13, 7)), *PLAIN.params[1:])), Topology(3, 3), culprit)
     index = open_for(path, targets[0])
-    results = Threads(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
     assert {type(result) for result in results} == {MismatchError}
     assert {str(result) for result in results} == {str(results[0])}
     assert f"[rank {culprit}]" in str(results[0])
@@ -443,15 +404,15 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
     path, _ = write(tmp_path, Topology(1, 3))
     targets = make_targets(PLAIN, Topology(3, 3))
     index = open_for(path, targets[0])
-    run = direct._Reader.run
+    read = Reader._read
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.job.sinks and self.job.sinks[0].target.data_ptr() == targets[culprit].flats[0].master.data_ptr():
             raise OSError(5, "Input/output error")
-        return run(self, *args, **kwargs)
+        return read(self, *args, **kwargs)
 
-    monkeypatch.setattr(direct._Reader, "run", fail)
-    results = Threads(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    monkeypatch.setattr(Reader, "_read", fail)
+    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
     assert {type(result) for result in results} == {RemoteError}
     assert {str(result) for result in results} == {f"[rank {culprit}] OSError: [Errno 5] Input/output error"}
     for target in targets:
@@ -461,41 +422,52 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+NO_PLAN = LoadPlan((), (), 0)
+
+
 @pytest.mark.parametrize("window_mb", [16, 64, 256])
 @pytest.mark.parametrize("threads", [0, 1, 200])
 def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tmp_path: Path) -> None:
+    """Beside it rounds stage, send and receive a quarter of the window each."""
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    reader = direct._Reader(open_for(path, rank), Job(), UniversalConfig(window_mb=window_mb, threads=threads))
-    assert reader.threads >= 1
-    assert reader.threads * direct._CHUNK <= window_mb << 20
+    config = UniversalConfig(window_mb=window_mb, threads=threads)
+    reader = Reader(open_for(path, rank), Job(), NO_PLAN, Comm(), config)
+    assert 1 <= reader.threads <= (threads or default_threads())
+    assert reader.threads * BLOCK <= (window_mb << 20) // 4
 
 
 def test_scratch_memory_is_plain_bytes(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    scratch = direct._Reader(open_for(path, rank), Job(), UniversalConfig()).make_scratch(100)
+    scratch = Reader(open_for(path, rank), Job(), NO_PLAN, Comm(), UniversalConfig())._make_scratch(100)
     assert (scratch.nbytes, scratch.readonly, scratch.itemsize) == (100, False, 1)
 
 
-def test_a_load_never_sees_a_whole_large_parameter_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are bounded by the chunk, whatever the parameter's size."""
-    monkeypatch.setattr(direct, "_CHUNK", 4096)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_load_never_sees_a_whole_large_parameter_twice(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are bounded by the block and rounds by the window, whatever the parameter's size."""
+    plans: list[LoadPlan] = []
+
+    def plan_finely(*args: Any) -> LoadPlan:
+        plans.append(negotiate(*args[:-1], 40_000, block=4096, min_direct=1024))
+        return plans[-1]
+
+    monkeypatch.setattr(direct, "negotiate", plan_finely)
     model = Model((Param("a", (30_000,)),))
     path, state = write(tmp_path, Topology(1, 3), model)
-    rank = FakeTarget(model, Topology(0), 0)
-    sizes: list[int] = []
-    run = direct._Reader.run
-
-    def note(self: Any, requests: Any, **kwargs: Any) -> Any:
-        sizes.extend(request.nbytes for request in requests)
-        return run(self, requests, **kwargs)
-
-    monkeypatch.setattr(direct._Reader, "run", note)
-    run_load(open_for(path, rank), rank)
-    check_loaded([rank], state)
-    assert max(sizes) <= 4096
-    assert torch.is_tensor(rank.flats[0].master)
+    targets = make_targets(model, Topology(0, size))
+    index = open_for(path, targets[0])
+    run_ranks(size, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
+    check_loaded(targets, state)
+    assert max(request.nbytes for plan in plans for request in plan.requests) <= 4096
+    rounds = [each for plan in plans for each in plan.rounds]
+    assert bool(rounds) == (size > 1)
+    assert all(each.staged <= max(40_000 // 4, 4096) for each in rounds)
+    sent = [sum(send.nbytes for one in each.sends for send in one) for each in rounds]
+    assert all(each <= max(40_000 // 4, 4096 * size) for each in sent)
 
 
 # -- what others keep in the file -------------------------------------------------------------------------------------

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.job import make_job
-from deepspeed_ucp.plan.match import match_groups, match_parameters
 from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from tests.load.test_reshard import take_a_step
-from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for
+from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare
 from tests.synth import (
     Model,
     Param,
@@ -302,11 +301,8 @@ def test_flat_states_are_refused_where_whole_parameters_factor_theirs(tmp_path: 
     state = random_state(model, 0, states=("variance",))
     path = write_checkpoint(tmp_path, model, state, Topology(2, 2))
     target = FakeTarget(model, Topology(0), 0, optimizer=torch.optim.Adafactor)
-    index = open_for(path, target)
-    match = match_parameters(index, target.owned_shapes(), {}, {}, strict=True, with_states=True)
-    match_groups(index, target.group_members(), match)
     with pytest.raises(MismatchError, match="Adafactor keeps states that are not element-wise"):
-        make_job(index, target, match, [], with_states=True)
+        prepare(open_for(path, target), target, Comm())
 
 
 class Nested(torch.optim.SGD):

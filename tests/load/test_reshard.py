@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,32 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from tests.ranks import run_ranks
 from tests.reshard import (
     BUFFERS,
     Case,
+    FakeTarget,
     Loaded,
     cases,
     check_content,
     check_reads,
     examples,
-    exchange,
-    finish,
     load,
     make_targets,
     models,
+    open_everywhere,
     open_for,
     prepare,
+    prepare_all,
     read,
     saved_buffers,
     states,
     temporary_folder,
     topologies,
+    touched_records,
     verify,
 )
 from tests.synth import (
@@ -139,15 +144,12 @@ def test_trainable_parameters_that_no_optimizer_was_given(source: Topology, targ
 @pytest.mark.parametrize("source", [Topology(0), Topology(1, 2, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
 @pytest.mark.parametrize("target", [Topology(0, 2), Topology(2, 3), Topology(3, 2)], ids=lambda t: f"→{t.label}")
 def test_buffers_that_share_memory(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """One table in many layers, or a view of it: bytes that two buffers share are read twice, and still verified."""
+    """One table in many layers, or a view of it: bytes that several buffers share are read once and verified."""
     table = torch.arange(12.0)
     model = Model(
         (Param("w", (3, 5)),), {"a.table": table, "b.table": table, "c.table": table[3:7], "d.count": torch.ones(1)}
     )
-    path = Case(model, source, random_state(model, 0, precision=source.precision), False).write(tmp_path)
-    targets = make_targets(model, target)
-    ranks = load(open_for(path, targets[0]), targets)
-    check_content(ranks, read_state(path, model, source))
+    resume(Case(model, source, random_state(model, 0, precision=source.precision), False), target, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -240,11 +242,13 @@ def test_there_and_back_again_over_many_topologies_loses_nothing(tmp_path: Path)
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
-def reread(index: Any, case: Case, target: Topology) -> None:
-    ranks = [prepare(index, rank, target.dp) for rank in make_targets(case.model, target)]
-    for rank in ranks:
-        read(index, rank, len(ranks))
-    verify(index, ranks)
+def reread(index: AtomicIndex, targets: Sequence[FakeTarget]) -> None:
+    def work(number: int, comm: Comm) -> None:
+        rank = prepare(index, targets[number], comm)
+        read(index, rank)
+        verify(index, rank)
+
+    run_ranks(len(targets), work)
 
 
 @examples(60)
@@ -254,17 +258,16 @@ def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject,
     case = replace(case, legacy=False)
     with temporary_folder() as folder:
         path = case.write(folder)
-        index = open_for(path, make_targets(case.model, target)[0])
-        one = prepare(index, make_targets(case.model, target)[0], target.dp)
-        touched = sorted({f.record for atom in one.job.touched.values() for f in atom.fragments})
-        number = data.draw(st.sampled_from(touched))
+        targets = make_targets(case.model, target)
+        index = open_for(path, targets[0])
+        number = data.draw(st.sampled_from(sorted(touched_records(prepare_all(index, targets)))))
         record = index.records[number]
         position = record.offset + data.draw(st.integers(0, record.nbytes - 1))
         flip(Path(index.files[record.file].path), position, data.draw(st.integers(0, 7)))
         with pytest.raises(
             CheckpointError, match=f"{Path(index.files[record.file].path).name}: the {record.nbytes} bytes at"
         ):
-            reread(index, case, target)
+            reread(index, targets)
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
@@ -373,8 +376,7 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
     for target in KINDS:
         targets = make_targets(AWKWARD, target)
         index = open_for(path, targets[0])
-        for number in range(target.dp):
-            rank = prepare(index, targets[number], target.dp)
+        for rank in prepare_all(index, targets):
             live = {flat.master.data_ptr() for flat in rank.target.flats if flat.master.numel()}
             live |= {extra.tensor.data_ptr() for extra in rank.extras if extra.tensor.numel()}
             for sink in rank.job.sinks:
@@ -394,20 +396,23 @@ def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -
     check_reads(index, ranks, 1 << 20)
 
 
-def test_ranks_may_finish_in_any_order(tmp_path: Path) -> None:
-    """Nothing that one rank does before the exchange depends on another's having done it."""
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_ranks_may_come_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
+    """Nothing that one rank does between two exchanges depends on another's having done it."""
     case = Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False)
     path = case.write(tmp_path)
     targets = make_targets(AWKWARD, Topology(2, 4))
     index = open_for(path, targets[0])
-    ranks = [prepare(index, target, 4) for target in targets]
-    for rank in reversed(ranks):
-        read(index, rank, 4)
-    verify(index, ranks)
-    exchange(ranks)
-    for rank in ranks:
-        finish(index, rank)
+    ranks = load(index, targets, order=order)
     check_content(ranks, case.state)
+    check_reads(index, ranks)
+
+
+@pytest.mark.parametrize("target", KINDS, ids=lambda t: f"→{t.label}")
+def test_the_index_that_ranks_open_together_is_the_same(target: Topology, tmp_path: Path) -> None:
+    path = Case(AWKWARD, Topology(1, 5), random_state(AWKWARD, 0), False).write(tmp_path)
+    targets = make_targets(AWKWARD, target)
+    assert open_everywhere(path, targets) == open_for(path, targets[0])
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -442,4 +447,5 @@ def test_saved_buffers_see_every_state(tmp_path: Path) -> None:
     """The check itself: what it compares is everything that the target's files hold."""
     ranks = resume(Case(AWKWARD, Topology(1, 2), random_state(AWKWARD, 0), False), Topology(3, 2), tmp_path)[1]
     files = build_files(AWKWARD, random_state(AWKWARD, 0), Topology(3, 2))
-    assert [entry.keys() for entry in saved_buffers(files, ranks[1])] == [{"fp32", "exp_avg", "exp_avg_sq", "step"}] * 3
+    held = random_state(AWKWARD, 0)
+    assert [entry.keys() for entry in saved_buffers(files, ranks[1], held)] == [{"fp32", "exp_avg", "exp_avg_sq", "step"}] * 3

@@ -1,26 +1,31 @@
-"""Read requests, offset by offset, of small cases made by hand."""
+"""What each rank reads and exchanges, offset by offset, of small cases made by hand; and of random ones, byte by byte."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed_ucp.atoms import Atom, Fragment, Record
-from deepspeed_ucp.plan import Part, Request, Want, plan_load
-from deepspeed_ucp.plan.load import DISCARD, MAX_PARTS
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import Atom, Record
+from deepspeed_ucp.patterns import Run
+from deepspeed_ucp.plan import DISCARD, Claim, Part, Piece, Request, Send, Want
+from deepspeed_ucp.plan.requests import MAX_PARTS
+from tests.plan.planning import STAGE, Planned, carry_out, make_atom, plan_pieces, plan_wants
+from tests.reshard import examples
 
 
-def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
-    """Fragments as (start, numel, record, byte offset)."""
-    return Atom(name, "fp32", (numel,), dtype, tuple(Fragment(*fragment) for fragment in fragments))
+def requests_of(wants: Sequence[Want], records: Sequence[Record], block: int = 1 << 20) -> tuple[Request, ...]:
+    """What one rank alone reads."""
+    (plan,) = plan_wants([wants], records, block=block).plans
+    assert plan.rounds == ()
+    assert plan.nbytes == sum(request.nbytes for request in plan.direct)
+    return plan.direct
 
 
-def make_plan(
-    wants: Sequence[Want], records: Sequence[Record], *, rank: int = 0, size: int = 1, chunk: int = 1 << 20
-) -> tuple[Request, ...]:
-    """Requests of one rank, by record and offset for others than rank 0; every wanted atom counts as touched."""
-    plan = plan_load(wants, [want.atom for want in wants], records, rank, size, chunk)
-    assert plan.nbytes == sum(request.nbytes for request in plan.requests)
-    return plan.requests if rank == 0 else tuple(sorted(plan.requests, key=lambda r: (r.record, r.offset)))
+def places(requests: Sequence[Request]) -> list[tuple[int, int, int]]:
+    return sorted((request.record, request.offset, request.nbytes) for request in requests)
 
 
 def dp4() -> tuple[Atom, list[Record]]:
@@ -29,39 +34,44 @@ def dp4() -> tuple[Atom, list[Record]]:
     return atom, [Record(file, 64, 12, 0) for file in range(4)]
 
 
+# -- direct reads -----------------------------------------------------------------------------------------------------
+
+
 def test_dp4_to_dp3_the_middle_rank_reads_the_end_of_one_file_and_the_start_of_the_next() -> None:
     atom, records = dp4()
-    assert make_plan([Want(atom, 4, 4, buffer=5, offset=100)], records, rank=1, size=3) == (
+    plans = plan_wants([[Want(atom, 4 * rank, 4, 5, 100)] for rank in range(3)], records).plans
+    assert set(plans[1].direct) == {
         Request(1, 4, 8, (Part(8, 5, 100),)),
         Request(2, 0, 8, (Part(8, 5, 102),)),
-    )
+    }
+    assert all(plan.rounds == () for plan in plans)
 
 
 def test_dp4_to_dp8_every_rank_reads_its_own_part_only() -> None:
     atom, records = dp4()
-    plans = [
-        make_plan([Want(atom, low, min(2, 12 - low), 0, 0)], records, rank=low // 2, size=8) for low in range(0, 12, 2)
-    ]
-    assert [[(r.record, r.offset, r.nbytes) for r in plan] for plan in plans] == [
+    wants = [[Want(atom, low, 2, 0, 0)] if low < 12 else [] for low in range(0, 16, 2)]
+    assert [places(plan.requests) for plan in plan_wants(wants, records).plans] == [
         [(0, 0, 8)],
         [(0, 8, 4), (1, 0, 4)],
         [(1, 4, 8)],
         [(2, 0, 8)],
         [(2, 8, 4), (3, 0, 4)],
         [(3, 4, 8)],
+        [],
+        [],
     ]
 
 
 def test_dp4_to_dp1_one_rank_reads_everything_into_consecutive_positions() -> None:
     atom, records = dp4()
-    plan = make_plan([Want(atom, 0, 12, 0, 0)], records)
+    plan = requests_of([Want(atom, 0, 12, 0, 0)], records)
     assert [request.parts for request in plan] == [(Part(12, 0, position),) for position in (0, 3, 6, 9)]
 
 
 def test_neighbours_in_a_record_become_one_request_for_several_buffers() -> None:
     first, second = make_atom("a", 3, (0, 3, 0, 0)), make_atom("b", 2, (0, 2, 0, 12))
     records = [Record(0, 64, 20, 0)]
-    assert make_plan([Want(second, 0, 2, 1, 7), Want(first, 0, 3, 0, 0)], records) == (
+    assert requests_of([Want(second, 0, 2, 1, 7), Want(first, 0, 3, 0, 0)], records) == (
         Request(0, 0, 20, (Part(12, 0, 0), Part(8, 1, 7))),
     )
 
@@ -70,20 +80,31 @@ def test_neighbouring_records_stay_apart() -> None:
     """Also where the offset in the second would follow the end in the first."""
     first, second = make_atom("a", 3, (0, 3, 0, 0)), make_atom("b", 2, (0, 2, 1, 12))
     records = [Record(0, 64, 12, 0), Record(0, 76, 20, 0)]
-    plan = make_plan([Want(first, 0, 3, 0, 0), Want(second, 0, 2, 0, 3)], records, size=2)
-    assert [(r.record, r.offset, r.nbytes) for r in plan] == [(0, 0, 12), (1, 12, 8)]
+    plan = requests_of([Want(first, 0, 3, 0, 0), Want(second, 0, 2, 0, 3)], records)
+    assert places(plan) == [(0, 0, 12), (1, 0, 12), (1, 12, 8)]
 
 
 def test_requests_follow_files_and_offsets_whatever_the_order_of_records_and_wants() -> None:
     atoms = [make_atom(name, 1, (0, 1, record, 0)) for name, record in (("a", 0), ("b", 1), ("c", 2))]
     records = [Record(1, 64, 4, 0), Record(0, 200, 4, 0), Record(0, 64, 4, 0)]
-    plan = make_plan([Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)], records)
-    assert [request.record for request in plan] == [2, 1, 0]
+    plan = requests_of([Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)], records)
+    assert [records[request.record].file for request in plan] == [0, 0, 1]
 
 
-def test_requests_are_cut_at_the_chunk_at_whole_elements() -> None:
-    atom = make_atom("w", 5, (0, 5, 0, 0))
-    plan = make_plan([Want(atom, 0, 5, 0, 3)], [Record(0, 0, 20, 0)], chunk=10)
+def test_each_rank_begins_at_a_place_of_its_own() -> None:
+    atoms = [make_atom(f"a{i}", 4, (0, 4, i, 0)) for i in range(6)]
+    records = [Record(i, 0, 16, 0) for i in range(6)]
+    plans = plan_wants([[Want(atom, rank, 1, 0, 0) for atom in atoms] for rank in range(4)], records).plans
+    assert [[request.record for request in plan.direct] for plan in plans] == [
+        [0, 1, 2, 3, 4, 5],
+        [1, 2, 3, 4, 5, 0],
+        [3, 4, 5, 0, 1, 2],
+        [4, 5, 0, 1, 2, 3],
+    ]
+
+
+def test_requests_are_cut_at_blocks() -> None:
+    plan = requests_of([Want(make_atom("w", 5, (0, 5, 0, 0)), 0, 5, 0, 3)], [Record(0, 0, 20, 0)], block=8)
     assert plan == (
         Request(0, 0, 8, (Part(8, 0, 3),)),
         Request(0, 8, 8, (Part(8, 0, 5),)),
@@ -93,49 +114,239 @@ def test_requests_are_cut_at_the_chunk_at_whole_elements() -> None:
 
 def test_positions_count_elements_of_any_size() -> None:
     atom = make_atom("w", 6, (0, 6, 0, 2), dtype="bfloat16")
-    plan = make_plan([Want(atom, 1, 4, 0, 9)], [Record(0, 0, 14, 0)], chunk=4, rank=1, size=2)
-    assert plan == (Request(0, 4, 4, (Part(4, 0, 9),)), Request(0, 8, 4, (Part(4, 0, 11),)))
-
-
-def test_padding_is_read_for_the_checksum_by_one_rank_and_joins_its_neighbours() -> None:
-    atoms = [make_atom("a", 2, (0, 2, 0, 0)), make_atom("b", 1, (0, 1, 0, 12))]
-    wants = [Want(atom, 0, atom.numel, 0, i) for i, atom in enumerate(atoms)]
-    assert make_plan(wants, [Record(0, 64, 20, 0)]) == (
-        Request(0, 0, 20, (Part(8, 0, 0), Part(4, DISCARD, 0), Part(4, 0, 1), Part(4, DISCARD, 0))),
+    plan = requests_of([Want(atom, 1, 4, 0, 9)], [Record(0, 0, 14, 0)], block=4)
+    assert plan == (
+        Request(0, 0, 4, (Part(4, DISCARD, 0),)),
+        Request(0, 4, 4, (Part(4, 0, 9),)),
+        Request(0, 8, 4, (Part(4, 0, 11),)),
+        Request(0, 12, 2, (Part(2, DISCARD, 0),)),
     )
 
 
-def test_padding_of_record_n_goes_to_rank_n_modulo_size() -> None:
-    atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(4)]
-    records = [Record(i, 0, 12, 0) for i in range(4)]
-    plans = [plan_load([], atoms, records, rank, 3, 64).requests for rank in range(3)]
-    assert [[(r.record, r.offset, r.nbytes) for r in plan] for plan in plans] == [
-        [(0, 4, 8), (3, 4, 8)],
-        [(1, 4, 8)],
-        [(2, 4, 8)],
+def test_padding_is_read_for_the_checksum() -> None:
+    atoms = [make_atom("a", 2, (0, 2, 0, 0)), make_atom("b", 1, (0, 1, 0, 12))]
+    wants = [Want(atom, 0, atom.numel, 0, i) for i, atom in enumerate(atoms)]
+    assert requests_of(wants, [Record(0, 64, 20, 0)]) == (
+        Request(0, 0, 8, (Part(8, 0, 0),)),
+        Request(0, 8, 4, (Part(4, DISCARD, 0),)),
+        Request(0, 12, 4, (Part(4, 0, 1),)),
+        Request(0, 16, 4, (Part(4, DISCARD, 0),)),
+    )
+
+
+def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
+    """Also of blocks of which nobody wants anything, where somebody wants something of their record."""
+    atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(2)]
+    wants: list[list[Want]] = [[], [], [Want(atom, 0, 1, 0, 0) for atom in atoms]]
+    plans = plan_wants(wants, [Record(i, 0, 28, 0) for i in range(2)], block=8).plans
+    assert [places(plan.direct) for plan in plans] == [
+        [(0, 4, 4), (0, 24, 4), (1, 16, 8)],
+        [(0, 8, 8), (1, 4, 4), (1, 24, 4)],
+        [(0, 0, 4), (0, 16, 8), (1, 0, 4), (1, 8, 8)],
     ]
-
-
-def test_bytes_that_two_atoms_share_are_no_padding() -> None:
-    atoms = [make_atom("a", 4, (0, 4, 0, 0)), make_atom("b", 2, (0, 2, 0, 4))]
-    assert plan_load([], atoms, [Record(0, 0, 16, 0)], 0, 1, 64).requests == ()
 
 
 def test_records_that_nobody_touches_are_not_read() -> None:
     atom = make_atom("a", 1, (0, 1, 1, 0))
-    plan = make_plan([Want(atom, 0, 1, 0, 0)], [Record(0, 0, 100, 0), Record(0, 100, 4, 0)])
-    assert [(request.record, request.nbytes) for request in plan] == [(1, 4)]
+    plan = requests_of([Want(atom, 0, 1, 0, 0)], [Record(0, 0, 100, 0), Record(0, 100, 4, 0)])
+    assert places(plan) == [(1, 0, 4)]
 
 
 def test_a_request_has_no_more_parts_than_the_kernel_takes() -> None:
     atoms = [make_atom(f"a{i}", 1, (0, 1, 0, 4 * i)) for i in range(600)]
-    plan = make_plan([Want(atom, 0, 1, 0, 2 * i) for i, atom in enumerate(atoms)], [Record(0, 0, 2400, 0)])
+    plan = requests_of([Want(atom, 0, 1, 0, 2 * i) for i, atom in enumerate(atoms)], [Record(0, 0, 2400, 0)])
     assert [len(request.parts) for request in plan] == [MAX_PARTS, 600 - MAX_PARTS]
     assert [request.offset for request in plan] == [0, 4 * MAX_PARTS]
 
 
 def test_wanting_nothing_reads_nothing() -> None:
     atom, records = dp4()
-    assert plan_load([], [], records, 0, 1, 64).requests == ()
-    assert plan_load([Want(make_atom("e", 0), 0, 0, 0, 0)], [], records, 0, 1, 64).requests == ()
-    assert plan_load([Want(atom, 3, 0, 0, 0)], [], records, 0, 1, 64).requests == ()
+    assert requests_of([], records) == ()
+    assert requests_of([Want(make_atom("e", 0), 0, 0, 0, 0)], records) == ()
+    assert requests_of([Want(atom, 3, 0, 0, 0)], records) == ()
+
+
+def test_rows_of_a_run_go_to_places_apart() -> None:
+    """Contiguous in the record, every other pair of elements in the buffer."""
+    plan = plan_pieces([[Piece(0, 7, 4, Run(1, 10, 2, 3, 2, 4))]], [Record(0, 0, 32, 0)]).plans[0]
+    assert Request(0, 4, 24, (Part(24, 7, 10, 8, 4),)) in plan.direct
+    assert plan.rounds == ()
+
+
+# -- exchange ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_two_ranks_want_is_read_by_the_owner_and_sent_to_both() -> None:
+    atom = make_atom("w", 4, (0, 4, 1, 0))
+    wants = [[], [Want(atom, 0, 3, 0, 5)], [Want(atom, 1, 3, 2, 0)]]
+    plans = plan_wants(wants, [Record(0, 0, 8, 0), Record(0, 64, 16, 0)]).plans
+    owner = plans[1].rounds[0]
+    assert [plan.direct for plan in plans] == [(), (), ()]
+    assert owner.reads == (Request(1, 0, 16, (Part(16, STAGE, 0),)),)
+    assert owner.staged == 16
+    assert owner.sends == ((), (Send(0, 12, 12, 1, True),), (Send(4, 12, 12, 1, True),))
+    assert [each.rounds[0].receives[1] for each in plans] == [
+        (),
+        (Claim(1, 0, 12, 12, 1, True, (Part(12, 0, 5),)),),
+        (Claim(1, 4, 12, 12, 1, True, (Part(12, 2, 0),)),),
+    ]
+    assert [plan.nbytes for plan in plans] == [0, 16, 0]
+
+
+def test_runs_that_interleave_are_sent_as_runs() -> None:
+    """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
+    pieces = [[Piece(0, 0, 4, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
+    plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
+    assert plans[0].rounds[0].sends == ((Send(0, 8, 16, 2, True),), (Send(8, 8, 16, 2, True),))
+    assert plans[1].rounds[0].receives[0] == (Claim(0, 8, 8, 16, 2, True, (Part(16, 0, 0),)),)
+    assert [plan.nbytes for plan in plans] == [32, 0]
+
+
+def test_bytes_that_two_buffers_of_one_rank_share_are_read_once() -> None:
+    atoms = [make_atom("a", 4, (0, 4, 0, 0)), make_atom("b", 2, (0, 2, 0, 4))]
+    (plan,) = plan_wants([[Want(atom, 0, atom.numel, i, 0) for i, atom in enumerate(atoms)]], [Record(0, 0, 16, 0)]).plans
+    assert places(plan.requests) == [(0, 0, 16)]
+    assert [part.buffer for claim in plan.rounds[0].receives[0] for part in claim.parts] == [0, 1]
+
+
+def test_a_part_that_is_granted_is_not_staged() -> None:
+    """[0, 8) is wanted by both ranks, [8, 24) by rank 1 alone."""
+    atom = make_atom("w", 8, (0, 8, 0, 0))
+    wants = [[Want(atom, 0, 2, 0, 0)], [Want(atom, 0, 2, 0, 0), Want(atom, 2, 4, 1, 0)]]
+    plans = plan_wants(wants, [Record(0, 0, 32, 0)], min_direct=16).plans
+    assert places(plans[0].requests) == [(0, 0, 32)]  # neighbours are one claim, so that rank 1's overlaps
+    apart = [[Want(atom, 0, 2, 0, 0)], [Want(atom, 0, 2, 0, 0), Want(atom, 3, 4, 1, 0)]]
+    plans = plan_wants(apart, [Record(0, 0, 32, 0)], min_direct=16).plans
+    assert places(plans[0].requests) == [(0, 0, 12), (0, 28, 4)]
+    assert places(plans[1].requests) == [(0, 12, 16)]
+    assert [request.parts for request in plans[0].rounds[0].reads] == [(Part(12, STAGE, 0),), (Part(4, STAGE, 28),)]
+
+
+def test_rounds_follow_the_turns_of_those_who_want_and_are_as_many_on_every_rank() -> None:
+    """Six blocks of 16 bytes for three ranks, which take 32 bytes a turn."""
+    atom = make_atom("w", 24, (0, 24, 0, 0))
+    plans = plan_wants([[Want(atom, 0, 24, 0, 0)]] * 3, [Record(0, 0, 96, 0)], block=16, window=32).plans
+    assert [[[request.offset for request in each.reads] for each in plan.rounds] for plan in plans] == [
+        [[0], [48], []],
+        [[16], [], [64]],
+        [[], [32], [80]],
+    ]
+    assert sum(plan.nbytes for plan in plans) == 96
+
+
+# -- random claims ----------------------------------------------------------------------------------------------------
+
+BLOCK = 32
+ITEM = 4
+
+
+@st.composite
+def runs(draw: st.DrawFn, numel: int) -> Run:
+    """Runs inside a record of so many elements, destinations apart from each other (`place` follows)."""
+    width = draw(st.integers(1, numel))
+    low = draw(st.integers(0, numel - width))
+    most = (numel - low - width) // width + 1
+    count = draw(st.integers(1, most)) if draw(st.booleans()) else 1
+    if count == 1:
+        return Run(low, 0, width)
+    step = draw(st.integers(width, (numel - low - width) // (count - 1)))
+    stride = width + draw(st.integers(0, 2))
+    return Run(low, 0, width, count, step, stride)
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Piece]], list[int]]:
+    """Records, each rank's pieces, and the elements of each rank's memory; every piece has a buffer of its own."""
+    numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
+    pieces, sizes = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        mine, place = [], 0
+        for _ in range(draw(st.integers(0, 6))):
+            record = draw(st.integers(0, len(records) - 1))
+            run = draw(runs(numels[record]))
+            mine.append(Piece(record, place, ITEM, run))
+            place += (run.count - 1) * max(run.dst_step, run.width) + run.width
+        pieces.append(mine)
+        sizes.append(place)
+    return records, pieces, sizes
+
+
+@examples(250)
+@given(
+    demand=demands(),
+    window=st.sampled_from((32, 64, 100, 1 << 20)),
+    min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
+    fresh=st.sets(st.integers(0, 60)),
+)
+def test_random_claims_of_several_ranks(
+    demand: tuple[list[Record], list[list[Piece]], list[int]], window: int, min_direct: int, fresh: set[int]
+) -> None:
+    records, pieces, sizes = demand
+    planned = plan_pieces(
+        pieces, records, block=BLOCK, window=window, min_direct=min_direct, is_fresh=lambda buffer: buffer in fresh
+    )
+    draw = np.random.default_rng(0)
+    data = [draw.integers(1, 256, record.nbytes, dtype=np.uint8) for record in records]
+    buffers = [np.zeros(ITEM * size, np.uint8) for size in sizes]
+    counts = carry_out(planned, data, ITEM, buffers)
+    touched = {piece.record for mine in pieces for piece in mine}
+    wanted = [np.full(record.nbytes, number in touched) for number, record in enumerate(records)]
+    assert (counts == np.concatenate(wanted)).all(), "every byte of every touched record once, of others none"
+    for mine, buffer in zip(pieces, buffers, strict=True):
+        assert (buffer == expect(mine, data, len(buffer))).all()
+    check_bounds(planned, window)
+    check_fresh(planned, fresh)
+
+
+def expect(pieces: Sequence[Piece], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+    """What a rank's memory holds in the end, element by element."""
+    memory = np.zeros(nbytes // ITEM, np.uint32)
+    for piece in pieces:
+        values, run = data[piece.record].view(np.uint32), piece.run
+        for row in range(run.count):
+            low, high = piece.buffer + run.dst + row * run.dst_step, run.src + row * run.src_step
+            memory[low : low + run.width] = values[high : high + run.width]
+    return memory.view(np.uint8)
+
+
+def check_bounds(planned: Planned, window: int) -> None:
+    """Requests stay inside blocks; a round stages and sends a window, or one block."""
+    for plan in planned.plans:
+        for request in plan.requests:
+            assert 0 < request.nbytes <= BLOCK
+            assert request.offset // BLOCK == (request.offset + request.nbytes - 1) // BLOCK
+            assert sum(part.nbytes for part in request.parts) == request.nbytes
+        for each in plan.rounds:
+            sent = sum(send.nbytes for one in each.sends for send in one)
+            blocks = {(request.record, request.offset // BLOCK) for request in each.reads}
+            assert len(blocks) <= 1 or (each.staged <= window and sent <= window)
+            assert sum(request.nbytes for request in each.reads) <= each.staged
+        assert plan.nbytes == sum(request.nbytes for request in plan.requests)
+
+
+def check_fresh(planned: Planned, fresh: set[int]) -> None:
+    """A claim is all for fresh memory or all for live buffers, and its owner's send says the same."""
+    for rank, plan in enumerate(planned.plans):
+        for number, each in enumerate(plan.rounds):
+            for owner, claims in enumerate(each.receives):
+                sends = planned.plans[owner].rounds[number].sends[rank]
+                assert [claim.fresh for claim in claims] == [send.fresh for send in sends]
+                for claim in claims:
+                    assert {part.buffer in fresh for part in claim.parts} == {claim.fresh}
+        for request in plan.direct:
+            assert len({part.buffer in fresh for part in request.parts if part.buffer != DISCARD}) <= 1
+
+
+@examples(60)
+@given(demand=demands(), window=st.sampled_from((32, 100, 1 << 20)))
+def test_an_owner_reads_only_blocks_of_its_own_for_others(
+    demand: tuple[list[Record], list[list[Piece]], list[int]], window: int
+) -> None:
+    records, pieces, _ = demand
+    planned = plan_pieces(pieces, records, block=BLOCK, window=window)
+    for rank, plan in enumerate(planned.plans):
+        own = set(planned.blocks.owned(rank, np.arange(len(records))))
+        passed = [r for each in plan.rounds for r in each.reads]
+        passed += [r for r in plan.direct if r.parts[0].buffer == DISCARD]
+        assert {(request.record, request.offset // BLOCK) for request in passed} <= own

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, GroupInfo
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, GroupInfo, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_weight
+from deepspeed_ucp.plan.match import Live, Match, match_groups, match_parameters, pick_instance, pick_weight
 from deepspeed_ucp.topology import Topology
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -20,14 +20,15 @@ def make_index(
     module: Shapes | None = None,
     groups: Sequence[Sequence[str]] = (),
     aliases: Mapping[str, str] | None = None,
+    instances: Mapping[str, tuple[str, ...]] | None = None,
+    tp: int = 1,
 ) -> AtomicIndex:
-    """Trained parameters have a master and a copy, others the module's tensor."""
+    """Trained parameters have a master and a copy, others the module's tensor; every shard has the given shape."""
+    held = [(name, state, shape) for name, shape in trained.items() for state in (MASTER, COPY)]
+    held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
     atoms = {
-        (name, state): Atom(name, state, shape, "float32", ())
-        for name, shape in trained.items()
-        for state in (MASTER, COPY)
+        (name, state): Atom(name, state, "float32", (Shard(shape, ()),) * tp) for name, state, shape in held
     }
-    atoms.update({(name, MODULE): Atom(name, MODULE, shape, "float32", ()) for name, shape in (module or {}).items()})
     return AtomicIndex(
         files=(),
         records=(),
@@ -35,19 +36,23 @@ def make_index(
         scalars={},
         groups=tuple(GroupInfo(tuple(names), {}) for names in groups),
         aliases=dict(aliases or {}),
-        shapes=dict(trained),
+        shapes={name: (shape,) * tp for name, shape in trained.items()},
         buffers=frozenset(),
         counters={},
         scaler={},
         clip_grad=None,
         state_file="mp_rank_00_model_states.pt",
-        topology=Topology(1, "zero12", "float32"),
+        topology=Topology(1, "zero12", "float32", tp=tp),
+        instances=dict(instances or {}),
     )
 
 
-def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, **options: Any) -> Match:
-    aliases = options.pop("aliases", {})
-    return match_parameters(index, owned, extras or {}, aliases, **{"strict": True, "with_states": True, **options})
+def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, *, tp: int = 1, **options: Any) -> Match:
+    """Every tensor-parallel rank of the live engine has the given shapes."""
+    chosen = {"strict": True, "with_states": True}
+    chosen.update({key: options.pop(key) for key in tuple(options) if key in chosen})
+    shapes = [{name: (shape,) * tp for name, shape in held.items()} for held in (owned, extras or {})]
+    return match_parameters(index, Live(*shapes, **options), **chosen)
 
 
 def test_names_and_shapes_that_agree_match() -> None:
@@ -153,3 +158,69 @@ def test_a_lenient_load_does_not_count_parameters_that_the_model_lacks() -> None
     found = match(index, {"a": (1,)}, strict=False)
     match_groups(index, {0: ("a",)}, found)
     assert found.groups == {0: 0}
+
+
+# -- tensor parallelism, stages, other names --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("saved", "live"), [(2, 1), (1, 2), (2, 2)], ids=["TP2→TP1", "TP1→TP2", "TP2→TP2"])
+def test_shapes_of_cut_tensors_are_left_to_their_patterns(saved: int, live: int) -> None:
+    index = make_index({"a": (2, 3)}, tp=saved)
+    assert match(index, {"a": (4, 3)}, tp=live).names == {"a": "a"}
+
+
+def test_buffers_and_frozen_ones_may_be_left_out_of_the_comparison() -> None:
+    index = make_index({"a": (2,)}, {"buffer": (4,)})
+    found = match_parameters(index, Live({"a": ((2,),)}, None), strict=True, with_states=True)
+    assert (found.names, found.saved, found.skipped) == ({"a": "a"}, {"a": "a"}, [])
+
+
+def test_renamed_parameters_are_found_under_their_saved_names() -> None:
+    index = make_index({"3.w": (2,), "4.w": (2,)}, groups=(["3.w", "4.w"],))
+    renamed = {"layers.0.w": "3.w", "layers.1.w": "4.w"}
+    found = match(index, {"layers.0.w": (2,), "layers.1.w": (2,)}, renamed=renamed)
+    assert found.names == found.saved == renamed
+    match_groups(index, {0: tuple(renamed)}, found)
+    assert found.groups == {0: 0}
+
+
+COPIES = {"t": ("t", "t#1", "t#2")}
+
+
+@pytest.mark.parametrize(
+    ("saved", "count", "taken"),
+    [
+        (1, 1, "0"),
+        (1, 3, "000"),
+        (2, 1, "0"),
+        (2, 2, "01"),
+        (2, 3, "011"),
+        (3, 1, "0"),
+        (3, 2, "02"),
+        (3, 3, "012"),
+        (3, 4, "0122"),
+    ],
+)
+def test_each_stage_takes_its_own_copy(saved: int, count: int, taken: str) -> None:
+    """Where one remains the first stage's, so that values of the first stage count; the last stage takes the last's."""
+    copies = COPIES["t"][:saved]
+    trained = dict.fromkeys(copies, (2,))
+    index = make_index(trained, instances={"t": copies} if saved > 1 else None)
+    names = [match(index, {"t": (2,)}, ordinals={"t": (stage, count)}).names["t"] for stage in range(count)]
+    assert names == [copies[int(number)] for number in taken]
+    assert [pick_instance(index, "t", stage, count) for stage in range(count)] == names
+
+
+def test_the_plain_name_is_kept_and_further_copies_are_not_missing_in_the_model() -> None:
+    index = make_index(dict.fromkeys(COPIES["t"], (2,)), instances=COPIES)
+    found = match(index, {"t": (2,)}, ordinals={"t": (2, 3)})
+    assert (found.names, found.saved, found.skipped) == ({"t": "t#2"}, {"t": "t"}, [])
+
+
+def test_a_group_is_found_by_a_stages_own_copy() -> None:
+    index = make_index(
+        {"a": (2,), "t": (2,), "t#1": (2,)}, groups=(["a", "t"], ["t#1"]), instances={"t": ("t", "t#1")}
+    )
+    found = match(index, {"a": (2,), "t": (2,)}, ordinals={"t": (1, 2)})
+    match_groups(index, {0: ("t",)}, found)
+    assert found.groups == {0: 1}

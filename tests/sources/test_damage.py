@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.sources.headers import read_file
+from deepspeed_ucp.sources.reading import read_file
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"count": torch.arange(3)})

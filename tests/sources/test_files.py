@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.sources import check_tag, find_tags, read_latest
-from deepspeed_ucp.sources.files import compare_listings, find_leftovers, list_sizes, sort_files
+from deepspeed_ucp.sources.files import NO_AXIS, compare_listings, find_leftovers, list_sizes, sort_files
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -25,13 +25,17 @@ def test_files_get_their_roles() -> None:
         "zero_pp_rank_0_mp_rank_00_model_states.pt",
         "zero_pp_rank_11_mp_rank_00_model_states.pt",
         "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "bf16_zero_pp_rank_1_mp_rank_07_optim_states.pt",
         "zero_pp_rank_2_mp_rank_00optim_states.pt",
+        "mp_rank_103_model_states.pt",
+        "layer_01-model_states.pt",
+        "layer_120-model_11-model_states.pt",
     ]
     listing = sort_files("folder", dict.fromkeys(names, 1))
-    assert listing.model == MODEL
-    assert listing.model_zero3 == {0: names[1], 11: names[2]}
-    assert listing.optim == {("", 1): names[3], ("bf16_", 1): names[4], ("", 2): names[5]}
+    assert listing.model == {0: MODEL, 103: names[6]}
+    assert listing.model_zero3 == {(0, 0): names[1], (0, 11): names[2]}
+    assert listing.optim == {("", 0, 1): names[3], ("bf16_", 7, 1): names[4], ("", 0, 2): names[5]}
+    assert listing.layers == {(1, NO_AXIS): names[7], (120, 11): names[8]}
 
 
 def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
@@ -43,13 +47,10 @@ def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("layer_01-model_states.pt", "pipeline-parallel"),
-        ("layer_00-model_01-model_states.pt", "pipeline-parallel"),
+        ("layer_00-expert_01-model_01-model_states.pt", "axes of its own"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
         ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts"),
-        ("mp_rank_01_model_states.pt", "several model-parallel ranks"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "several model-parallel ranks"),
         ("offloaded_tensors", "NVMe"),
         ("zero", "offline universal checkpoint"),
     ],

@@ -12,15 +12,20 @@ from hypothesis import given
 from deepspeed_ucp.atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.sources import open_checkpoint
-from tests.reshard import Case, FakeTarget, cases, examples, open_for, temporary_folder
+from tests.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, State, Topology, partition_layout, random_state, read_state, write_checkpoint
 
 
-def read_atom(index: AtomicIndex, atom: Atom) -> torch.Tensor:
-    """An atom's elements, each taken from exactly one fragment (invariant 1)."""
-    itemsize = ITEMSIZE[atom.dtype]
-    out, counts = bytearray(atom.nbytes), np.zeros(atom.numel, np.int64)
-    for fragment in atom.fragments:
+def name_groups(model: Model) -> list[list[tuple[str, bool]]]:
+    """The param groups as a live optimizer of the model would have them."""
+    return [[(param.name, param.trains) for param in group] for group in model.groups]
+
+
+def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
+    """A shard's elements, each taken from exactly one fragment (invariant 1)."""
+    itemsize, shard = ITEMSIZE[atom.dtype], atom.shards[rank]
+    out, counts = bytearray(shard.numel * itemsize), np.zeros(shard.numel, np.int64)
+    for fragment in shard.fragments:
         record = index.records[fragment.record]
         assert 0 <= fragment.offset <= record.nbytes - fragment.numel * itemsize
         with open(index.files[record.file].path, "rb") as stream:
@@ -30,12 +35,12 @@ def read_atom(index: AtomicIndex, atom: Atom) -> torch.Tensor:
         counts[fragment.start : fragment.start + fragment.numel] += 1
     assert (counts == 1).all(), f"{atom.name} ({atom.state}): {counts}"
     dtype = getattr(torch, atom.dtype)
-    return torch.frombuffer(out, dtype=dtype).view(atom.shape) if out else torch.empty(atom.shape, dtype=dtype)
+    return torch.frombuffer(out, dtype=dtype).view(shard.shape) if out else torch.empty(shard.shape, dtype=dtype)
 
 
-def check_atom(index: AtomicIndex, name: str, state: str, value: torch.Tensor) -> None:
-    """The atom is there and holds ``value``."""
-    found = read_atom(index, index.atoms[name, state])
+def check_atom(index: AtomicIndex, name: str, state: str, value: torch.Tensor, rank: int = 0) -> None:
+    """The atom is there, and its shard of that tensor-parallel rank holds ``value``."""
+    found = read_atom(index, index.atoms[name, state], rank)
     assert (found.shape, found.dtype) == (value.shape, value.dtype), (name, state)
     assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), name
 
@@ -52,7 +57,7 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
             check_atom(index, *name, value if trained else value.to(topology.dtype))
         if trained:
             assert index.scalars.get(param.name, {}) == saved.scalars.get(param.name, {}), param.name
-            assert index.shapes[param.name] == param.shape
+            assert index.shapes[param.name] == (param.shape,)
     for name, value in model.buffers.items():
         expected.add((name, MODULE))
         check_atom(index, name, MODULE, value)
@@ -71,7 +76,7 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
 def test_the_index_is_the_state(case: Case) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
-        index = open_for(path, FakeTarget(case.model, case.topology, 0))
+        index = open_checkpoint(str(path), Comm(), name_groups(case.model))
         check_index(index, case, read_state(path, case.model, case.topology))
 
 
@@ -79,7 +84,7 @@ def test_the_index_is_the_state(case: Case) -> None:
 @given(case=cases())
 def test_the_topology_is_what_wrote_it(case: Case) -> None:
     with temporary_folder() as folder:
-        index = open_for(case.write(folder), FakeTarget(case.model, case.topology, 0))
+        index = open_checkpoint(str(case.write(folder)), Comm(), name_groups(case.model))
     topology, found = case.topology, index.topology
     wrappers = {"raw": "torch", "unfused": "fp16_unfused", "fused": "fp16_fused", "bf16": "bf16"}
     assert found.wrapper == wrappers.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
@@ -91,6 +96,7 @@ def test_the_topology_is_what_wrote_it(case: Case) -> None:
     if topology.kind != "raw":
         held = partition_layout(case.model, topology)[0]
         assert [(f.group, f.names, f.partition) for f in found.flats] == [(h.group, h.names, h.numel) for h in held]
+        assert index.flats == {0: found.flats}
         assert [f.numels for f in found.flats] == [tuple(index.atoms[n, MASTER].numel for n in h.names) for h in held]
 
 

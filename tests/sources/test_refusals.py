@@ -97,7 +97,8 @@ def test_a_state_that_one_rank_lacks_is_named_with_its_elements(tmp_path: Path, 
 def test_frozen_elements_that_one_rank_lacks_are_named(tmp_path: Path) -> None:
     files = make_files(Topology(3, 3))
     del files[zero3_states(2)]["frozen_param_fragments"]["frozen"]
-    refuse(tmp_path, files, CheckpointError, r"frozen \(module\): shape \(3,\) has 3 elements, its fragments hold 2")
+    text = r"frozen \(module, shape \(3,\)\): the shape has 3 elements, the fragments hold 2"
+    refuse(tmp_path, files, CheckpointError, text)
 
 
 # -- files that belong elsewhere --------------------------------------------------------------------------------------
@@ -295,10 +296,16 @@ def change_model(files: Files, **fields: Any) -> Files:
     return {name: {**content, **fields} if name == STATES else content for name, content in files.items()}
 
 
-@pytest.mark.parametrize("module", [{"language_model": {"w": torch.ones(2)}}, None], ids=["nested", "none"])
-def test_nested_or_absent_modules_are_not_covered(tmp_path: Path, module: Any) -> None:
-    files = change_model(make_files(Topology(1, 2)), module=module)
-    refuse(tmp_path, files, UnsupportedError, f"{STATES}: holds a nested or empty module state")
+def test_a_nested_module_whose_names_cannot_be_told_is_not_covered(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(1) for name in ("w", "x", "y", "z")}
+    files = change_model(make_files(Topology(1, 2)), module={"language_model": tensors})
+    text = f"{STATES}: its module states are nested, and these cannot be told by name: language_model.w, .*such as"
+    refuse(tmp_path, files, UnsupportedError, text)
+
+
+def test_a_pipeline_without_layer_files_is_refused(tmp_path: Path) -> None:
+    files = change_model(make_files(Topology(1, 2)), module=None)
+    refuse(tmp_path, files, CheckpointError, "a pipeline's model states without any layer_")
 
 
 @pytest.mark.parametrize("extra", [{"amax": [1.0]}, b"bytes", None, torch.ones(3)], ids=lambda e: type(e).__name__)
@@ -310,9 +317,10 @@ def test_extra_state_of_a_module_is_not_taken_for_a_nested_one(tmp_path: Path, e
     assert ("a", "fp32") in index.atoms
 
 
-def test_model_parallel_counts_are_not_covered(tmp_path: Path) -> None:
+def test_files_of_further_model_parallel_ranks_are_missed(tmp_path: Path) -> None:
     files = change_model(make_files(Topology(1, 2)), mp_world_size=2)
-    refuse(tmp_path, files, UnsupportedError, "saved with 2 model-parallel ranks")
+    text = "mp_rank_01_model_states.pt, .*missing; .*by 2 data-parallel ranks of 2 model-parallel ones"
+    refuse(tmp_path, files, CheckpointError, text)
 
 
 def test_an_unknown_wrapper_is_not_covered(tmp_path: Path) -> None:

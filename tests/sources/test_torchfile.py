@@ -12,7 +12,7 @@ import torch
 from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.sources.headers import read_file
+from deepspeed_ucp.sources.reading import read_file
 from deepspeed_ucp.sources.torchfile import ScalarRef, read_header
 from deepspeed_ucp.sources.unpickle import Opaque, TensorRef
 

@@ -1,0 +1,249 @@
+"""What the live engine holds over all its ranks, and how its tensors relate to the checkpoint's shards."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..atoms import MASTER, MODULE, AtomicIndex
+from ..comm import Comm
+from ..errors import MismatchError, shorten
+from ..patterns import (
+    Layout,
+    Replicate,
+    RuleSet,
+    from_attributes,
+    from_config,
+    from_universal_info,
+    rename_names,
+    settle,
+)
+from ..plan.match import Live, Match, Shape
+from ..targets import Extra, Target
+from ..targets.parallel import live_attributes, live_universal_info
+
+logger = logging.getLogger("deepspeed_ucp")
+
+CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
+"""Fields of a param group that say nothing about which group it is."""
+
+Layouts = Mapping[str, tuple[Layout, Layout]]
+"""By plain saved name: how source and target cut a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """What one model-parallel rank tells the others (those of data-parallel rank 0 do)."""
+
+    tp_rank: int
+    owned: dict[str, Shape]
+    extras: dict[str, Shape]
+    buffers: frozenset[str]
+    aliases: dict[str, str]
+    ordinals: dict[str, tuple[int, int]]
+    attributes: dict[str, dict[str, Any]]
+    info: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class Census:
+    """All ranks' tensors by name.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        owned, extras: local shapes per tensor-parallel rank.
+        buffers: which of the extras are buffers.
+        aliases: live tied names → the name that holds the data.
+        ordinals: of this rank's parameters that several stages hold.
+        everyone: (name, ordinal, count) of every stage's.
+        attributes: Megatron's attributes of the parameters.
+        info: the live model's own ``universal_checkpoint_info``.
+    """
+
+    tp: int
+    owned: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    extras: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    ordinals: dict[str, tuple[int, int]] = field(default_factory=dict)
+    everyone: set[tuple[str, int, int]] = field(default_factory=set)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    info: dict[str, Any] | None = None
+
+    def live(self, renamed: Mapping[str, str], *, with_extras: bool) -> Live:
+        """For :func:`~deepspeed_ucp.plan.match.match_parameters`."""
+        return Live(self.owned, self.extras if with_extras else None, self.aliases, self.ordinals, renamed)
+
+
+def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
+    """Ask every model-parallel rank what it holds; collective.
+
+    Raises:
+        MismatchError: tensor-parallel ranks of one stage hold different tensors.
+    """
+    place = target.place
+    ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
+    mine = None
+    with comm.together():
+        if place.dp_rank == 0:
+            found = list(extras)
+            mine = _Return(
+                place.tp_rank,
+                target.owned_shapes(),
+                {extra.name: extra.shape for extra in found},
+                frozenset(extra.name for extra in found if extra.is_buffer),
+                target.aliases,
+                ordinals,
+                live_attributes(target.engine),
+                live_universal_info(target.engine),
+            )
+    returns = [each for each in comm.gather(mine) if each is not None]
+    with comm.together():
+        return replace(_count(returns, place.tp), ordinals=ordinals)
+    raise AssertionError("unreachable")
+
+
+def _count(returns: Iterable[_Return], tp: int) -> Census:
+    census = Census(tp)
+    owned: dict[str, dict[int, Shape]] = {}
+    extras: dict[str, dict[int, Shape]] = {}
+    for each in returns:
+        for found, told in ((owned, each.owned), (extras, each.extras)):
+            for name, shape in told.items():
+                found.setdefault(name, {})[each.tp_rank] = shape
+        census.buffers |= each.buffers
+        census.aliases.update(each.aliases)
+        census.everyone |= {(name, *place) for name, place in each.ordinals.items()}
+        census.attributes.update(each.attributes)
+        census.info = census.info or each.info
+    census.owned, census.extras = _order(owned, tp), _order(extras, tp)
+    return census
+
+
+def _order(found: Mapping[str, Mapping[int, Shape]], tp: int) -> dict[str, tuple[Shape, ...]]:
+    partial = [name for name, shapes in found.items() if len(shapes) != tp]
+    if partial:
+        raise MismatchError(
+            f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks."
+        )
+    return {name: tuple(shapes[rank] for rank in range(tp)) for name, shapes in found.items()}
+
+
+@dataclass(slots=True)
+class LiveGroups:
+    """The optimizer's param groups as the user made them, over all pipeline stages in stage order.
+
+    Attributes:
+        names: per group (raw name, owned by the optimizer).
+        hyper: per group its hyper-parameters.
+    """
+
+    names: list[list[tuple[str, bool]]] = field(default_factory=list)
+    hyper: list[dict[str, Any]] = field(default_factory=list)
+
+
+def join_groups(target: Target, comm: Comm) -> LiveGroups:
+    """Put the stages' param groups together; collective.
+
+    DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
+    """
+    place, mine = target.place, None
+    with comm.together():
+        if place.dp_rank == place.tp_rank == 0:
+            mine = (place.pp_rank, target.live_groups(), target.live_hyper())
+    stages = sorted((each for each in comm.gather(mine) if each is not None), key=lambda told: told[0])
+    if len(stages) == 1:
+        return LiveGroups(*stages[0][1:])
+    joined, known = LiveGroups(), {}
+    for _, names, hyper in stages:
+        seen: Counter[str] = Counter()
+        for group, fields in zip(names, hyper, strict=False):
+            kind = repr(sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING))
+            seen[kind] += 1
+            number = known.setdefault((kind, seen[kind]), len(joined.names))
+            if number == len(joined.names):
+                joined.names.append([])
+                joined.hyper.append(fields)
+            present = {name for name, _ in joined.names[number]}
+            joined.names[number] += [item for item in group if item[0] not in present]
+    return joined
+
+
+def find_renamed(index: AtomicIndex, rules: Sequence[RuleSet]) -> dict[str, str]:
+    """Live name → saved name, by the user's ``rename`` rules."""
+    renames = tuple(rename for each in rules for rename in each.renames)
+    if not renames:
+        return {}
+    saved = {name for name, state in index.atoms if state in (MASTER, MODULE)} | set(index.aliases)
+    return {new: old for old, new in rename_names(sorted(saved), renames).items() if new != old}
+
+
+def settle_layouts(
+    index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet], *, tell: bool
+) -> dict[str, tuple[Layout, Layout]]:
+    """How source and target cut each matched tensor, by plain saved name; nothing where neither side cuts any.
+
+    Args:
+        rules: the user's.
+        tell: log what was passed over.
+
+    Raises:
+        MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
+    """
+    if index.topology.tp == census.tp == 1:
+        return {}
+    source, target, equal = {}, {}, {}
+    for live, saved in match.saved.items():
+        shapes = census.owned.get(live) or census.extras[live]
+        held = tuple(shard.shape for shard in _weight(index, saved, live in census.owned).shards)
+        if live in census.buffers and len(held) != len(shapes) and _is_equal(index, saved, {*held, *shapes}):
+            equal[saved] = (Replicate().join(held), Replicate().cut(held[0], shapes))
+        else:
+            source[saved], target[saved] = held, shapes
+    settled = settle(sorted(source), source, target, _list_rules(index, census, match, rules), index.hints)
+    if tell:
+        for text in settled.notes:
+            logger.info("%s", text)
+        if settled.unused:
+            logger.warning("patterns: rules that match no parameter: %s", shorten(settled.unused))
+    found = {name: (have, want) for name, (have, want) in settled.layouts.items() if want is not None}
+    return {**found, **equal}
+
+
+def _weight(index: AtomicIndex, name: str, owned: bool) -> Any:
+    order = (MASTER, MODULE) if owned else (MODULE, MASTER)
+    return next(index.atoms[name, state] for state in order if (name, state) in index.atoms)
+
+
+def _is_equal(index: AtomicIndex, name: str, shapes: set[Shape]) -> bool:
+    """A buffer of one shape everywhere, with the same checksum in every file: a replica, and compared as one later."""
+    shards = index.atoms[name, MODULE].shards if (name, MODULE) in index.atoms else ()
+    records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
+    sums = {(record.nbytes, record.crc) for record in records}
+    return len(shapes) == 1 and len(records) == len(shards) and len(sums) == 1 and None not in sums
+
+
+def _list_rules(index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet]) -> list[RuleSet]:
+    """Rule sets in the order in which they count: the user's, the checkpoint's, AutoTP's, the live attributes."""
+    found = list(rules)
+    info = index.hints.get("universal_checkpoint_info")
+    if info:
+        found.append(from_universal_info(info, index.topology.tp))
+    saved = match.saved
+    if census.info:
+        found.append(from_universal_info(census.info, census.tp, side="target"))
+    if census.attributes:
+        found.append(from_attributes({saved[n]: told for n, told in census.attributes.items() if n in saved}))
+    return found
+
+
+def read_rules(patterns: Any) -> tuple[RuleSet, ...]:
+    """The user's ``patterns``.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    return from_config(patterns)

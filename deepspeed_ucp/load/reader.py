@@ -1,0 +1,153 @@
+"""Carries a plan out: reads, checksums, staging memory and the exchange between ranks, in two passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ..atoms import AtomicIndex
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..errors import CheckpointError
+from ..io import ReadStats, read_requests
+from ..plan import Claim, LoadPlan, Request, Round, Send
+from .job import Job
+from .negotiate import BLOCK
+from .sinks import TensorSink
+
+
+class Reader:
+    """Reads what one rank's plan says.
+
+    Args:
+        plan: of this rank.
+        config: window, threads, verification.
+    """
+
+    def __init__(self, index: AtomicIndex, job: Job, plan: LoadPlan, comm: Comm, config: UniversalConfig) -> None:
+        self.index, self.job, self.plan, self.comm = index, job, plan, comm
+        window = config.window_mb << 20
+        self.threads = min(config.threads or default_threads(), max(window // (4 * BLOCK), 1))
+        self.checksum = config.verify == "crc"
+        self.pinned = any(sink.tensor.device.type == "cuda" for sink in job.sinks)
+        self.stage: torch.Tensor | None = None
+        self.crcs: dict[tuple[int, int], int] = {}
+        """CRC32 of what pass 1 read, by record and offset."""
+
+    def read_fresh(self) -> ReadStats:
+        """Pass 1: fresh memory is filled, everything is checksummed; collective.
+
+        Without checksums only what fresh memory needs is read.
+        """
+        return self._run_pass(fresh=True, everything=self.checksum)
+
+    def fill_live(self) -> ReadStats:
+        """Pass 2: the live buffers; collective. Their bytes have to be the ones that were verified.
+
+        Raises:
+            CheckpointError: a file changed in between.
+        """
+        return self._run_pass(fresh=False, everything=False)
+
+    def checked(self) -> tuple[list[Request], list[int]]:
+        """Requests of pass 1 and the CRC32 of each."""
+        requests = [r for r in self.plan.requests if (r.record, r.offset) in self.crcs]
+        return requests, [self.crcs[r.record, r.offset] for r in requests]
+
+    def _run_pass(self, *, fresh: bool, everything: bool) -> ReadStats:
+        stats = ReadStats(0, 0, [])
+        with self.comm.together():
+            for blank in self.job.blanks:
+                if blank.fresh == fresh:
+                    blank.tensor[blank.low : blank.high].zero_()
+            direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
+            stats = self._read(direct, fresh)
+        for number, each in enumerate(self.plan.rounds):
+            with self.comm.together():
+                wanted = everything or any(send.fresh == fresh for sends in each.sends for send in sends)
+                done = self._read(each.reads if wanted else (), fresh, staged=each.staged)
+                stats = ReadStats(stats.nbytes + done.nbytes, stats.requests + done.requests, [])
+            self._exchange(each, fresh)
+            if number + 1 == len(self.plan.rounds):
+                self.stage = None
+        return stats
+
+    def _feeds(self, request: Request, fresh: bool) -> bool:
+        """Whether some of the request's bytes go to fresh memory, or to live buffers."""
+        return any(part.buffer >= 0 and self.job.sinks[part.buffer].fresh == fresh for part in request.parts)
+
+    def _read(self, requests: Sequence[Request], fresh: bool, *, staged: int = 0) -> ReadStats:
+        if self.pinned:  # the threads copy on the default stream
+            torch.cuda.synchronize()
+        sinks: list[TensorSink | None] = [sink if sink.fresh == fresh else None for sink in self.job.sinks]
+        stats = read_requests(
+            requests,
+            self.index.records,
+            self.index.files,
+            [*sinks, self._make_stage(staged)],
+            threads=self.threads,
+            make_scratch=self._make_scratch,
+            checksum=self.checksum,
+        )
+        self._compare(requests, stats.crcs, first=fresh)
+        return stats
+
+    def _compare(self, requests: Sequence[Request], crcs: Sequence[int], *, first: bool) -> None:
+        for request, crc in zip(requests, crcs, strict=False):
+            key = request.record, request.offset
+            if first:
+                self.crcs[key] = crc
+            elif self.crcs[key] != crc:
+                raise CheckpointError(
+                    "The checkpoint was written to while it was being loaded; the engine is half loaded."
+                )
+
+    def _make_scratch(self, nbytes: int) -> memoryview:
+        """Scratch memory of one thread; page-locked where it is copied to a GPU."""
+        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned).numpy())
+
+    def _make_stage(self, nbytes: int) -> TensorSink | None:
+        if not nbytes:
+            return None
+        if self.stage is None or self.stage.numel() < nbytes:
+            most = max(each.staged for each in self.plan.rounds)
+            self.stage = torch.empty(most, dtype=torch.uint8)
+        return TensorSink(self.stage, "uint8", fresh=True)
+
+    def _exchange(self, each: Round, fresh: bool) -> None:
+        """Send staged bytes to those who claimed them, and scatter what comes; collective."""
+        sends = [[send for send in one if send.fresh == fresh] for one in each.sends]
+        claims = [[claim for claim in one if claim.fresh == fresh] for one in each.receives]
+        data = self._pack(sends)
+        receives = [sum(claim.nbytes for claim in one) for one in claims]
+        received = self.comm.swap(data, [sum(send.nbytes for send in one) for one in sends], receives)
+        self._scatter([claim for one in claims for claim in one], received)
+
+    def _pack(self, sends: Sequence[Sequence[Send]]) -> torch.Tensor:
+        packed = torch.empty(sum(send.nbytes for one in sends for send in one), dtype=torch.uint8)
+        position = 0
+        for send in (send for one in sends for send in one):
+            if self.stage is None:
+                raise CheckpointError("a plan sends bytes that were not staged")
+            rows = self.stage.as_strided((send.count, send.run), (send.step, 1), send.position)
+            packed[position : position + send.nbytes].view(send.count, send.run).copy_(rows)
+            position += send.nbytes
+        return packed
+
+    def _scatter(self, claims: Sequence[Claim], received: torch.Tensor) -> None:
+        data = memoryview(received.numpy())
+        position = 0
+        for claim in claims:
+            for part in claim.parts:
+                self.job.sinks[part.buffer].take(part, data[position : position + part.nbytes])
+                position += part.nbytes
+
+
+def default_threads() -> int:
+    """Reading threads per rank: four times its share of the cores, 8 to 32; most of their time is waiting."""
+    cores = len(os.sched_getaffinity(0))
+    told = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")]
+    ranks = max(int(next((value for value in told if value), "1")), 1)
+    return min(max(4 * cores // ranks, 8), 32)

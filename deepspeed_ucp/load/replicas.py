@@ -1,0 +1,115 @@
+"""Replicas in the source: those that have to be equal are compared, those that may differ are told of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex
+from ..comm import Comm
+from ..errors import CheckpointError, MismatchError, shorten
+from ..io.read import read_bytes
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_CHUNK = 4 << 20
+_SAMPLES = 64
+
+
+def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
+    """Compare, byte by byte, what tensor-parallel ranks saved of parameters that they replicate; collective.
+
+    Raises:
+        MismatchError: naming the parameter, the ranks and the largest difference.
+    """
+    with comm.together():
+        for atom in atoms[comm.rank :: comm.size]:
+            for rank in range(1, len(atom.shards)):
+                _compare(atom, rank, index)
+
+
+def _compare(atom: Atom, rank: int, index: AtomicIndex) -> None:
+    itemsize = ITEMSIZE[atom.dtype]
+    step = _CHUNK // itemsize
+    worst, where = 0.0, -1
+    for low in range(0, atom.shards[0].numel, step):
+        high = min(low + step, atom.shards[0].numel)
+        first, other = (read_elements(atom, shard, low, high, index) for shard in (0, rank))
+        if first == other:
+            continue
+        dtype = getattr(torch, atom.dtype)
+        gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
+        if where < 0 or float(gap.max()) > worst:
+            worst, where = float(gap.max()), low + int(gap.argmax())
+    if where >= 0:
+        raise MismatchError(
+            f"{atom.name} ({atom.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved "
+            f"different values: the largest difference is {worst:.3e} at element {where}. If the mean is what counts, "
+            f'say so: "patterns": {{"rules": [{{"match": "{atom.name.partition("#")[0]}", "pattern": "partial"}}]}}.'
+        )
+
+
+def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicIndex) -> bytearray:
+    """Elements [low, high) of a flattened shard."""
+    itemsize = ITEMSIZE[atom.dtype]
+    data = bytearray()
+    for fragment in atom.shards[shard].fragments:
+        first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
+        if first < last:
+            record = index.records[fragment.record]
+            offset = record.offset + fragment.offset + (first - fragment.start) * itemsize
+            data += read_bytes(index.files[record.file].path, offset, (last - first) * itemsize)
+    return data
+
+
+def check_instances(
+    index: AtomicIndex, live: Iterable[tuple[str, int, int]], touched: Iterable[tuple[str, str]], *, warn: bool
+) -> None:
+    """What several pipeline stages saved under one name: equal copies, or values of their own.
+
+    DeepSpeed ties only ``tied_weight_attr``; a tied module's other parameters live on apart in every stage.
+
+    Args:
+        live: (name, ordinal, count) of parameters that several stages of the live engine hold.
+        warn: log it on this rank.
+
+    Raises:
+        CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
+    """
+    loaded = {name.partition("#")[0] for name, _ in touched}
+    counts = {name: count for name, _, count in live}
+    parted = [names for name, names in index.instances.items() if name in loaded and not _look_equal(names, index)]
+    for names in parted:
+        if "tied_modules." not in names[0]:
+            raise CheckpointError(
+                f"{names[0]} is held by {len(names)} pipeline stages with different values; they have to be replicas. "
+                "The folder mixes files of several saves."
+            )
+    dropped = sorted(names[0] for names in parted if counts.get(names[0], 1) != len(names))
+    if dropped and warn:
+        logger.warning(
+            "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
+            "tied_weight_attr); where one copy remains the first stage's counts",
+            shorten(dropped),
+        )
+
+
+def _look_equal(names: Sequence[str], index: AtomicIndex) -> bool:
+    """Whether copies agree at some elements of each shard."""
+    atoms = [index.atoms[name, MASTER] for name in names if (name, MASTER) in index.atoms]
+    return all(_sample(atoms[0], atom, index) for atom in atoms[1:])
+
+
+def _sample(first: Atom, other: Atom, index: AtomicIndex) -> bool:
+    if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
+        return False
+    for shard, held in enumerate(first.shards):
+        count = min(held.numel, _SAMPLES)
+        for number in range(count):
+            place = number * (held.numel - 1) // max(count - 1, 1)
+            pair = [read_elements(atom, shard, place, place + 1, index) for atom in (first, other)]
+            if pair[0] != pair[1]:
+                return False
+    return True

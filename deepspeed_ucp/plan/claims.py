@@ -1,0 +1,165 @@
+"""Two-phase reading: ranks claim bytes, each block's owner decides who reads them, so that each byte is read once.
+
+Records are cut into blocks; every block has one owner among the ranks, the same by every rank's reckoning. A rank
+sends its claims (the bytes that it wants) to the owners of their blocks. An owner lets a rank read for itself what only
+that rank wants in one long run; everything else (bytes that several ranks want, short interleaved runs, padding) it
+reads itself, once, and sends to those who asked. Nobody needs to know the other ranks' layouts (cf. MPI-IO's
+collective buffering; redundancy-bypassing loading in Lian et al., ATC'25, section 4).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..atoms import Record
+from .locate import Piece, cut_blocks
+from .requests import MAX_PARTS, Part
+
+Table = npt.NDArray[np.int64]
+"""Claims as rows (record, offset, run, step, count, fresh)."""
+
+COLUMNS = 6
+GRANTED = -1
+"""Answer to a claim: read it yourself. Other answers are the round in which the owner sends the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """``count`` runs of ``run`` bytes, ``step`` bytes apart, of one block of a record, and where they go.
+
+    Attributes:
+        fresh: they go to memory that is not part of the engine yet.
+        parts: destinations of the bytes in order.
+    """
+
+    record: int
+    offset: int
+    run: int
+    step: int
+    count: int
+    fresh: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes claimed."""
+        return self.run * self.count
+
+    @property
+    def end(self) -> int:
+        """Where the last run ends."""
+        return self.offset + (self.count - 1) * self.step + self.run
+
+
+def make_claims(pieces: Iterable[Piece], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:
+    """A rank's claims, ordered by record and offset; neighbouring pieces of a block are one claim.
+
+    Args:
+        pieces: what the rank wants.
+        is_fresh: whether a buffer is memory that is not part of the engine yet.
+        block: bytes per block.
+    """
+    found: dict[tuple[int, bool, int], list[Piece]] = defaultdict(list)
+    for whole in pieces:
+        fresh = is_fresh(whole.buffer)
+        for piece in cut_blocks(whole, block):
+            found[piece.record, fresh, piece.run.src * piece.itemsize // block].append(piece)
+    claims = [claim for (record, fresh, _), held in found.items() for claim in _join(record, fresh, held)]
+    claims.sort(key=lambda claim: (claim.record, claim.offset, claim.fresh))
+    return claims
+
+
+def _join(record: int, fresh: bool, pieces: list[Piece]) -> Iterable[Claim]:
+    """Claims of one block: contiguous pieces that follow each other are joined."""
+    pieces.sort(key=lambda piece: piece.run.src)
+    run: list[Piece] = []
+    for piece in pieces:
+        if not piece.is_contiguous:
+            yield _claim(record, fresh, [piece])
+            continue
+        if run and (_end(run[-1]) != piece.run.src * piece.itemsize or len(run) >= MAX_PARTS):
+            yield _claim(record, fresh, run)
+            run = []
+        run.append(piece)
+    if run:
+        yield _claim(record, fresh, run)
+
+
+def _end(piece: Piece) -> int:
+    return piece.run.src * piece.itemsize + piece.nbytes
+
+
+def _claim(record: int, fresh: bool, pieces: list[Piece]) -> Claim:
+    offset, parts = pieces[0].run.src * pieces[0].itemsize, tuple(map(_part, pieces))
+    nbytes = sum(part.nbytes for part in parts)
+    if pieces[0].is_contiguous:
+        return Claim(record, offset, nbytes, nbytes, 1, fresh, parts)
+    run, itemsize = pieces[0].run, pieces[0].itemsize
+    return Claim(record, offset, run.width * itemsize, run.src_step * itemsize, run.count, fresh, parts)
+
+
+def _part(piece: Piece) -> Part:
+    run = piece.run
+    if run.count == 1 or run.dst_step == run.width:
+        return Part(piece.nbytes, piece.buffer, run.dst)
+    return Part(piece.nbytes, piece.buffer, run.dst, run.width * piece.itemsize, run.dst_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of all records and who owns them."""
+
+    first: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    block: int
+    size: int
+
+    @classmethod
+    def of(cls, records: Sequence[Record], block: int, size: int) -> Blocks:
+        """Number the blocks of all records one after the other; ``size`` ranks own them in turn."""
+        nbytes = np.fromiter((record.nbytes for record in records), np.int64, len(records))
+        return cls(np.concatenate([[0], np.cumsum(-(-nbytes // block))])[:-1].astype(np.int64), nbytes, block, size)
+
+    def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Owner of each (record, byte offset)."""
+        return (self.first[records] + offsets // self.block) % self.size
+
+    def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
+        """(record, block of it) of the blocks that ``rank`` owns in these records."""
+        for record in touched.tolist():
+            count = -(-int(self.nbytes[record]) // self.block)
+            for number in range((rank - int(self.first[record])) % self.size, count, self.size):
+                yield record, number
+
+
+def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table], list[list[Claim]]]:
+    """Claims by the rank that owns their block, as tables and as they are, in the same order."""
+    rows = [(c.record, c.offset, c.run, c.step, c.count, c.fresh) for c in claims]
+    table = np.array(rows, np.int64).reshape(-1, COLUMNS)
+    owners = blocks.owners(table[:, 0], table[:, 1])
+    order = [np.flatnonzero(owners == owner) for owner in range(blocks.size)]
+    return [table[rows] for rows in order], [[claims[row] for row in rows] for rows in order]
+
+
+def take_turns(
+    addressed: Sequence[Sequence[Claim]], granted: Sequence[npt.NDArray[np.bool_]], window: int
+) -> list[npt.NDArray[np.int32]]:
+    """The round in which each claim that was not granted is wanted at the earliest: ``window`` bytes a round."""
+    turns = [np.zeros(len(claims), np.int32) for claims in addressed]
+    waiting = [
+        (claim, owner, number)
+        for owner, claims in enumerate(addressed)
+        for number, claim in enumerate(claims)
+        if not granted[owner][number]
+    ]
+    waiting.sort(key=lambda item: (item[0].record, item[0].offset))
+    total = 0
+    for claim, owner, number in waiting:
+        turns[owner][number] = total // window
+        total += claim.nbytes
+    return turns

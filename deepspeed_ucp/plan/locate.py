@@ -1,0 +1,107 @@
+"""Where the elements that a rank wants lie in files: from parts of target shards to strided pieces of records."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ..atoms import ITEMSIZE, Atom, Fragment
+from ..patterns import Layout, Run, copy_runs, restrict_source
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a target shard relates to the source's shards.
+
+    Attributes:
+        source, target: layouts of both sides.
+        rank: the target shard.
+        shards: source shards that it is made from.
+    """
+
+    source: Layout
+    target: Layout
+    rank: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Elements [start, start + numel) of a flattened target shard go to ``buffer`` at element ``offset``.
+
+    Without a view the target shard is the source's only one.
+    """
+
+    atom: Atom
+    start: int
+    numel: int
+    buffer: int
+    offset: int
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a record that go to a buffer: runs, with ``src`` in elements of the record, ``dst`` of the buffer."""
+
+    record: int
+    buffer: int
+    itemsize: int
+    run: Run
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.run.count * self.run.width * self.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """The runs follow each other in the record."""
+        return self.run.count == 1 or self.run.src_step == self.run.width
+
+
+def locate(want: Want) -> Iterator[Piece]:
+    """The pieces that hold a want, source shard by source shard, in element order."""
+    itemsize = ITEMSIZE[want.atom.dtype]
+    for shard, runs in _copy_runs(want):
+        fragments = want.atom.shards[shard].fragments
+        for run in runs:
+            for fragment, part in _meet(fragments, run):
+                src = part.src - fragment.start + fragment.offset // itemsize
+                dst = part.dst - want.start + want.offset
+                yield Piece(fragment.record, want.buffer, itemsize, replace(part, src=src, dst=dst))
+
+
+def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
+    view, end = want.view, want.start + want.numel
+    if view is None:
+        yield 0, (Run(want.start, want.start, want.numel),)
+        return
+    for shard in view.shards:
+        yield shard, copy_runs(view.source, shard, view.target, view.rank, want.start, end)
+
+
+def _meet(fragments: tuple[Fragment, ...], run: Run) -> Iterator[tuple[Fragment, Run]]:
+    """The parts of a run by the fragments that hold them."""
+    end = run.src + (run.count - 1) * run.src_step + run.width
+    first = bisect_right(fragments, run.src, key=lambda fragment: fragment.start) - 1
+    for fragment in fragments[max(first, 0) :]:
+        if fragment.start >= end:
+            return
+        for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
+            yield fragment, part
+
+
+def cut_blocks(piece: Piece, block: int) -> Iterable[Piece]:
+    """Cut a piece where the record's blocks of ``block`` bytes begin."""
+    step = block // piece.itemsize
+    run = piece.run
+    last = run.src + (run.count - 1) * run.src_step + run.width - 1
+    first_block, last_block = run.src // step, last // step
+    if first_block == last_block:
+        yield piece
+        return
+    for number in range(first_block, last_block + 1):
+        for part in restrict_source(run, number * step, (number + 1) * step):
+            yield replace(piece, run=part)

@@ -1,0 +1,130 @@
+"""What a checkpoint's client state tells about the model, as plain data; no class of the file is built for it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+from .torchfile import ScalarRef
+from .unpickle import Opaque
+
+INFO = "universal_checkpoint_info"
+_NUMBERS = ("checkpoint_version", "iteration")
+_PLAIN = (str, int, float, bool, type(None))
+_SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """The hints in a model-states file: ``universal_checkpoint_info``, ``args``, ``checkpoint_version``, ``iteration``.
+
+    Dataclass instances become dicts of their fields with their class's name under ``__class__``; of ``args`` (a
+    Namespace or a dict, as Megatron-DeepSpeed's ``checkpointing.py`` stores it) only scalars and lists of them remain.
+    """
+    found: dict[str, Any] = {}
+    info = simplify_object(tree.get(INFO))
+    if isinstance(info, dict):
+        found[INFO] = {key: value for key, value in info.items() if key != "__class__"}
+    fields = _get_fields(tree.get("args"))
+    if fields is not None:
+        plain = {str(key): simplify_object(value) for key, value in fields.items()}
+        found["args"] = {key: value for key, value in plain.items() if _is_flat(value) and _is_flat(fields[key])}
+    for key in _NUMBERS:
+        value = simplify_object(tree.get(key))
+        if isinstance(value, (int, float)):
+            found[key] = value
+    return found
+
+
+def simplify_object(value: Any) -> Any:
+    """Plain data for an inert object tree: stand-ins → dicts of fields, 0-dim tensors → numbers, sets → sorted lists.
+
+    What has no plain form (a tensor, a function) becomes None.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict):
+        return {key if isinstance(key, (str, int, float)) else str(key): simplify_object(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(simplify_object(item) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return sorted((simplify_object(item) for item in value), key=str)
+    if isinstance(value, ScalarRef):
+        form = _SCALAR_FORMATS.get(value.dtype)
+        return struct.unpack(form, value.data)[0] if form else None
+    return _simplify_opaque(value) if isinstance(value, Opaque) else None
+
+
+def _simplify_opaque(value: Opaque) -> Any:
+    kind = value.kind.rpartition(".")[2]
+    fields = _get_fields(value)
+    if fields is not None:
+        return {"__class__": kind, **{str(key): simplify_object(field) for key, field in fields.items()}}
+    if value.kind == "re._compile":  # a compiled pattern: its source
+        return value.args[0]
+    if len(value.args) == 1 and isinstance(value.args[0], (int, str)):  # an enum: its value
+        return value.args[0]
+    if value.items and all(isinstance(item, tuple) and len(item) == 2 for item in value.items):  # a kind of dict
+        return {key: simplify_object(item) for key, item in value.items}
+    return None
+
+
+def _get_fields(value: Any) -> dict[Any, Any] | None:
+    """The attributes of a pickled object; ``__slots__`` are pickled as the second part of a pair."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, Opaque):
+        return None
+    if isinstance(value.state, dict):
+        return value.state
+    if isinstance(value.state, tuple) and len(value.state) == 2:
+        parts = [part for part in value.state if isinstance(part, dict)]
+        return {key: field for part in parts for key, field in part.items()} if parts else None
+    return None
+
+
+def _is_flat(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, (*_PLAIN, ScalarRef))
+
+
+def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One set of hints for the checkpoint, from those of every model-parallel rank's file.
+
+    Each rank may describe its own parameters: dicts and lists are united. ``args`` (ranks, devices) are the first's.
+
+    Args:
+        hints: per file its path and hints, the first model-parallel rank's in front.
+
+    Raises:
+        CheckpointError: two files give one key two values.
+    """
+    joined: dict[str, Any] = {}
+    first = ""
+    for path, found in hints:
+        if not joined:
+            joined, first = dict(found), path
+            continue
+        for key in (INFO, *_NUMBERS):
+            if key in found and found[key] != joined.get(key):
+                joined[key] = _unite(joined.get(key), found[key], (first, path, key))
+    return joined
+
+
+def _unite(one: Any, other: Any, where: tuple[str, str, str]) -> Any:
+    if one == other or other is None:
+        return one
+    if one is None:
+        return other
+    if isinstance(one, dict) and isinstance(other, dict):
+        first, path, key = where
+        both = {**one, **other}
+        return {name: _unite(one.get(name), other.get(name), (first, path, f"{key}[{name!r}]")) for name in both}
+    if isinstance(one, list) and isinstance(other, list):
+        return [*one, *(item for item in other if item not in one)]
+    raise CheckpointError(
+        f"{where[1]}: its {where[2]} is {other!r}, {where[0]} has {one!r}. The file belongs to another run; put the "
+        "right one back."
+    )

@@ -1,0 +1,215 @@
+"""Which layers a pipeline stage of stage 0 held: the files do not tell, sizes and shapes of the states do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from ..atoms import strip_compiled
+from ..errors import CheckpointError, MismatchError, shorten
+from .family import Save
+from .headers import FileHeader, OptimHeader, Piece
+from .naming import GroupNames, Part, fits, pick_names, tell_misfit
+from .pipeline import TIED
+
+_MAX_TIED = 6
+"""Tied modules that are tried out in all combinations."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A pipeline stage: the tied modules and the layers that it holds."""
+
+    tied: tuple[str, ...]
+    layers: tuple[int, ...]
+
+
+def place_layers(save: Save, live: GroupNames) -> list[Part]:
+    """What each rank's optimizer holds, for stages that are runs of layers, with tied modules in front.
+
+    Args:
+        save: a pipeline's files.
+        live: param groups of the live optimizer over all its ranks, in pipeline order.
+
+    Raises:
+        MismatchError: no run of layers fits a stage's states, or several do.
+    """
+    module = [_TensorParallelRank(save, tp, live) for tp in range(save.tp)]
+    for only_owned in (False, True):
+        named = pick_names(live, only_owned)
+        found = list(_Search(save, named, module[0].shapes).run())
+        if len(found) > 1:
+            raise MismatchError(
+                f"{save.path(save.main)}: the layers of the pipeline's stages cannot be told from their states' sizes "
+                f"({_tell(found[0])}, or {_tell(found[1])}). Load with load_optimizer_states=False."
+            )
+        if found:
+            return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
+    for mp in range(save.tp):
+        if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
+            told = tell_misfit(_optim(save, mp), save.model(mp).buffers, module[mp].shapes, live)
+            raise MismatchError(f"{save.path(save.models[mp][0])}: {told}")
+    raise MismatchError(
+        f"{save.path(save.main)}: no division of the layers into {save.pp} runs fits the states that the pipeline's "
+        "stages saved. Stage 0 saves no parameter names, so the param groups must be made as in the saved run; or "
+        "load with load_optimizer_states=False."
+    )
+
+
+def _tell(stages: Sequence[_Stage]) -> str:
+    return " | ".join(shorten([*stage.tied, *stage.layers], 4) or "nothing" for stage in stages)
+
+
+def _optim(save: Save, mp: int) -> OptimHeader:
+    optim = save.model(mp).optim
+    if optim is None:
+        raise CheckpointError(f"{save.path(save.models[mp][0])}: holds no optimizer state.")
+    return optim
+
+
+class _TensorParallelRank:
+    """The layer files of one tensor-parallel rank by parameter names.
+
+    Attributes:
+        shapes: local shapes of everything in them.
+        layers: tensors of layers of their own.
+        tied: per tied module the files that can be its, by layer.
+    """
+
+    def __init__(self, save: Save, tp: int, live: GroupNames) -> None:
+        names = [strip_compiled(name) for group in live for name, _ in group]
+        keys: dict[str, set[str]] = {}
+        for name in names:
+            if name.startswith(TIED):
+                key, _, rest = name.removeprefix(TIED).partition(".")
+                keys.setdefault(key, set()).add(rest)
+        known = {name.partition(".")[0] for name in names}
+        self.shapes: Shapes = {}
+        self.layers: dict[str, tuple[FileHeader, Piece]] = {}
+        self.tied: dict[str, dict[int, FileHeader]] = {}
+        for layer, header in save.layers[tp].items():
+            tensors = {strip_compiled(key): piece for key, piece in (header.layer or {}).items()}
+            fitting = [key for key, held in keys.items() if held <= set(tensors)]
+            if str(layer) in known or len(fitting) != 1:
+                self.layers.update({f"{layer}.{key}": (header, piece) for key, piece in tensors.items()})
+                self.shapes.update({f"{layer}.{key}": piece.shape for key, piece in tensors.items()})
+            else:
+                self.tied.setdefault(fitting[0], {})[layer] = header
+                self.shapes.update({f"{TIED}{fitting[0]}.{key}": piece.shape for key, piece in tensors.items()})
+
+
+class _Search:
+    """Tries runs of layers, stage by stage, with every choice of tied modules."""
+
+    def __init__(self, save: Save, named: Sequence[Sequence[str]], shapes: Shapes) -> None:
+        self.save, self.named, self.shapes = save, named, shapes
+        everything = [name for group in named for name in group]
+        self.layers = sorted({int(name.partition(".")[0]) for name in everything if not name.startswith(TIED)})
+        self.tied = list(
+            dict.fromkeys(n.removeprefix(TIED).partition(".")[0] for n in everything if n.startswith(TIED))
+        )
+        self.buffers = [{_owner(name) for name in save.model(stage * save.tp).buffers} for stage in range(save.pp)]
+
+    def run(self) -> Iterator[list[_Stage]]:
+        if len(self.tied) > _MAX_TIED or any(name not in self.shapes for group in self.named for name in group):
+            return
+        yield from self._place(0, 0)
+
+    def _place(self, stage: int, first: int) -> Iterator[list[_Stage]]:
+        if stage == self.save.pp:
+            if first == len(self.layers):
+                yield []
+            return
+        for found in self._fill(stage, first):
+            for rest in self._place(stage + 1, first + len(found.layers)):
+                placed = [found, *rest]
+                if stage or set(self.tied) <= {key for held in placed for key in held.tied}:
+                    yield placed
+
+    def _fill(self, stage: int, first: int) -> Iterator[_Stage]:
+        """The runs of layers from ``first`` on that fit a stage's states."""
+        optim = _optim(self.save, stage * self.save.tp)
+        room = sum(len(group) for group in optim.params) if optim.kind != "fp16_fused" else len(self.layers)
+        for size in range(len(self.tied) + 1):
+            for tied in combinations(self.tied, size):
+                for last in range(first, min(first + room, len(self.layers)) + 1):
+                    found = _Stage(tied, tuple(self.layers[first:last]))
+                    if self._has_buffers(stage, found) and self._fits(optim, found):
+                        yield found
+
+    def _has_buffers(self, stage: int, found: _Stage) -> bool:
+        """A stage lists the buffers of its own layers."""
+        layers = {str(layer) for layer in self.layers}
+        held = {str(layer) for layer in found.layers} | set(found.tied)
+        mine = self.buffers[stage] & (layers | set(self.tied))
+        others = set().union(*self.buffers) & layers - self.buffers[stage]
+        return mine <= held and not others & held
+
+    def _fits(self, optim: OptimHeader, found: _Stage) -> bool:
+        groups = fit_stage(self.named, found, optim, self.shapes)
+        if groups is None:
+            return False
+        names = [name for group in groups for name in group]
+        if optim.kind == "fp16_fused" or len(names) != len(optim.holders):
+            return True
+        pairs = zip(names, optim.holders, strict=True)
+        return all(not h.states or any(p.shape == self.shapes[n] for p in h.states.values()) for n, h in pairs)
+
+
+def _owner(name: str) -> str:
+    """Layer or tied module of a name."""
+    return strip_compiled(name).removeprefix(TIED).partition(".")[0]
+
+
+def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...]]:
+    """The groups' names that a stage holds in its own order: tied modules were registered first."""
+    order = {f"{TIED}{key}": position for position, key in enumerate(stage.tied)}
+    order.update({str(layer): len(order) + position for position, layer in enumerate(stage.layers)})
+
+    def place(name: str) -> int | None:
+        return order.get(f"{TIED}{_owner(name)}" if name.startswith(TIED) else _owner(name))
+
+    held = [[(at, name) for name in group if (at := place(name)) is not None] for group in named]
+    return [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in held]
+
+
+def fit_stage(
+    named: Sequence[Sequence[str]], stage: _Stage, optim: OptimHeader, shapes: Shapes
+) -> list[tuple[str, ...]] | None:
+    """The names of a stage's saved groups, or None where they do not fit; DeepSpeed drops groups that are empty."""
+    groups = select(named, stage)
+    for held in (groups, [group for group in groups if group]):
+        if fits(held, optim, shapes):
+            return held
+    return None
+
+
+def _make_part(
+    save: Save, mp: int, stages: Sequence[_Stage], named: Sequence[Sequence[str]], module: _TensorParallelRank
+) -> Part:
+    stage, header, optim = stages[mp // save.tp], save.models[mp][0], _optim(save, mp)
+    groups = fit_stage(named, stage, optim, module.shapes)
+    if groups is None:
+        raise MismatchError(f"{save.path(header)}: its states have other sizes than those of its stage's first rank.")
+    tensors = {name: found for name, found in module.layers.items() if int(name.partition(".")[0]) in stage.layers}
+    for key in stage.tied:
+        layers = [layer for layer in module.tied.get(key, {}) if _writer(stages, key, layer) == mp // save.tp]
+        for layer in layers[:1]:
+            file = module.tied[key][layer]
+            pieces = {f"{TIED}{key}.{strip_compiled(raw)}": piece for raw, piece in (file.layer or {}).items()}
+            tensors.update({name: (file, piece) for name, piece in pieces.items()})
+    return Part(header, optim, groups, module.shapes, tensors)
+
+
+def _writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
+    """The stage that a tied layer's file is of: the only holder whose place in the row of layers it fits."""
+    fitting = []
+    for number, stage in enumerate(stages):
+        before = [held for other in stages[:number] for held in other.layers]
+        after = [held for other in stages[number + 1 :] for held in other.layers]
+        if key in stage.tied and max(before, default=-1) < layer < min(after, default=layer + 1):
+            fitting.append(number)
+    return fitting[0] if len(fitting) == 1 else None

@@ -1,0 +1,291 @@
+"""Reads one state file's header: from the object tree of its pickle to :class:`~.headers.FileHeader`."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..atoms import ITEMSIZE
+from ..errors import CheckpointError, UcpError, UnsupportedError
+from .files import is_layer_file, is_state_file
+from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
+from .hints import read_hints
+from .torchfile import Blob, ScalarRef, TorchFile, read_header
+from .unpickle import Opaque, TensorRef, simplify
+
+EXTRA_STATE = "_extra_state"
+"""Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
+
+_SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+def read_file(folder: str, name: str) -> FileHeader:
+    """Read one state file's header.
+
+    Raises:
+        CheckpointError: damaged, or saved under another name (another rank's or run's file).
+        UnsupportedError: an optimizer wrapper that is not covered.
+    """
+    path = os.path.join(folder, name)
+    try:
+        return _read_file(path, name)
+    except UcpError:
+        raise
+    except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: its header cannot be read ({kind}: {error}); the file is damaged.") from error
+
+
+def _read_file(path: str, name: str) -> FileHeader:
+    file = read_header(path)
+    stem = name.removesuffix(".pt")
+    if file.saved_as not in (None, stem) and is_state_file(f"{file.saved_as}.pt"):
+        raise CheckpointError(
+            f"{path}: was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or run's "
+            "state. Put the original file back."
+        )
+    if not isinstance(file.tree, dict):
+        raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
+    reader = _Reader(file)
+    if is_layer_file(name):
+        return FileHeader(name, file.size, layer=reader.read_tensors(file.tree))
+    if "model_states" in name:
+        return FileHeader(name, file.size, model=reader.read_model(file.tree))
+    state = file.tree.get("optimizer_state_dict")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: has no optimizer_state_dict.")
+    config = _pick_config(file.tree.get("ds_config"))
+    return FileHeader(name, file.size, optim=reader.read_optim(state), config=config)
+
+
+def _pick_config(config: Any) -> dict[str, Any]:
+    """The parts of a saved ds_config that the index looks at."""
+    if not isinstance(config, dict):
+        return {}
+    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer")
+    return {key: config[key] for key in kept if key in config and _is_plain(config[key])}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+class _Reader:
+    """Turns one file's object tree into a header."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self.file = file
+
+    def piece(self, value: Any, what: str) -> Piece:
+        ref = value.ref if isinstance(value, ScalarRef) else value
+        if not isinstance(ref, TensorRef):
+            raise CheckpointError(f"{self.file.path}: {what} is no tensor but {type(value).__name__}.")
+        blob = self.file.blobs.get(ref.storage.key)
+        itemsize = ITEMSIZE.get(ref.dtype)
+        if itemsize is None:
+            return Piece(blob or Blob(0, 0, None), 0, ref.shape, ref.dtype, f"dtype {ref.dtype} is not covered")
+        if blob is None or (ref.offset + ref.numel) * itemsize > blob.nbytes:
+            raise CheckpointError(f"{self.file.path}: the bytes of {what} are not all there; the file is damaged.")
+        if not ref.is_contiguous():
+            fault = f"its memory is not contiguous (shape {ref.shape}, strides {ref.stride})"
+            return Piece(blob, ref.offset * itemsize, ref.shape, ref.dtype, fault)
+        return Piece(blob, ref.offset * itemsize, ref.shape, ref.dtype)
+
+    def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
+        saved = tree.get("module")
+        module = self.read_tensors(saved) if isinstance(saved, dict) else None
+        shapes = tree.get("param_shapes")
+        frozen = tree.get("frozen_param_fragments") or {}
+        optimizer = tree.get("optimizer")
+        counted = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+        optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
+        held = {name: self.piece(value, name) for name, value in frozen.items()}
+        known = {piece.blob for piece in (*(module or {}).values(), *held.values(), *_list_pieces(optim))}
+        return ModelHeader(
+            module=module,
+            nested=isinstance(saved, dict) and _is_nested(saved),
+            buffers=tuple(tree.get("buffer_names") or ()),
+            param_shapes=None if shapes is None else tuple(tuple(group.items()) for group in _as_groups(shapes)),
+            frozen_shapes=dict(tree.get("frozen_param_shapes") or {}),
+            frozen=held,
+            shared=dict(_as_pairs(tree.get("shared_params"))),
+            counters={key: tree[key] for key in counted if key in tree},
+            config=_pick_config(tree.get("ds_config")),
+            optim=optim,
+            others=tuple(blob for blob in self.file.blobs.values() if blob not in known and blob.nbytes),
+            degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
+            hints=read_hints(tree),
+        )
+
+    def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
+        """The tensors of a state_dict, nested or not, by names joined with dots."""
+        return {name: self.piece(value, name) for name, value in _walk_tensors(module, "")}
+
+    def read_optim(self, state: dict[str, Any]) -> OptimHeader:
+        if "single_partition_of_fp32_groups" in state:
+            return self._read_zero12(state)
+        if "fp32_flat_groups" in state:
+            return self._read_flat(state, "zero3", state["fp32_flat_groups"], stage=3)
+        if "fp32_groups_flat" in state:
+            return self._read_flat(state, "fp16_fused", state["fp32_groups_flat"])
+        if "fp32_groups" in state:
+            flat = [tensor for group in state["fp32_groups"] for tensor in group]
+            return self._read_flat(state, "fp16_unfused", flat)
+        if "state" in state and "param_groups" in state:
+            return self._read_flat({"optimizer_state_dict": state}, "torch", [])
+        raise UnsupportedError(
+            f"{self.file.path}: optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered."
+        )
+
+    def _read_zero12(self, state: dict[str, Any]) -> OptimHeader:
+        slices = state.get("param_slice_mappings")
+        if slices is None:
+            raise UnsupportedError(f"{self.file.path}: no param_slice_mappings; saved by a DeepSpeed release too old.")
+        kind = "zero12" if "zero_stage" in state else "bf16"
+        base: Any = state.get("base_optimizer_state")
+        elastic = isinstance(base, list)
+        if elastic:
+            step = state.get("base_optimizer_state_step")
+            groups = [{} if step is None else {"step": step} for _ in base]
+            base = {
+                "state": dict(enumerate(base)),
+                "param_groups": [{**group, "params": [i]} for i, group in enumerate(groups)],
+            }
+        header = self._read_flat(
+            {**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"]
+        )
+        return replace(
+            header,
+            stage=int(simplify(state.get("zero_stage", 1))),
+            slices=tuple(_read_slices(group) for group in slices),
+            partition_count=tuple(_as_ints(state.get("partition_count"))),
+            paddings=tuple(_as_ints(state.get("group_paddings"))),
+            alignment=state.get("param_alignment_paddings"),
+            elastic=elastic,
+        )
+
+    def _read_flat(self, state: dict[str, Any], kind: str, masters: list[Any], stage: int = 0) -> OptimHeader:
+        inner = state.get("optimizer_state_dict") or {}
+        groups = [dict(group) for group in inner.get("param_groups", [])]
+        params = tuple(tuple(group.pop("params", ())) for group in groups)
+        named = [group.pop("param_names", None) for group in groups]
+        order = [position for group in params for position in group]
+        holders = {key: self._read_holder(value) for key, value in inner.get("state", {}).items()}
+        return OptimHeader(
+            kind=kind,
+            stage=stage,
+            masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
+            holders=tuple(holders.get(position, Holder()) for position in order),
+            groups=tuple({str(k): _plain_scalar(v) for k, v in group.items()} for group in groups),
+            params=_renumber(params),
+            partition_count=tuple(_as_ints(state.get("partition_count"))),
+            scaler=_read_scaler(state),
+            clip_grad=state.get("clip_grad"),
+            names=tuple(tuple(n) for n in named) if kind == "torch" and named and all(named) else None,
+        )
+
+    def _read_holder(self, entries: dict[str, Any]) -> Holder:
+        states, scalars, zero_dim, other = {}, {}, {}, {}
+        for name, value in entries.items():
+            if value is None:
+                continue
+            if isinstance(value, TensorRef):
+                states[str(name)] = self.piece(value, str(name))
+            elif isinstance(value, (ScalarRef, int, float, bool)):
+                scalars[str(name)] = _plain_scalar(value)
+                if isinstance(value, ScalarRef):
+                    zero_dim[str(name)] = self.piece(value, str(name))
+            else:
+                other[str(name)] = value.kind if isinstance(value, Opaque) else type(value).__name__
+        return Holder(states, scalars, zero_dim, other)
+
+
+def _is_nested(module: dict[Any, Any]) -> bool:
+    return any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items())
+
+
+def _walk_tensors(module: dict[Any, Any], prefix: str) -> Iterator[tuple[str, TensorRef | ScalarRef]]:
+    for key, value in module.items():
+        if str(key).endswith(EXTRA_STATE):
+            continue
+        if isinstance(value, (TensorRef, ScalarRef)):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _walk_tensors(value, f"{prefix}{key}.")
+
+
+def _read_degrees(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= set(value):
+        return None
+    return int(value["pp_degree"]), int(value["tp_degree"])
+
+
+def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
+    if optim is None:
+        return []
+    states = [piece for holder in optim.holders for piece in (*holder.states.values(), *holder.zero_dim.values())]
+    return [*optim.masters, *states]
+
+
+def _renumber(params: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Positions in file order, whatever keys the optimizer gave its parameters."""
+    result, position = [], 0
+    for group in params:
+        result.append(tuple(range(position, position + len(group))))
+        position += len(group)
+    return tuple(result)
+
+
+def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
+    found = []
+    for name, address in group.items():
+        fields = address.state if isinstance(address, Opaque) else None
+        if isinstance(fields, dict):
+            found.append((name, int(fields["start"]), int(fields["numel"])))
+        else:  # older releases: a namedtuple (numel, start)
+            numel, start = address.args
+            found.append((name, int(start), int(numel)))
+    return tuple(found)
+
+
+def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
+    """Loss-scaler fields by DeepSpeed's own names, from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
+    scaler = state.get("loss_scaler")
+    kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+    if isinstance(scaler, Opaque) and isinstance(scaler.state, dict):
+        fields = {key: scaler.state[key] for key in kept if key in scaler.state}
+        return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
+    if "cur_scale" in state:
+        fields = {key: state[key] for key in kept if key in state}
+        return {**fields, "dynamic": bool(state.get("dynamic_loss_scale", False))}
+    return {}
+
+
+def _plain_scalar(value: Any) -> Any:
+    """A Python number for a 0-dim tensor; anything else as it is."""
+    if isinstance(value, ScalarRef) and value.dtype in _SCALAR_FORMATS:
+        return struct.unpack(_SCALAR_FORMATS[value.dtype], value.data)[0]
+    return value
+
+
+def _as_groups(shapes: Any) -> list[dict[str, tuple[int, ...]]]:
+    return [shapes] if isinstance(shapes, dict) else list(shapes)
+
+
+def _as_pairs(shared: Any) -> list[tuple[str, str]]:
+    if isinstance(shared, dict):
+        return list(shared.items())
+    return [tuple(pair) for pair in shared or []]
+
+
+def _as_ints(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]

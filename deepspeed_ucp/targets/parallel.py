@@ -1,0 +1,168 @@
+"""Where a rank of a live engine stands, and what the live model itself tells about how tensors are cut.
+
+Model parallelism reaches DeepSpeed in three ways: a Megatron-like ``mpu``, the grid of a ``PipelineModule``, and AutoTP
+(whose mpu is ``deepspeed.utils.groups``). All of them answer the names that ``deepspeed/utils/bwc.py`` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
+
+from ..atoms import strip_compiled
+from ..errors import UnsupportedError
+
+UNIVERSAL_INFO = "universal_checkpoint_info"
+"""Attribute of a module, and key of its model states (``deepspeed/checkpoint/constants.py``)."""
+
+CUT_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
+"""Megatron's attributes of a parameter (``core/tensor_parallel/layers.py``)."""
+
+_PIPE_RANKS = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        tp_rank, tp: tensor-parallel rank and degree.
+        pp_rank, pp: pipeline stage and number of stages.
+        dp_rank, dp: rank and size of the group that ZeRO partitions over, sequence parallelism folded in; at stage 0
+            the replicas.
+    """
+
+    tp_rank: int
+    tp: int
+    pp_rank: int
+    pp: int
+    dp_rank: int
+    dp: int
+
+    @property
+    def mp_rank(self) -> int:
+        """The XX of DeepSpeed's file names: ``pp_rank * tp + tp_rank``."""
+        return self.pp_rank * self.tp + self.tp_rank
+
+
+def find_place(engine: Any) -> Place:
+    """Where this rank of ``engine`` stands.
+
+    Raises:
+        UnsupportedError: the model-parallel ranks are numbered in another order than pipeline stage, then tensor rank.
+    """
+    group = engine.seq_data_parallel_group
+    dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)
+    if engine.mp_world_size <= 1:  # also where the mpu knows of sequence parallelism only
+        return Place(0, 1, 0, 1, dp_rank, dp)
+    mpu = engine.mpu
+    tp, pp = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_pipeline_parallel_world_size(mpu))
+    place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, _pipe_rank(mpu) if pp > 1 else 0, pp, dp_rank, dp)
+    if tp * pp != engine.mp_world_size or place.mp_rank != engine.checkpoint_mp_rank:
+        raise UnsupportedError(
+            f"Model-parallel rank {engine.checkpoint_mp_rank} of {engine.mp_world_size} has pipeline stage "
+            f"{place.pp_rank} of {pp} and tensor rank {place.tp_rank} of {tp}; expected rank {place.mp_rank} of "
+            f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)."
+        )
+    return place
+
+
+def _pipe_rank(mpu: Any) -> int:
+    for name in _PIPE_RANKS:
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    raise UnsupportedError(f"The mpu tells a number of pipeline stages but no stage: give it {_PIPE_RANKS[0]}().")
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One stage's copy of a tensor that several pipeline stages hold under one name.
+
+    Attributes:
+        ordinal: this stage's place among the stages that hold it, from 0.
+        count: number of stages that hold it.
+        tied: DeepSpeed keeps the copies equal (``tied_weight_attr``); the others live on apart.
+    """
+
+    ordinal: int
+    count: int
+    tied: bool
+
+
+def find_instances(engine: Any) -> dict[str, Instance]:
+    """Parameters and buffers of tied modules that other stages hold too, by name.
+
+    A :class:`~deepspeed.pipe.PipelineModule` builds a ``TiedLayerSpec`` once per stage that uses its key and registers
+    it as ``tied_modules.<key>``.
+    """
+    module = engine.module
+    if not isinstance(module, PipelineModule):
+        return {}
+    found = {}
+    for key, copy in module.tied_modules.items():
+        used = [i for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
+        stages = sorted({module.stage_owner(layer) for layer in used})
+        tied = {id(module._recursive_getattr(copy, attribute)) for attribute in module.tied_weight_attrs[key]}
+        for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
+            instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tied)
+            found[strip_compiled(f"tied_modules.{key}.{name}")] = instance
+    return {name: instance for name, instance in found.items() if instance.count > 1}
+
+
+def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
+    """Megatron's attributes of the live parameters, by name.
+
+    AutoTP marks what it cut with ``tensor_model_parallel`` too, but leaves out which dimension; such a mark says
+    nothing here (:func:`live_universal_info` has AutoTP's own description).
+    """
+    found = {}
+    for name, param in engine.module.named_parameters():
+        marks = {key: getattr(param, key) for key in CUT_ATTRIBUTES if hasattr(param, key)}
+        if marks and not (marks.get("tensor_model_parallel") and "partition_dim" not in marks):
+            found[strip_compiled(name)] = marks
+    return found
+
+
+def live_universal_info(engine: Any) -> dict[str, Any] | None:
+    """The model's ``universal_checkpoint_info`` as plain data; None where it has none.
+
+    It is an attribute (AutoTP sets it, other models may), or a method (Megatron-DeepSpeed). Objects in it, such as
+    ``SubparamShape`` and ``ParamAffineMap``, become dicts of their fields, with the name of their class at
+    ``"__class__"``; sets become sorted lists.
+    """
+    info = getattr(engine.module, UNIVERSAL_INFO, None)
+    if callable(info):
+        info = info()
+    return {str(key): _make_plain(value) for key, value in info.items()} if isinstance(info, Mapping) else None
+
+
+def _make_plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _make_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_make_plain, value)) if type(value) in (list, tuple) else list(map(_make_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_make_plain, value))
+    return {"__class__": type(value).__name__, **{key: _make_plain(item) for key, item in _fields(value).items()}}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if hasattr(value, "__dict__"):
+        return dict(vars(value))
+    return {name: getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)}

@@ -1,0 +1,166 @@
+"""All ranks' plans without ranks: what they would tell each other is handed on, and bytes are numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
+from deepspeed_ucp.plan import (
+    DISCARD,
+    Blocks,
+    Claim,
+    Judgement,
+    LoadPlan,
+    Part,
+    Piece,
+    Resolution,
+    Want,
+    address_claims,
+    judge_claims,
+    locate,
+    make_claims,
+    make_plan,
+    schedule,
+    take_turns,
+)
+
+STAGE = 1000
+"""Buffer number of the staging memory."""
+
+
+def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
+    """One shard; fragments as (start, numel, record, byte offset)."""
+    return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Every rank's plan and how it came about."""
+
+    records: Sequence[Record]
+    blocks: Blocks
+    claims: list[list[Claim]]
+    judgements: list[Judgement]
+    resolutions: list[Resolution]
+    plans: list[LoadPlan]
+
+
+def plan_pieces(
+    pieces: Sequence[Sequence[Piece]],
+    records: Sequence[Record],
+    *,
+    block: int = 1 << 20,
+    window: int = 1 << 20,
+    min_direct: int = 1,
+    is_fresh: Callable[[int], bool] = lambda buffer: True,
+) -> Planned:
+    """The plans of as many ranks as there are lists of pieces."""
+    size = len(pieces)
+    claims = [make_claims(mine, is_fresh, block) for mine in pieces]
+    touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
+    blocks = Blocks.of(records, block, size)
+    sent = [address_claims(mine, blocks) for mine in claims]
+    judgements = [
+        judge_claims([tables[owner] for tables, _ in sent], blocks, touched, owner, min_direct=min_direct)
+        for owner in range(size)
+    ]
+    turns = [
+        take_turns(addressed, [judgement.granted[rank] for judgement in judgements], window)
+        for rank, (_, addressed) in enumerate(sent)
+    ]
+    resolutions = [
+        schedule(judgement, [turn[owner] for turn in turns], window) for owner, judgement in enumerate(judgements)
+    ]
+    rounds = max(len(resolution.services) for resolution in resolutions)
+    plans = [
+        make_plan(
+            sent[rank][1],
+            [resolution.answers[rank] for resolution in resolutions],
+            resolutions[rank],
+            rounds,
+            rank=rank,
+            chunk=block,
+            stage=STAGE,
+            file_of=[record.file for record in records],
+        )
+        for rank in range(size)
+    ]
+    return Planned(records, blocks, claims, judgements, resolutions, plans)
+
+
+def plan_wants(
+    wants: Sequence[Sequence[Want]],
+    records: Sequence[Record],
+    *,
+    block: int = 1 << 20,
+    window: int = 1 << 20,
+    min_direct: int = 1,
+    is_fresh: Callable[[int], bool] = lambda buffer: True,
+) -> Planned:
+    """The same of wants."""
+    pieces = [[piece for want in mine for piece in locate(want)] for mine in wants]
+    return plan_pieces(pieces, records, block=block, window=window, min_direct=min_direct, is_fresh=is_fresh)
+
+
+def carry_out(planned: Planned, data: Sequence[np.ndarray], itemsize: int, buffers: Sequence[np.ndarray]) -> np.ndarray:
+    """Read and exchange as the plans say; returns how often each byte of the records was read, end to end.
+
+    Args:
+        data: the records' bytes.
+        itemsize: bytes per element of the buffers.
+        buffers: per rank one array of bytes that all its buffers are views of; buffer b begins at element b.
+    """
+    counts = [np.zeros(record.nbytes, np.int64) for record in planned.records]
+    for rank, plan in enumerate(planned.plans):
+        for request in plan.direct:
+            found = _read(request, data, counts)
+            for part, values in zip(request.parts, _split(request.parts, found), strict=True):
+                if part.buffer != DISCARD:
+                    _store(part, values, itemsize, buffers[rank])
+    for number in range(len(planned.plans[0].rounds)):
+        stages = [_stage(plan.rounds[number], data, counts) for plan in planned.plans]
+        for rank, plan in enumerate(planned.plans):
+            for owner, claims in enumerate(plan.rounds[number].receives):
+                sends = planned.plans[owner].rounds[number].sends[rank]
+                received = np.concatenate([_gather(stages[owner], send) for send in sends] or [np.zeros(0, np.uint8)])
+                assert [claim.nbytes for claim in claims] == [send.nbytes for send in sends]
+                parts = [part for claim in claims for part in claim.parts]
+                for part, values in zip(parts, _split(parts, received), strict=True):
+                    _store(part, values, itemsize, buffers[rank])
+    return np.concatenate([*counts, np.zeros(0, np.int64)])
+
+
+def _read(request, data, counts):  # type: ignore[no-untyped-def]
+    counts[request.record][request.offset : request.offset + request.nbytes] += 1
+    return data[request.record][request.offset : request.offset + request.nbytes]
+
+
+def _stage(each, data, counts):  # type: ignore[no-untyped-def]
+    stage = np.zeros(each.staged, np.uint8)
+    for request in each.reads:
+        (part,) = request.parts
+        assert part.buffer == STAGE
+        assert not part.run
+        stage[part.position : part.position + part.nbytes] = _read(request, data, counts)
+    return stage
+
+
+def _gather(stage, send):  # type: ignore[no-untyped-def]
+    lows = [send.position + index * send.step for index in range(send.count)]
+    return np.concatenate([stage[low : low + send.run] for low in lows])
+
+
+def _split(parts: Sequence[Part], values: np.ndarray) -> list[np.ndarray]:
+    assert sum(part.nbytes for part in parts) == len(values)
+    ends = np.cumsum([part.nbytes for part in parts])
+    return np.split(values, ends[:-1]) if len(parts) else []
+
+
+def _store(part: Part, values: np.ndarray, itemsize: int, buffer: np.ndarray) -> None:
+    run, stride = part.run or part.nbytes, part.stride
+    for row in range(part.nbytes // run):
+        low = (part.buffer + part.position + row * stride) * itemsize
+        buffer[low : low + run] = values[row * run : (row + 1) * run]

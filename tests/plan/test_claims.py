@@ -1,0 +1,135 @@
+"""Claims of one rank, the blocks that they lie in, and who owns these."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import Record
+from deepspeed_ucp.patterns import Run
+from deepspeed_ucp.plan import Blocks, Claim, Part, Piece, address_claims, make_claims, take_turns
+from deepspeed_ucp.plan.requests import MAX_PARTS
+from tests.reshard import examples
+
+
+def claims_of(*pieces: Piece, block: int = 1 << 20, live: int = -1) -> list[Claim]:
+    return make_claims(pieces, lambda buffer: buffer != live, block)
+
+
+def test_neighbours_are_one_claim_with_a_part_each() -> None:
+    first, second = Piece(0, 0, 4, Run(2, 5, 3)), Piece(0, 1, 4, Run(5, 0, 2))
+    assert claims_of(second, first) == [Claim(0, 8, 20, 20, 1, True, (Part(12, 0, 5), Part(8, 1, 0)))]
+
+
+def test_pieces_with_a_gap_or_in_other_records_stay_apart() -> None:
+    pieces = Piece(0, 0, 4, Run(0, 0, 2)), Piece(0, 0, 4, Run(3, 2, 2)), Piece(1, 0, 4, Run(5, 4, 1))
+    assert [(c.record, c.offset, c.nbytes) for c in claims_of(*pieces)] == [(0, 0, 8), (0, 12, 8), (1, 20, 4)]
+
+
+def test_fresh_and_live_memory_are_claimed_apart() -> None:
+    pieces = [Piece(0, buffer, 4, Run(buffer, 0, 1)) for buffer in range(3)]
+    assert [(c.offset, c.nbytes, c.fresh) for c in claims_of(*pieces, live=1)] == [
+        (0, 4, True),
+        (4, 4, False),
+        (8, 4, True),
+    ]
+
+
+def test_claims_end_where_blocks_do() -> None:
+    assert claims_of(Piece(0, 0, 4, Run(1, 10, 5)), block=8) == [
+        Claim(0, 4, 4, 4, 1, True, (Part(4, 0, 10),)),
+        Claim(0, 8, 8, 8, 1, True, (Part(8, 0, 11),)),
+        Claim(0, 16, 8, 8, 1, True, (Part(8, 0, 13),)),
+    ]
+
+
+def test_runs_apart_are_a_claim_of_their_own() -> None:
+    """Three runs of two elements, six apart; their neighbour does not join."""
+    runs, follower = Piece(0, 0, 4, Run(0, 5, 2, 3, 6, 2)), Piece(0, 1, 4, Run(14, 0, 1))
+    first, second = claims_of(runs, follower)
+    assert first == Claim(0, 0, 8, 24, 3, True, (Part(24, 0, 5),))
+    assert (first.nbytes, first.end) == (24, 56)
+    assert second == Claim(0, 56, 4, 4, 1, True, (Part(4, 1, 0),))
+
+
+def test_runs_are_cut_at_blocks_and_single_ones_are_plain() -> None:
+    claims = claims_of(Piece(0, 0, 4, Run(0, 0, 2, 3, 3, 5)), block=16)
+    assert claims == [
+        Claim(0, 0, 8, 8, 1, True, (Part(8, 0, 0),)),
+        Claim(0, 12, 4, 4, 1, True, (Part(4, 0, 5),)),
+        Claim(0, 16, 4, 4, 1, True, (Part(4, 0, 6),)),
+        Claim(0, 24, 8, 8, 1, True, (Part(8, 0, 10),)),
+    ]
+
+
+def test_contiguous_bytes_may_go_to_rows_apart() -> None:
+    assert claims_of(Piece(0, 3, 2, Run(4, 100, 5, 4, 5, 8))) == [
+        Claim(0, 8, 40, 40, 1, True, (Part(40, 3, 100, 10, 8),))
+    ]
+
+
+def test_rows_to_rows() -> None:
+    assert claims_of(Piece(0, 3, 4, Run(0, 10, 2, 2, 4, 6))) == [Claim(0, 0, 8, 16, 2, True, (Part(16, 3, 10, 8, 6),))]
+
+
+def test_a_claim_has_no_more_parts_than_the_kernel_takes() -> None:
+    pieces = [Piece(0, 0, 4, Run(i, 2 * i, 1)) for i in range(MAX_PARTS + 3)]
+    assert [len(claim.parts) for claim in claims_of(*pieces)] == [MAX_PARTS, 3]
+
+
+def test_no_pieces_no_claims() -> None:
+    assert claims_of() == []
+    tables, addressed = address_claims([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
+    assert [table.shape for table in tables] == [(0, 6)] * 3
+    assert addressed == [[], [], []]
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_owned_in_turn_across_records() -> None:
+    blocks = Blocks.of([Record(0, 0, 20, 0), Record(0, 0, 0, 0), Record(0, 0, 16, 0), Record(0, 0, 17, 0)], 8, 2)
+    records, offsets = np.array([0, 0, 0, 2, 2, 3, 3, 3]), np.array([0, 15, 16, 0, 8, 0, 8, 16])
+    assert blocks.owners(records, offsets).tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert list(blocks.owned(0, np.array([0, 1, 2, 3]))) == [(0, 0), (0, 2), (2, 1), (3, 1)]
+    assert list(blocks.owned(1, np.array([0, 3]))) == [(0, 1), (3, 0), (3, 2)]
+
+
+@examples(150)
+@given(
+    nbytes=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    block=st.sampled_from((4, 8, 16)),
+    size=st.integers(1, 7),
+)
+def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> None:
+    blocks = Blocks.of([Record(0, 0, count, 0) for count in nbytes], block, size)
+    touched = np.arange(len(nbytes))
+    held = [(record, number, rank) for rank in range(size) for record, number in blocks.owned(rank, touched)]
+    every = [(record, low // block) for record, count in enumerate(nbytes) for low in range(0, count, block)]
+    assert sorted((record, number) for record, number, _ in held) == every
+    records, numbers, ranks = (np.array([each[k] for each in held], np.int64) for k in range(3))
+    assert (blocks.owners(records, numbers * block) == ranks).all()
+    shares = [int((ranks == rank).sum()) for rank in range(size)]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables() -> None:
+    claims = claims_of(Piece(0, 0, 4, Run(0, 0, 9)), Piece(1, 0, 4, Run(1, 9, 2)), Piece(0, 1, 4, Run(4, 0, 1)), block=16)
+    tables, addressed = address_claims(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
+    assert [[(c.record, c.offset, c.run, c.step, c.count, c.fresh) for c in mine] for mine in addressed] == [
+        [tuple(row) for row in table.tolist()] for table in tables
+    ]
+    assert [[(c.record, c.offset) for c in mine] for mine in addressed] == [[(0, 0), (0, 32)], [(0, 16), (0, 16), (1, 4)]]
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_follow_records_and_offsets_over_all_owners_and_pass_over_what_is_granted() -> None:
+    def claim(record: int, offset: int, nbytes: int) -> Claim:
+        return Claim(record, offset, nbytes, nbytes, 1, True, (Part(nbytes, 0, 0),))
+
+    addressed = [[claim(0, 0, 40), claim(0, 80, 40)], [claim(0, 40, 40), claim(1, 0, 40), claim(1, 40, 40)]]
+    granted = [np.array([False, False]), np.array([False, True, False])]
+    assert [turns.tolist() for turns in take_turns(addressed, granted, 60)] == [[0, 1], [0, 0, 2]]

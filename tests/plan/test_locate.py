@@ -1,0 +1,168 @@
+"""Where wanted elements lie: by hand, and against numpy for every pattern of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import Atom, Fragment, Shard
+from deepspeed_ucp.patterns import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
+from deepspeed_ucp.plan import Piece, View, Want, locate
+from deepspeed_ucp.plan.locate import cut_blocks
+from tests.plan.planning import make_atom
+from tests.reshard import examples
+
+
+def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
+    """Every shard whole in a record of its own, behind 8 bytes."""
+    shards = tuple(
+        Shard(shape, (Fragment(0, int(np.prod(shape)), record, 8),)) for record, shape in enumerate(shapes)
+    )
+    return Atom("w", "fp32", dtype, shards)
+
+
+def test_without_a_view_fragments_are_found_by_their_starts() -> None:
+    atom = make_atom("w", 10, (0, 4, 0, 0), (4, 3, 1, 16), (7, 3, 0, 16))
+    assert list(locate(Want(atom, 2, 7, buffer=5, offset=100))) == [
+        Piece(0, 5, 4, Run(2, 100, 2)),
+        Piece(1, 5, 4, Run(4, 102, 3)),
+        Piece(0, 5, 4, Run(4, 105, 2)),
+    ]
+
+
+@pytest.mark.parametrize("start", [0, 4, 10])
+def test_no_elements_are_nowhere(start: int) -> None:
+    atom = make_atom("w", 10, (0, 4, 0, 0), (4, 6, 1, 0))
+    assert list(locate(Want(atom, start, 0, 0, 0))) == []
+
+
+def test_positions_count_elements_of_the_stored_dtype() -> None:
+    atom = make_atom("w", 4, (0, 4, 3, 10), dtype="bfloat16")
+    (piece,) = locate(Want(atom, 1, 2, 0, 7))
+    assert piece == Piece(3, 0, 2, Run(6, 7, 2))
+    assert (piece.nbytes, piece.is_contiguous) == (4, True)
+
+
+def test_rows_of_all_shards_follow_each_other() -> None:
+    atom = make_shards([(1, 3), (2, 3)])
+    source, target = ShardV().join([(1, 3), (2, 3)]), whole((3, 3))
+    view = View(source, target, 0, (0, 1))
+    assert list(locate(Want(atom, 1, 7, 0, 0, view))) == [Piece(0, 0, 4, Run(3, 0, 2)), Piece(1, 0, 4, Run(2, 2, 5))]
+
+
+def test_columns_are_runs() -> None:
+    atom = make_shards([(3, 4)])
+    source, target = whole((3, 4)), ShardH().cut((3, 4), [(3, 3), (3, 1)])
+    assert list(locate(Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,))))) == [
+        Piece(0, 0, 4, Run(5, 10, 1, 3, 4, 1))
+    ]
+
+
+def test_columns_across_fragments_are_cut_where_the_fragments_end() -> None:
+    shard = Shard((3, 4), (Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)))
+    atom = Atom("w", "fp32", "float32", (shard,))
+    view = View(whole((3, 4)), ShardH().cut((3, 4), [(3, 2), (3, 2)]), 0, (0,))
+    pieces = list(locate(Want(atom, 0, 6, 0, 0, view)))
+    assert [(piece.record, piece.run) for piece in pieces] == [
+        (0, Run(0, 0, 2, 2, 4, 2)),
+        (1, Run(2, 4, 2)),
+    ]
+
+
+def test_a_replica_is_taken_from_the_named_shard() -> None:
+    atom = make_shards([(4,), (4,)])
+    layout = Replicate().join([(4,), (4,)])
+    assert [p.record for p in locate(Want(atom, 0, 4, 0, 0, View(layout, whole((4,)), 0, (1,))))] == [1]
+
+
+# -- every pattern against numpy --------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
+    """How two sides cut a matrix: rows, columns (uneven), fused parts, or not at all."""
+    kind = draw(st.sampled_from(("rows", "columns", "fused", "replicas")))
+    rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    if kind == "fused":
+        parts, unit = (draw(st.integers(1, 3)), draw(st.integers(1, 3))), 12
+        shapes = [[(sum(parts) * unit // tp, columns)] * tp for tp in draw(DEGREES)]
+        return ShardNC(parts).join(shapes[0]), ShardNC(parts).cut((sum(parts) * unit, columns), shapes[1])
+    if kind == "replicas":
+        degrees = draw(DEGREES)
+        return tuple(Replicate().join([(rows, columns)] * tp) for tp in degrees)  # type: ignore[return-value]
+    pattern, total = (ShardV(), rows) if kind == "rows" else (ShardH(), columns)
+    cut = [draw_widths(draw, total, tp) for tp in draw(DEGREES)]
+    shapes = [[(w, columns) if kind == "rows" else (rows, w) for w in widths] for widths in cut]
+    return pattern.join(shapes[0]), pattern.cut((rows, columns), shapes[1])
+
+
+DEGREES = st.tuples(st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3, 4)))
+
+
+def draw_widths(draw: st.DrawFn, total: int, count: int) -> list[int]:
+    """Widths of so many parts, some of them empty."""
+    ends = sorted(draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1)))
+    return [high - low for low, high in zip([0, *ends], [*ends, total], strict=True)]
+
+
+def take(layout: Layout, rank: int, logical: np.ndarray) -> np.ndarray:
+    """A shard's elements, flattened: what the layout's intervals say, axis by axis."""
+    held = logical.reshape(layout.view)
+    for axis, intervals in enumerate(layout.shards[rank]):
+        held = np.take(held, [place for low, high in intervals for place in range(low, high)], axis=axis)
+    return held.reshape(-1)
+
+
+@examples(250)
+@given(pair=layouts(), data=st.data())
+def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
+    """Shards cut into fragments of several records; any range of any target shard; each element once."""
+    source, target = pair
+    logical = np.arange(int(np.prod(source.shape)))
+    records: list[np.ndarray] = []
+    shards = []
+    for rank, shape in enumerate(source.local_shapes):
+        held, fragments = take(source, rank, logical), []
+        ends = sorted(data.draw(st.lists(st.integers(0, len(held)), max_size=3)))
+        for low, high in zip([0, *ends], [*ends, len(held)], strict=True):
+            if low < high:
+                ahead = data.draw(st.integers(0, 2))
+                fragments.append(Fragment(low, high - low, len(records), 4 * ahead))
+                records.append(np.concatenate([np.full(ahead, -1), held[low:high]]))
+        shards.append(Shard(shape, tuple(fragments)))
+    atom = Atom("w", "fp32", "float32", tuple(shards))
+    rank = data.draw(st.integers(0, len(target.shards) - 1))
+    expected = take(target, rank, logical)
+    start = data.draw(st.integers(0, len(expected)))
+    numel = data.draw(st.integers(0, len(expected) - start))
+    view = View(source, target, rank, (0,) if source.replicated else tuple(range(len(shards))))
+    memory = np.full(numel + 3, -9)
+    for piece in locate(Want(atom, start, numel, 0, 2, view)):
+        check_blocks(piece, data.draw(st.sampled_from((4, 8, 32))))
+        for row in range(piece.run.count):
+            src = piece.run.src + row * piece.run.src_step
+            dst = piece.run.dst + row * piece.run.dst_step
+            assert (memory[dst : dst + piece.run.width] == -9).all(), "written twice"
+            memory[dst : dst + piece.run.width] = records[piece.record][src : src + piece.run.width]
+    assert memory.tolist() == [-9, -9, *expected[start : start + numel], -9]
+
+
+def check_blocks(piece: Piece, block: int) -> None:
+    """Cut at blocks, a piece moves the same elements, and no part of it is in two blocks."""
+    parts = list(cut_blocks(piece, block))
+    assert sorted(pair for part in parts for pair in moves(part)) == sorted(moves(piece))
+    for part in parts:
+        assert len({4 * src // block for src, _ in moves(part)}) == 1
+
+
+def moves(piece: Piece) -> list[tuple[int, int]]:
+    run = piece.run
+    return [
+        (run.src + row * run.src_step + column, run.dst + row * run.dst_step + column)
+        for row in range(run.count)
+        for column in range(run.width)
+    ]

@@ -1,0 +1,141 @@
+"""What owners grant, what they serve, and in which round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from deepspeed_ucp.atoms import Record
+from deepspeed_ucp.plan import Blocks, Judgement, judge_claims, schedule
+from deepspeed_ucp.plan.resolve import Send, Span
+
+Row = tuple[int, int, int, int, int]
+"""(record, offset, run, step, count)."""
+
+
+def judge(*tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100) -> Judgement:
+    """What rank 0 decides about blocks that are all its own."""
+    arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
+    return judge_claims(
+        arrays, Blocks.of([Record(0, 0, nbytes, 0)], block, 1), np.array([0]), 0, min_direct=min_direct
+    )
+
+
+def plain(offset: int, nbytes: int) -> Row:
+    return (0, offset, nbytes, nbytes, 1)
+
+
+def decided(judgement: Judgement) -> list[list[bool]]:
+    return [granted.tolist() for granted in judgement.granted]
+
+
+@pytest.mark.parametrize("nbytes", [1, 19, 100])
+def test_who_is_alone_in_a_block_reads_for_itself_whatever_the_length(nbytes: int) -> None:
+    found = judge([plain(0, nbytes)], [])
+    assert decided(found) == [[True], []]
+    assert found.shared == []
+    assert found.unclaimed == ([Span(0, nbytes, 100, 0)] if nbytes < 100 else [])
+
+
+def test_several_pieces_of_one_rank_are_granted_too() -> None:
+    found = judge([plain(10, 5), plain(20, 5)])
+    assert decided(found) == [[True, True]]
+    assert found.unclaimed == [Span(0, 0, 10, 0), Span(0, 15, 20, 0), Span(0, 25, 100, 0)]
+
+
+def test_long_runs_of_several_ranks_are_granted() -> None:
+    found = judge([plain(0, 20)], [plain(30, 70)])
+    assert decided(found) == [[True], [True]]
+    assert found.unclaimed == [Span(0, 20, 30, 0)]
+
+
+def test_short_runs_of_several_ranks_are_served() -> None:
+    found = judge([plain(0, 19)], [plain(19, 19)])
+    assert decided(found) == [[False], [False]]
+    assert found.unclaimed == []
+    (block,) = found.shared
+    assert block.free() == [(0, 100)]
+    assert [(rank, number) for rank, number, _ in block.served] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("other", [plain(0, 60), plain(59, 41), plain(10, 30)], ids=["same", "one byte", "inside"])
+def test_what_two_ranks_want_is_served_to_both(other: Row) -> None:
+    assert decided(judge([plain(0, 60)], [other])) == [[False], [False]]
+
+
+def test_a_claim_that_reaches_behind_a_shorter_one_is_not_apart() -> None:
+    """The third begins behind the second's end, but before the first's."""
+    found = judge([plain(0, 90)], [plain(5, 25)], [plain(40, 50)])
+    assert decided(found) == [[False], [False], [False]]
+
+
+def test_one_ranks_own_claims_that_overlap_are_served() -> None:
+    """So that the bytes are read once."""
+    assert decided(judge([plain(0, 60), plain(30, 60)])) == [[False, False]]
+
+
+def test_runs_apart_are_served_even_to_one_rank() -> None:
+    assert decided(judge([(0, 0, 30, 60, 2)])) == [[False]]
+
+
+def test_what_is_granted_beside_others_is_not_staged() -> None:
+    found = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
+    assert decided(found) == [[True], [False], [False]]
+    (block,) = found.shared
+    assert block.free() == [(0, 10), (40, 100)]
+    (service,) = schedule(found, [np.zeros(1, np.int32)] * 3, 1000).services
+    assert service.spans == [Span(0, 0, 10, 0), Span(0, 40, 100, 40)]
+    assert (service.staged, service.sent) == (100, 20)
+    assert dict(service.sends) == {1: [(0, Send(40, 10, 10, 1, True))], 2: [(0, Send(45, 10, 10, 1, True))]}
+
+
+def test_blocks_without_claims_are_read_for_the_checksum() -> None:
+    found = judge([plain(50, 25)], [], nbytes=120, block=50)
+    assert found.unclaimed == [Span(0, 0, 50, 0), Span(0, 75, 100, 0), Span(0, 100, 120, 0)]
+
+
+def test_only_blocks_of_this_owner_are_judged() -> None:
+    blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
+    empty = np.zeros((0, 6), np.int64)
+    found = judge_claims([empty, empty], blocks, np.array([0]), 1)
+    assert found.unclaimed == [Span(0, 50, 100, 0), Span(0, 150, 200, 0)]
+    assert judge_claims([empty, empty], blocks, np.zeros(0, np.int64), 1).unclaimed == []
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def rounds(turns: Sequence[Sequence[int]], window: int, ranks: int = 2) -> list[list[int]]:
+    """Blocks per round, four blocks of 50 bytes that all ranks want whole."""
+    found = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50)
+    resolution = schedule(found, [np.array(each, np.int32) for each in turns], window)
+    numbers = [[span.low // 50 for span in service.spans] for service in resolution.services]
+    for number, blocks in enumerate(numbers):
+        for answers in resolution.answers:
+            assert all(answers[block] == number for block in blocks)
+    return numbers
+
+
+def test_blocks_come_in_order_as_many_as_the_window_takes() -> None:
+    assert rounds([[0] * 4] * 2, 1000) == [[0, 1, 2, 3]]
+    assert rounds([[0] * 4] * 2, 200) == [[0, 1], [2, 3]]  # 100 bytes staged, 200 sent
+    assert rounds([[0] * 4], 100, ranks=1) == []  # alone: granted
+    assert rounds([[0] * 4] * 2, 199) == [[0], [1], [2], [3]]
+
+
+def test_a_block_that_is_larger_than_the_window_has_a_round_of_its_own() -> None:
+    assert rounds([[0] * 4] * 3, 10, ranks=3) == [[0], [1], [2], [3]]
+
+
+def test_a_block_waits_until_all_who_want_it_have_their_turn() -> None:
+    assert rounds([[0, 0, 0, 0], [0, 2, 1, 0]], 1000) == [[0, 3], [2], [1]]
+
+
+def test_a_round_in_which_nothing_is_due_is_empty() -> None:
+    assert rounds([[2, 2, 3, 3], [0, 0, 0, 0]], 1000) == [[], [], [0, 1], [2, 3]]
+
+
+def test_a_round_that_is_full_moves_the_next_block_behind_its_turn() -> None:
+    assert rounds([[0, 0, 0, 1], [0, 0, 0, 1]], 200) == [[0, 1], [2, 3]]

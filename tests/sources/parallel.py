@@ -1,0 +1,146 @@
+"""What the index of a tensor- or pipeline-parallel checkpoint has to hold, by the synthesiser's own local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.sources import open_checkpoint
+from tests.sources.test_index import check_atom, name_groups
+from tests.synth import Local, Model, Run, State, Topology, instance_names, partition_layout, split, write_checkpoint
+from tests.synth.stages import holders, instance, layers_of, placement_of
+
+TIED = "tied_modules."
+
+
+def tail_cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """Cuts by the parameter's last word: columns in uneven widths, rows, blocks of both, or not at all."""
+    kind = name.rpartition(".")[2]
+    if kind.startswith("col"):
+        return tensor.tensor_split(tp, 0)[rank]
+    if kind.startswith("row"):
+        return tensor.tensor_split(tp, 1)[rank]
+    if kind.startswith("mix"):
+        return torch.cat([half.tensor_split(tp, 0)[rank] for half in tensor.chunk(2)])
+    return tensor
+
+
+def write_and_open(
+    folder: Path, model: Model, state: State, topology: Topology, run: Run | None = None, *, legacy: bool = False
+) -> AtomicIndex:
+    """A checkpoint of the state and its index; a live engine's groups name a stage-0 source."""
+    run = run or Run(garbage=float("nan"))
+    path = write_checkpoint(folder, model, state, topology, run=run, cut=tail_cut, legacy=legacy)
+    return open_checkpoint(str(path), Comm(), name_groups(model))
+
+
+def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Topology) -> None:
+    """Every element of every shard, the groups, scalars and flat buffers of every model-parallel rank."""
+    assert (index.topology.tp, index.topology.pp) == (topology.tp, topology.pp)
+    expected: set[tuple[str, str]] = set()
+    for rank, local in split(model, state, topology, tail_cut).items():
+        expected |= check_rank(index, local, model, topology, rank)
+    assert {key for key in index.atoms if key[1] != COPY} == expected
+    kept = {name for name, state in expected if state == MASTER}
+    names = {name: tuple(n for n in held if n in kept) for name, held in instance_names(model, topology).items()}
+    optimized = {name: held for name, held in index.instances.items() if (held[0], MASTER) in index.atoms}
+    assert optimized == {name: held for name, held in names.items() if len(held) > 1}
+    assert index.buffers == set(model.buffers)
+    members = [name for group in index.groups for name in group.names]
+    assert sorted(members) == sorted(kept)
+    assert set(index.flats) == set(range(topology.mp))
+    assert index.flats[0] == index.topology.flats
+
+
+def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topology, rank: int) -> set[tuple[str, str]]:
+    """One rank's shards are its local tensors; returns the atoms that they belong to."""
+    pp, tp = divmod(rank, topology.tp)
+    found = set()
+    trained = trained_anywhere(model, topology)
+    for param in local.model.owners:
+        if param.name not in trained:
+            found |= check_untrained(index, model, topology, rank, param.name, local.state.atoms[param.name]["fp32"])
+            continue
+        if not has_master(model, topology, param.name, pp):
+            continue
+        name = instance(param.name, held_masters(model, topology, param.name).index(pp))
+        assert index.shapes[name][tp] == param.shape, name
+        for state, value in local.state.atoms[param.name].items():
+            found.add((name, state))
+            check_atom(index, name, state, value, tp)
+        if param.trains:
+            scalars = local.state.scalars.get(param.name, {})
+            assert index.scalars.get(name, {}) == scalars, name
+            check_group(index, name, local.state, None if topology.keeps_lean_states else param.group)
+    for name, value in local.model.buffers.items():
+        found |= check_untrained(index, model, topology, rank, name, value, is_buffer=True)
+    check_flats(index, local.model, topology, rank)
+    return found
+
+
+def trained_anywhere(model: Model, topology: Topology) -> set[str]:
+    """Parameters that some tensor-parallel rank trains: uneven widths leave others without elements."""
+    return {param.name for param in model.owners if not param.frozen and param.group is not None and param.numel}
+
+
+def has_master(model: Model, topology: Topology, name: str, pp: int) -> bool:
+    """Whether a stage's own master is in some file: in fp32 without ZeRO it is the layer's tensor."""
+    return topology.kind != "raw" or not model.layers or pp in writers(model, topology, name)
+
+
+def held_masters(model: Model, topology: Topology, name: str) -> list[int]:
+    """The stages whose master is in a file."""
+    return [stage for stage in holders(model, topology, name) if has_master(model, topology, name, stage)]
+
+
+def writers(model: Model, topology: Topology, name: str) -> list[int]:
+    """The stages that write a file with a parameter or buffer."""
+    if not model.layers:
+        return [0]
+    layers = [layer for layer in layers_of(model, name) if model.layers[layer].file]
+    return [stage for stage, held in enumerate(placement_of(model, topology)) if set(layers) & set(held)]
+
+
+def check_untrained(
+    index: AtomicIndex,
+    model: Model,
+    topology: Topology,
+    rank: int,
+    name: str,
+    value: torch.Tensor,
+    *,
+    is_buffer: bool = False,
+) -> set[tuple[str, str]]:
+    """A buffer or frozen parameter: one atom per stage that wrote it, one where it is no tied module's."""
+    pp, tp = divmod(rank, topology.tp)
+    stages = writers(model, topology, name)
+    if not stages or pp not in stages:
+        return set()
+    number = stages.index(pp) if name.startswith(TIED) else 0
+    atom = instance(name, number)
+    check_atom(index, atom, MODULE, value if is_buffer else value.to(topology.dtype), tp)
+    if name.startswith(TIED) and len(stages) > 1:
+        assert index.instances[name] == tuple(instance(name, k) for k in range(len(stages)))
+    return {(atom, MODULE)}
+
+
+def check_group(index: AtomicIndex, name: str, state: State, group: int | None) -> None:
+    """The parameter's group continues with its own hyper-parameters."""
+    owners = [info for info in index.groups if name in info.names]
+    assert len(owners) == 1, name
+    if state.groups and group is not None:
+        assert owners[0].hyper in [dict(hyper) for hyper in state.groups]
+
+
+def check_flats(index: AtomicIndex, model: Model, topology: Topology, rank: int) -> None:
+    """Local names and numels of a rank's flat buffers."""
+    if topology.kind == "raw":
+        return
+    held: Sequence[object] = [
+        (f.group, f.names, f.numel) for f in partition_layout(model, topology)[0] if f.names or topology.stage
+    ]
+    assert [(f.group, f.names, f.partition) for f in index.flats[rank]] == held
