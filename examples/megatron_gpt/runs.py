@@ -1,0 +1,174 @@
+"""What the ranks do for the figures: train, save, resume, and gather the whole state for a comparison bit by bit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from training import Trainer
+
+from deepspeed_ucp.testing.capture import capture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from config import Degrees, GPTConfig
+    from parallel import Line
+
+    State = dict[str, np.ndarray]  # "fp32", "exp_avg", "exp_avg_sq": fp32 arrays; "step"
+    Atoms = dict[tuple[str, int], State]  # by name and instance: a tied module has one on each stage that holds it
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: on `ranks` ranks, to global step `steps`.
+
+    Attributes:
+        order_seed: None keeps every batch's samples in their order; a number shuffles them, which changes nothing but
+            the order of sums.
+        forget_moments: set the optimizer's moments to zero after the load, to see what a wrong resume looks like.
+    """
+
+    config: GPTConfig
+    degrees: Degrees
+    ranks: int
+    ds_config: Mapping[str, Any]
+    steps: int
+    order_seed: int | None = None
+    forget_moments: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a rank saw.
+
+    Attributes:
+        losses: by global step.
+        atoms: what this rank has gathered of its stage's state, at the save or right after the load.
+        loader: who loaded, in the words of the plugin's report.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    atoms: dict[str, State] = field(default_factory=dict)
+    loader: str = ""
+
+
+def train_source(job: Job, directory: str, save_at: int) -> Outcome:
+    """Train to `save_at`, save, and go on to the job's end."""
+    trainer, outcome = Trainer(job.config, job.degrees, job.ds_config), Outcome()
+    _train(trainer, job, outcome, save_at)
+    trainer.save(directory)
+    outcome.atoms = gather_atoms(trainer)
+    _train(trainer, job, outcome, job.steps)
+    return outcome
+
+
+def resume(job: Job, directory: str) -> Outcome:
+    """Resume from `directory` and train to the job's end."""
+    trainer, outcome = Trainer(job.config, job.degrees, job.ds_config), Outcome()
+    if not trainer.load(directory):
+        raise FileNotFoundError(f"there is no checkpoint in {directory}")
+    report = getattr(trainer.engine, "ucp_report", None)
+    outcome.loader = "plugin" if report is not None and report.direct else "DeepSpeed"
+    outcome.atoms = gather_atoms(trainer)
+    if job.forget_moments:
+        forget_moments(trainer)
+    _train(trainer, job, outcome, job.steps)
+    return outcome
+
+
+def _train(trainer: Trainer, job: Job, outcome: Outcome, until: int) -> None:
+    while trainer.step < until:
+        order = None
+        if job.order_seed is not None:
+            generator = torch.Generator().manual_seed(job.order_seed * 1_000_003 + trainer.step)
+            order = torch.randperm(trainer.engine.train_batch_size(), generator=generator)
+        loss = trainer.train_step(order)
+        outcome.losses[trainer.step] = loss
+
+
+def forget_moments(trainer: Trainer) -> None:
+    optimizer = getattr(trainer.engine.optimizer, "optimizer", trainer.engine.optimizer)
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].zero_()
+
+
+def gather_atoms(trainer: Trainer) -> dict[str, State]:
+    """The whole fp32 masters and optimizer states of this rank's stage, by name; empty but on its first rank.
+
+    Gathered over data-parallel ranks by DeepSpeed's public functions and joined over tensor-parallel ones by the
+    attributes that the model gave its parameters: none of the plugin's loading code takes part. Zero is added to each
+    value, because DeepSpeed's gathering at ZeRO 1 and 2 is a sum, which loses the sign of a zero.
+    """
+    parallel, atoms = trainer.parallel, {}
+    parameters = dict(trainer.engine.module.named_parameters())
+    for name, found in capture(trainer.engine).parameters.items():
+        tensors = {"fp32": found.fp32, **found.tensors}
+        whole = {key: join_parts(value, parameters[name], parallel.tensor) for key, value in tensors.items()}
+        atoms[name] = {key: (value.float() + 0.0).numpy() for key, value in whole.items()}
+        atoms[name]["step"] = np.array([found.scalars["step"]], dtype=np.float32)
+    first = parallel.tensor.rank == parallel.sequence_data.rank == 0
+    return {plain_name(name, trainer.config.layers): state for name, state in atoms.items()} if first else {}
+
+
+def join_parts(part: torch.Tensor, parameter: Any, line: Line) -> torch.Tensor:
+    """The whole of a parameter-shaped tensor of which every rank of `line` has a part."""
+    parts = [torch.empty_like(part) for _ in range(line.size)]
+    dist.all_gather(parts, part.contiguous(), group=line.group)
+    dim = parameter.partition_dim
+    if dim < 0:
+        if any(not torch.equal(other, part) for other in parts):
+            raise ValueError("a replicated parameter differs between tensor-parallel ranks")
+        return part
+    stride = parameter.partition_stride
+    widths = getattr(parameter, "partition_sizes", None) or [part.shape[dim] // stride] * stride
+    blocks = zip(*(piece.split(widths, dim) for piece in parts), strict=True)
+    return torch.cat([piece for block in blocks for piece in block], dim)
+
+
+def plain_name(name: str, layers: int) -> str:
+    """A name that both builds' parameters have in common."""
+    name = name.removeprefix("language_model.").removeprefix("encoder.").removeprefix("embedding.")
+    name = re.sub(r"^(tied_modules\.embed|1)\.(?=word_|position_)", "", name)
+    name = re.sub(r"^\d+\.lm_head", "output_layer", name)
+    name = name.replace(f"{layers + 2}.", "final_layernorm.", 1) if name.startswith(f"{layers + 2}.") else name
+    return re.sub(r"^(\d+)\.", lambda found: f"layers.{int(found[1]) - 2}.", name)
+
+
+def merge_stages(outcomes: Iterable[Outcome]) -> Atoms:
+    """All stages' atoms; `outcomes` by rank, so that stages come in their order."""
+    atoms: Atoms = {}
+    for outcome in outcomes:
+        for name, state in outcome.atoms.items():
+            instance = sum(name == other for other, _ in atoms)
+            atoms[name, instance] = state
+    return atoms
+
+
+def count_differing_bits(saved: Atoms, loaded: Atoms) -> tuple[int, int]:
+    """Bits that differ, and tensors that were compared.
+
+    An instance that the source did not have is compared with the source's first. Of a table whose padding differs the
+    rows that both have are compared.
+
+    Raises:
+        ValueError: the two have different parameters or states.
+    """
+    bits, tensors = 0, 0
+    if {name for name, _ in saved} != {name for name, _ in loaded}:
+        raise ValueError(f"different parameters: {sorted({n for n, _ in saved} ^ {n for n, _ in loaded})}")
+    for (name, instance), state in loaded.items():
+        source = saved.get((name, instance), saved[name, 0])
+        if source.keys() != state.keys():
+            raise ValueError(f"{name}: states {sorted(source)} were saved, {sorted(state)} are loaded")
+        for key, value in state.items():
+            rows = min(len(value), len(source[key]))
+            pair = (np.ascontiguousarray(side[:rows]).view(np.uint8) for side in (source[key], value))
+            bits += int(np.unpackbits(np.bitwise_xor(*pair)).sum())
+            tensors += 1
+    return bits, tensors
