@@ -15,6 +15,7 @@ from ..patterns import (
     Layout,
     Replicate,
     RuleSet,
+    find_idle,
     from_attributes,
     from_config,
     from_universal_info,
@@ -157,7 +158,8 @@ def join_groups(target: Target, comm: Comm) -> LiveGroups:
     stages = sorted((each for each in comm.gather(mine) if each is not None), key=lambda told: told[0])
     if len(stages) == 1:
         return LiveGroups(*stages[0][1:])
-    joined, known = LiveGroups(), {}
+    joined = LiveGroups()
+    known: dict[tuple[str, int], int] = {}
     for _, names, hyper in stages:
         seen: Counter[str] = Counter()
         for group, fields in zip(names, hyper, strict=False):
@@ -172,12 +174,14 @@ def join_groups(target: Target, comm: Comm) -> LiveGroups:
     return joined
 
 
-def find_renamed(index: AtomicIndex, rules: Sequence[RuleSet]) -> dict[str, str]:
+def find_renamed(index: AtomicIndex, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:
     """Live name → saved name, by the user's ``rename`` rules."""
     renames = tuple(rename for each in rules for rename in each.renames)
     if not renames:
         return {}
     saved = {name for name, state in index.atoms if state in (MASTER, MODULE)} | set(index.aliases)
+    if tell and (idle := find_idle(saved, renames)):
+        logger.info("patterns: %s", shorten(idle))
     return {new: old for old, new in rename_names(sorted(saved), renames).items() if new != old}
 
 

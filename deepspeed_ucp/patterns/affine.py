@@ -62,7 +62,7 @@ def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape)
     """Interval lists of one rank: the pieces must be a grid of blocks, in the same order on both sides."""
     blocks = [_read_block(piece, shape, local) for piece in pieces if count(tuple(piece["shape"]))]
     if not blocks:
-        return tuple(() if axis == 0 else ((0, size),) for axis, size in enumerate(shape))
+        return tuple(((0, size),) if held else () for size, held in zip(shape, local, strict=True))
     axes = [sorted({block[axis] for block in blocks}) for axis in range(len(shape))]
     if count(tuple(map(len, axes))) != len(blocks) or len(set(blocks)) != len(blocks):
         raise MismatchError("the affine map's pieces are not a grid of blocks")

@@ -190,7 +190,8 @@ class _Settler:
             rule = suggest_rule(each.name, each.source, each.target)
             rules.setdefault(json.dumps({**rule, "vocab": True} if _TABLE.search(each.name) else rule))
         yield (
-            f"How tensor parallelism cuts {len(lines)} parameters is not known: {'; '.join(_group(lines))}. Name the "
+            f"How tensor parallelism cuts the following is not known ({len(lines)} "
+            f"parameter{'s' * (len(lines) > 1)}): {'; '.join(_group(lines))}. Name the "
             'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
             f"{', '.join(list_families())}), or give rules; to be checked and pasted: "
             f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'

@@ -143,7 +143,7 @@ def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table]
     table = np.array(rows, np.int64).reshape(-1, COLUMNS)
     owners = blocks.owners(table[:, 0], table[:, 1])
     order = [np.flatnonzero(owners == owner) for owner in range(blocks.size)]
-    return [table[rows] for rows in order], [[claims[row] for row in rows] for rows in order]
+    return [table[rows] for rows in order], [[claims[row] for row in rows.tolist()] for rows in order]
 
 
 def take_turns(

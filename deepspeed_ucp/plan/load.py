@@ -86,7 +86,7 @@ def make_plan(
 
 
 def _pick(claims: Sequence[Claim], answers: npt.NDArray[np.int32], wanted: int) -> list[Claim]:
-    return [claims[number] for number in np.flatnonzero(answers == wanted)]
+    return [claims[number] for number in np.flatnonzero(answers == wanted).tolist()]
 
 
 def _make_round(

@@ -116,8 +116,8 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
 def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
     """Key of a nested module dict → parameter name, where one is the other with a prefix, and no other fits.
 
-    Where all that match do so with the same prefix, keys that no name is known for (frozen parameters, which some
-    releases do not list) take it too.
+    Where all names match with the same prefix, keys that no name is known for (frozen parameters, which ZeRO 1 does
+    not list) take it too.
     """
     ends: dict[str, list[str]] = {}
     for key in keys:
@@ -133,7 +133,7 @@ def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
     used = Counter(pairs.values())
     found = {key: name for name, key in pairs.items() if used[key] == 1}
     changes = {_find_change(key, name) for key, name in found.items()}
-    if len(changes) == 1:
+    if len(changes) == 1 and len(found) == len(names):
         cut, prefix = changes.pop()
         found.update({key: prefix + key[len(cut) :] for key in keys if key not in found and key.startswith(cut)})
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..atoms import AtomicIndex
@@ -130,9 +131,25 @@ def _read_rest(listing: Listing, first: list[FileHeader], comm: Comm) -> list[Fi
         names = name_files(listing, first)
     mine: list[FileHeader] = []
     with comm.together():
-        mine = [read_file(listing.folder, name) for name in names[comm.rank :: comm.size]]
+        further = {name for (_, rank), name in listing.model_zero3.items() if rank}
+        mine = [
+            _slim(read_file(listing.folder, name), first[0], repeats=name in further)
+            for name in names[comm.rank :: comm.size]
+        ]
     by_name = {header.name: header for part in comm.gather(mine) for header in part}
     headers = first + [by_name[name] for name in names]
     if comm.rank == 0 and (left := find_leftovers(listing, [header.name for header in headers])):
         logger.warning("%s: ignoring files of an earlier save: %s", listing.folder, shorten(left))
     return headers
+
+
+def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
+    """A header without what the first ranks' headers tell as well (``repeats``): headers travel to all ranks."""
+    model = header.model
+    if model is None or first.model is None:
+        return header
+    hints = {} if model.hints == first.model.hints else model.hints
+    if repeats:
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={})
+        hints = {}
+    return replace(header, model=replace(model, hints=hints, others=()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import strip_compiled
+from ..atoms import count, strip_compiled
 from ..plan.geometry import Cut
 from ..topology import FlatGroup, Topology
 from .parallel import Instance, find_instances, find_place
@@ -86,7 +86,16 @@ class Target(ABC):
         self.flats: list[Flat] = []
         self.layout: list[FlatGroup] = []
         self.collect()
-        self.owned = {name for flat in self.flats for name in flat.names}
+        self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
+
+    def _find_empty(self) -> set[str]:
+        """Trained parameters of which this tensor-parallel rank holds no element (AutoTP: more ranks than heads).
+
+        DeepSpeed keeps them out of the optimizer here; other ranks' optimizers own them.
+        """
+        if self.place.tp == 1 or self.optimizer is None:
+            return set()
+        return {name for name, param in self.params.items() if param.requires_grad and not count(self.shape_of(name))}
 
     @abstractmethod
     def collect(self) -> None:
@@ -140,7 +149,7 @@ class Target(ABC):
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
         """These shapes of the parameters that the optimizer owns."""
-        return {name: self.shape_of(name) for flat in self.flats for name in flat.names}
+        return {name: self.shape_of(name) for name in self.params if name in self.owned}
 
     def group_members(self) -> dict[int, tuple[str, ...]]:
         """Parameters of each param group."""

@@ -226,10 +226,9 @@ class TorchTarget(Target):
         groups = self.wrapped.param_groups if self.wrapped is not None else []
         for group, fields in enumerate(groups):
             for param in fields["params"]:
-                # Other tensor-parallel ranks may hold elements of what is empty here (AutoTP: more ranks than heads).
-                if param.requires_grad and (param.numel() or self.place.tp > 1):
+                if param.requires_grad and param.numel():
                     name = strip_compiled(self.names[id(param)])
-                    cuts = [Cut(name, 0, param.numel(), 0)] if param.numel() else []
+                    cuts = [Cut(name, 0, param.numel(), 0)]
                     self.flats.append(Flat(group, (name,), cuts, flatten(param), param, replicated=True))
 
     @property
