@@ -18,6 +18,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .atoms import AtomicIndex
+from .collection import pause_collection
 from .comm import Comm, connect
 from .config import UniversalConfig, adapt_batch, check_batch, fit_batch, parse_config
 from .errors import CheckpointError, UcpError, UnsupportedError
@@ -147,7 +148,7 @@ def _load_checkpoint(
             logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
         return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
     folder = os.path.join(str(load_dir), found)
-    with report.phase("index"):
+    with report.phase("index"), pause_collection():
         wanted = LoadArguments(**arguments)
         choice = _decide(engine, folder, comm, wanted)
     report.reason = choice.reason

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
+from ..collection import pause_collection
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
@@ -86,7 +87,7 @@ def load_direct(
         UcpError: the same on every rank; nothing of the engine has changed then.
     """
     with_states = arguments.with_states and has_masters(target, comm)
-    with report.phase("plan"):
+    with report.phase("plan"), pause_collection():
         work = _prepare(index, target, comm, config, arguments, with_states=with_states)
         plan = negotiate(work.job.wants, work.job.sinks, index, comm, config.window_mb << 20)
     report.state_bytes = sum(index.atoms[key].nbytes for key in work.touched)

@@ -1,0 +1,22 @@
+"""The collector is off inside, and afterwards as it was."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from deepspeed_ucp.collection import pause_collection
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_off_inside_and_as_it_was_afterwards(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), pause_collection():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
