@@ -99,7 +99,7 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
     Args:
         info: the dictionary as saved, of any version; None, or anything else than a dictionary, says nothing.
         tp: tensor-parallel degree of what wrote it: affine maps and shard widths are of that degree.
-        side: "source", or "target" for a live engine's own.
+        side: "target" for a live engine's own.
 
     Raises:
         MismatchError: an affine map of a newer format, or an entry that is not of DeepSpeed's form.
@@ -110,6 +110,9 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
     unsupported = info.get(UNSUPPORTED) or {}
     affine = _read_affine(info)
     rules = [*affine[0], *_read_parts(info, tp), *_read_lists(info)]
+    if UNSUPPORTED in info and AFFINE not in info:
+        # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
+        rules.append(_make_rule("", ShardV(), rank=4))
     vocab = info.get(VOCAB_SIZE)
     literal: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -121,7 +124,7 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
         literal={whole_name: tuple(group) for whole_name, group in literal.items()},
         refused=(*((_make_rule(text), str(reason)) for text, reason in unsupported.items()), *affine[1]),
         vocab=vocab if isinstance(vocab, int) else None,
-        side=side if info.get(AFFINE) or info.get(WIDTHS) else None,
+        side=side,
         shared=tuple(_make_rule(text) for text in _get_list(info, SHARED)),
     )
 

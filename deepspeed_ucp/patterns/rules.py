@@ -97,7 +97,7 @@ class RuleSet:
         variables, refuse: of the YAML.
         vocab: rows of the vocabulary without padding, where the set tells them.
         renames: saved names → live names.
-        side: "source" or "target" where the set describes the shards of that side only, None for both.
+        side: "target" where a live engine describes its own shards, of its own degree.
         shared: parameters that several pipeline stages hold alike, by the checkpoint's word.
         reported: each rule that matches nothing is reported; else only that none does.
         user: the user's own; comes before what either side says of itself.

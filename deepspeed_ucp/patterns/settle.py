@@ -31,8 +31,8 @@ class Settled:
         layouts: name → (source layout, target layout or None).
         patterns: name → pattern of the source.
         origin: name → what settled it.
-        unused: rules that match no parameter, for the log.
-        notes: what is worth a line in the log: rules that were passed over, vocabularies that differ.
+        unused: rules of the user's that match no parameter.
+        notes: the same of the checkpoint's; often a script lists what a variant of its model would have.
     """
 
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
@@ -64,8 +64,8 @@ def settle(
     Args:
         names: the parameters.
         source, target: name → local shape per tensor-parallel rank; target None where there is none (converting).
-        rule_sets: in order; the first that says something about a parameter counts. A set of one side only
-            (``side``) comes before the others for that side, behind the user's.
+        rule_sets: in order; the first that says something about a parameter counts. What the live engine says of
+            its own shards (``side`` "target") counts for the target before all but the user's, and for the source last.
         hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
 
     Raises:
@@ -100,7 +100,8 @@ class _Settler:
             self._settle(name)
         if self.faults or self.opened:
             raise MismatchError(" ".join((*self._tell_faults(), *self._tell_open())))
-        self.settled.unused = [text for each in self.rule_sets for text in each.find_unused(names)]
+        for each in self.rule_sets:
+            (self.settled.unused if each.user else self.settled.notes).extend(each.find_unused(names))
         return self.settled
 
     def _settle(self, name: str) -> None:
@@ -199,12 +200,12 @@ class _Settler:
 
 
 def _order(rule_sets: Sequence[RuleSet], side: str) -> list[RuleSet]:
-    """The user's sets, what this side says of itself, what holds for both, what the other side says of itself."""
+    """The user's sets; for the target what the live engine says of itself; the others; for the source that one last."""
 
     def rate(each: RuleSet) -> int:
-        if each.side is None:
-            return 0 if each.user else 2
-        return 1 if each.side == side else 3
+        if each.side == "target":
+            return 1 if side == "target" else 3
+        return 0 if each.user else 2
 
     return sorted(rule_sets, key=rate)
 

@@ -202,5 +202,5 @@ def test_unknown_family():
 
 def test_a_family_of_another_model_is_reported():
     source, target = {"a.weight": ((4,), (4,))}, {"a.weight": ((8,),)}
-    rules = [*from_config([{"match": r"a\.weight", "pattern": "shard-v"}]), load_family("bloom")]
+    rules = from_config({"rules": [{"match": r"a\.weight", "pattern": "shard-v"}], "family": "bloom"})
     assert settle(["a.weight"], source, target, rules).unused == ["family bloom: no rule matches any parameter"]
