@@ -25,6 +25,7 @@ from .errors import CheckpointError, UcpError, UnsupportedError
 from .load import LoadArguments, LoadReport, has_masters, join_groups, load_direct, read_rules
 from .sources import check_tag, open_checkpoint, read_latest
 from .targets import Target, open_target
+from .targets.finish import refresh_untied_copies
 from .topology import find_differences
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -156,7 +157,10 @@ def _load_checkpoint(
     if comm.rank == 0:
         logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", choice.reason)
     if choice.index is None or choice.target is None:
-        return original(engine, load_dir, tag=tag, **arguments, **kwargs)  # type: ignore[no-any-return]
+        result = original(engine, load_dir, tag=tag, **arguments, **kwargs)
+        if choice.target is not None and wanted.with_states:
+            refresh_untied_copies(choice.target)
+        return result  # type: ignore[no-any-return]
     if kwargs:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {sorted(kwargs)}.")
     client = _run_direct(engine, choice.index, choice.target, comm, config, wanted, report)
@@ -182,7 +186,7 @@ def _find_tag(load_dir: str, tag: Any, comm: Comm) -> str | None:
 
 
 class _Choice:
-    """Who loads, and why."""
+    """Who loads, and why: without an index DeepSpeed does."""
 
     def __init__(self, reason: str, index: AtomicIndex | None = None, target: Target | None = None) -> None:
         self.reason, self.index, self.target = reason, index, target
@@ -219,7 +223,7 @@ def _decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments) -> _
         differences = find_differences(replace(index.topology, flats=flats), target.topology)
     everyone = [text for part in comm.gather(differences) for text in part]
     if not everyone:
-        return _Choice(f"same topology ({index.topology.describe()})")
+        return _Choice(f"same topology ({index.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
     return _Choice(f"{index.topology.describe()} → {target.topology.describe()}: {told}", index, target)
 

@@ -30,7 +30,7 @@ from deepspeed_ucp.load.negotiate import negotiate
 from deepspeed_ucp.load.reader import Reader
 from deepspeed_ucp.load.replicas import check_replicas
 from deepspeed_ucp.load.sinks import TensorSink
-from deepspeed_ucp.plan import LoadPlan, Part, Request
+from deepspeed_ucp.plan import LoadPlan, Part, Request, locate
 from deepspeed_ucp.plan.geometry import Cut
 from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.sources import open_checkpoint
@@ -88,13 +88,15 @@ class FakeTarget(Target):
         self.model, self.kind, self.rank = model, topology, rank
         self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
         self.copies = dict(copies or {})
+        self.layers: tuple[int, ...] = ()
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module())
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
+        self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners}
         self.flats = []
         self.collect()
-        self.owned = {name for flat in self.flats for name in flat.names}
         groups = [[f.holder for f in self.flats if f.group == g] for g in range(len(model.groups))]
         self.wrapped = optimizer([{"params": params} for params in groups], lr=LIVE_LR) if self.flats else None
+        self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
         self.others = self._make_extras()
 
     def collect(self) -> None:
@@ -218,7 +220,7 @@ class Loaded:
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
     """The index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
-    return open_checkpoint(str(folder), comm, join_groups(target, comm))
+    return open_checkpoint(str(folder), comm, join_groups(target, comm).names)
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:
@@ -414,10 +416,41 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
 
 def touched_records(ranks: Sequence[Loaded]) -> set[int]:
     """Records with some bytes that some rank wants."""
-    atoms = [want.atom for rank in ranks for want in rank.job.wants]
-    skipped = {key for rank in ranks for key in rank.work.replicated}  # of replicas one is read
-    shards = [shard for a in atoms for shard in (a.shards[:1] if (a.name, a.state) in skipped else a.shards)]
-    return {fragment.record for shard in shards for fragment in shard.fragments}
+    return {piece.record for rank in ranks for want in rank.job.wants for piece in locate(want)}
+
+
+def collect(ranks: Sequence[Loaded]) -> State:
+    """The state that the ranks of one model-parallel rank hold, put together from their buffers."""
+    model, topology = ranks[0].target.model, ranks[0].target.kind
+    atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
+    scalars: dict[str, dict[str, Any]] = {}
+    for rank in ranks if topology.partitions else ranks[:1]:
+        for flat in rank.target.flats:
+            _collect_flat(rank.target, flat, atoms, scalars)
+    for rank in ranks if topology.stage else ranks[:1]:
+        for extra in rank.extras:
+            if not extra.is_buffer:
+                stop = extra.start + extra.tensor.numel()
+                atoms[extra.name]["fp32"].view(-1)[extra.start : stop] = extra.tensor.float()
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    live = ranks[0].target.wrapped.param_groups if ranks[0].target.wrapped else ()
+    return State(atoms, scalars, tuple({key: group[key] for key in names} for group in live))
+
+
+def _collect_flat(
+    target: FakeTarget, flat: Flat, atoms: dict[str, dict[str, torch.Tensor]], scalars: dict[str, dict[str, Any]]
+) -> None:
+    kept = target.wrapped.state.get(flat.holder, {})
+    tensors = {key: value for key, value in kept.items() if key != "step"}
+    for cut in flat.cuts:
+        for key, value in {"fp32": flat.master, **tensors}.items():
+            part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
+            whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))
+            whole.view(-1)[cut.start : cut.start + cut.numel] = part
+    for name in flat.names:
+        scalars.setdefault(name, {}).update({"step": kept["step"]} if "step" in kept else {})
+        for key in tensors:
+            atoms[name].setdefault(key, torch.zeros(atoms[name]["fp32"].shape))
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------

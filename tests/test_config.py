@@ -48,6 +48,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "window_mb": 256,
         "threads": 0,
         "preserve_batch_size": False,
+        "patterns": None,
         "trust_pickle": False,
     }
 
@@ -59,6 +60,7 @@ def test_every_key_can_be_set() -> None:
         "window_mb": 16,
         "threads": 3,
         "preserve_batch_size": True,
+        "patterns": "bloom",
         "trust_pickle": True,
     }
     found = parse(given)
@@ -80,6 +82,8 @@ def test_every_key_can_be_set() -> None:
         ({"threads": 257}, "threads"),
         ({"threads": True}, "threads"),
         ({"preserve_batch_size": 1}, "preserve_batch_size"),
+        ({"patterns": 3}, "patterns"),
+        ({"patterns": ("bloom",)}, "patterns"),
         ({"trust_pickle": "yes"}, "trust_pickle"),
         ({1: 2}, "1"),
     ],

@@ -85,12 +85,11 @@ def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
     Raises:
         MismatchError: tensor-parallel ranks of one stage hold different tensors.
     """
-    place = target.place
+    place, found, census = target.place, list(extras), Census(target.place.tp)
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
     mine = None
     with comm.together():
         if place.dp_rank == 0:
-            found = list(extras)
             mine = _Return(
                 place.tp_rank,
                 target.owned_shapes(),
@@ -103,8 +102,17 @@ def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
             )
     returns = [each for each in comm.gather(mine) if each is not None]
     with comm.together():
-        return replace(_count(returns, place.tp), ordinals=ordinals)
-    raise AssertionError("unreachable")
+        census = replace(_count(returns, place.tp), ordinals=ordinals)
+        _compare(owned, census.owned, place.tp_rank)
+        _compare(others, census.extras, place.tp_rank)
+    return census
+
+
+def _compare(mine: Mapping[str, Shape], counted: Mapping[str, tuple[Shape, ...]], tp_rank: int) -> None:
+    """Hold a rank's tensors against those that data-parallel rank 0 told of."""
+    odd = [f"{name} {shape}" for name, shape in mine.items() if name not in counted or counted[name][tp_rank] != shape]
+    if odd:
+        raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
 
 
 def _count(returns: Iterable[_Return], tp: int) -> Census:

@@ -34,7 +34,7 @@ from ..targets.finish import (
     restore_scaler,
 )
 from ..targets.optimizer import restore_hyper
-from .census import Layouts, find_renamed, read_rules, settle_layouts, take_census
+from .census import Layouts, check_alike, find_renamed, read_rules, settle_layouts, take_census
 from .client import EXTRA_STATES, read_client_objects
 from .custom import run_custom_load
 from .job import Job, make_job
@@ -187,6 +187,7 @@ def _prepare(
         rules = read_rules(config.patterns)
         live = census.live(find_renamed(index, rules, tell=comm.rank == 0), with_extras=not custom)
         match = match_parameters(index, live, strict=arguments.load_module_strict or custom, with_states=with_states)
+        check_alike(census, target, extras)
         if with_states:
             match_groups(index, target.group_members(), match)
         layouts = settle_layouts(index, census, match, rules, tell=comm.rank == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def negotiate(
     turns = take_turns(addressed, comm.swap_tables(judgement.granted), share)
     resolution = schedule(judgement, comm.swap_tables(turns), share)
     answers = comm.swap_tables(resolution.answers)
-    return make_plan(
+    plan = make_plan(
         addressed,
         answers,
         resolution,
@@ -71,6 +72,9 @@ def negotiate(
         stage=len(sinks),
         file_of=[record.file for record in index.records],
     )
+    steps = np.array(comm.gather([each.count_steps(share) for each in plan.rounds])).max(axis=0, initial=1).tolist()
+    rounds = (replace(each, steps=count) for each, count in zip(plan.rounds, steps, strict=True))
+    return replace(plan, rounds=tuple(rounds))
 
 
 def _mark(claims: Iterable[Claim], records: Sequence[Record]) -> np.ndarray:

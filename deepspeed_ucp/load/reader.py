@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..atoms import AtomicIndex
@@ -66,10 +67,10 @@ class Reader:
             stats = self._read(direct, fresh)
         for number, each in enumerate(self.plan.rounds):
             with self.comm.together():
-                wanted = everything or any(send.fresh == fresh for sends in each.sends for send in sends)
-                done = self._read(each.reads if wanted else (), fresh, staged=each.staged)
+                done = self._read(each.reads if everything else _pick_reads(each, fresh), fresh, staged=each.staged)
                 stats = ReadStats(stats.nbytes + done.nbytes, stats.requests + done.requests, [])
-            self._exchange(each, fresh)
+            for step in range(each.steps):
+                self._exchange(each, fresh, step)
             if number + 1 == len(self.plan.rounds):
                 self.stage = None
         return stats
@@ -116,10 +117,21 @@ class Reader:
             self.stage = torch.empty(most, dtype=torch.uint8)
         return TensorSink(self.stage, "uint8", fresh=True)
 
-    def _exchange(self, each: Round, fresh: bool) -> None:
-        """Send staged bytes to those who claimed them, and scatter what comes; collective."""
-        sends = [[send for send in one if send.fresh == fresh] for one in each.sends]
-        claims = [[claim for claim in one if claim.fresh == fresh] for one in each.receives]
+    def _exchange(self, each: Round, fresh: bool, step: int) -> None:
+        """Send staged bytes to those who claimed them, and scatter what comes; collective.
+
+        In each of a round's steps a rank sends to those whose distance from it falls to that step.
+        """
+        rank, size = self.comm.rank, self.comm.size
+        now = [distance * each.steps // size == step for distance in range(size)]
+        sends = [
+            [send for send in one if send.fresh == fresh] if now[(peer - rank) % size] else []
+            for peer, one in enumerate(each.sends)
+        ]
+        claims = [
+            [claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
+            for peer, one in enumerate(each.receives)
+        ]
         data = self._pack(sends)
         receives = [sum(claim.nbytes for claim in one) for one in claims]
         received = self.comm.swap(data, [sum(send.nbytes for send in one) for one in sends], receives)
@@ -143,6 +155,15 @@ class Reader:
             for part in claim.parts:
                 self.job.sinks[part.buffer].take(part, data[position : position + part.nbytes])
                 position += part.nbytes
+
+
+def _pick_reads(each: Round, fresh: bool) -> list[Request]:
+    """Those of a round's reads of which some bytes are sent to fresh memory, or to live buffers."""
+    sends = [send for one in each.sends for send in one if send.fresh == fresh]
+    lows = np.array([send.position for send in sends], np.int64)
+    highs = np.array([send.position + (send.count - 1) * send.step + send.run for send in sends], np.int64)
+    staged = [(read, read.parts[0].position) for read in each.reads]
+    return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
 
 
 def default_threads() -> int:

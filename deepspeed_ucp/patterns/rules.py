@@ -53,6 +53,12 @@ _AMBIGUOUS = (
     "its attributes tell the dimension, not how query, key and value are fused in it: per-rank [q; k; v] and "
     "interleaved per head group have the same shapes; name a family or give a rule"
 )
+_MAYBE_GATED = (
+    "its attributes tell the dimension, not whether gate and up are fused in it, each cut on its own; name a family or "
+    "give a rule"
+)
+_SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.weight"}
+"""First matrix of a feed-forward layer in Megatron's names → the second, whose width tells whether gate is fused."""
 _RULE_KEYS = frozenset({"match", "pattern", "when", "dims"})
 _SET_KEYS = frozenset({"family", "rules", "prefix", "variables", "original_vocab_size", "rename", "refuse", "about"})
 
@@ -359,6 +365,7 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
 
     A fused query/key/value is settled by them only where its parts are told (``partition_stride`` above 1, or
     ``partition_sizes``, the local sizes of unequal parts): per-rank [q; k; v] and interleaved heads look alike.
+    Megatron leaves ``partition_stride`` at 1 for fused gate and up too: the second matrix tells whether there is a gate.
     """
     literal: dict[str, tuple[Rule, ...]] = {}
     hints: dict[str, str] = {}
@@ -366,9 +373,17 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
         pattern = _read_attributes(told)
         if isinstance(pattern, ShardH) and FUSED_QKV.search(name):
             hints[name] = _AMBIGUOUS
+        elif pattern == ShardV() and (found := _FIRST.fullmatch(name)):
+            hints[name] = _MAYBE_GATED
+            second = f"sibling({_SECOND[found['first']]!r}, 1)"
+            spec = {"match": name, "pattern": "shard-v", "when": f"own(0) == {second}"}
+            literal[name] = (Rule(name, _FIRST, spec=spec),)
         elif pattern is not None:
             literal[name] = (Rule(name, re.compile(re.escape(name)), pattern=pattern),)
     return RuleSet("the live parameters' attributes", literal=literal, hints=hints, reported=False)
+
+
+_FIRST = re.compile(rf"(?P<stem>.*\.)(?P<first>{'|'.join(_SECOND)})\.(?:weight|bias)")
 
 
 def _read_attributes(told: Mapping[str, Any]) -> Pattern | None:

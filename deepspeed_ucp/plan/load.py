@@ -22,12 +22,20 @@ class Round:
         staged: bytes of staging memory.
         sends: per rank, what of the staged bytes it gets, in order.
         receives: per rank, the claims whose bytes come from it, in order.
+        steps: in how many exchanges the bytes travel, each with a part of the other ranks; the same on every rank.
     """
 
     reads: tuple[Request, ...]
     staged: int
     sends: tuple[tuple[Send, ...], ...]
     receives: tuple[tuple[Claim, ...], ...]
+    steps: int = 1
+
+    def count_steps(self, window: int) -> int:
+        """Exchanges that this rank needs to send and to receive no more than about ``window`` bytes in each."""
+        sent = sum(send.nbytes for one in self.sends for send in one)
+        received = sum(claim.nbytes for one in self.receives for claim in one)
+        return min(max(-(-max(sent, received) // window), 1), len(self.sends))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def build_index(
         live_groups: param groups of the live optimizer (over all its ranks, in pipeline order), which name the
             parameters of a stage-0 source.
         live_hyper: their hyper-parameters, which tell whether they are in the saved order.
-        optimizer: False leaves the optimizer of a stage-0 source out, so that it needs no names.
+        optimizer: False leaves the optimizer of a stage-0 source out; names then only tell a pipeline's tied modules.
 
     Raises:
         CheckpointError: files that do not belong together, or do not hold the whole state.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,15 +52,19 @@ def open_checkpoint(
         except MismatchError:
             if not weights_only:
                 raise
-            return build_index(listing, headers, optimizer=False)
+            return build_index(listing, headers, live_groups, optimizer=False)
 
 
 def _list_everywhere(folder: str, comm: Comm) -> Listing:
+    """Every rank lists the folder. Digests are compared first: whole listings of thousands of ranks are long."""
     with comm.together():
         sizes = list_sizes(folder)
-    listings = comm.gather(sizes)
+    digest = hashlib.sha256(repr(sorted(sizes.items())).encode()).digest()
+    if len(set(comm.gather(digest))) > 1:
+        listings = comm.gather(sizes)
+        with comm.together():
+            compare_listings(folder, listings)
     with comm.together():
-        compare_listings(folder, listings)
         return sort_files(folder, sizes)
 
 

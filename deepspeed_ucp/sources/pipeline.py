@@ -8,7 +8,7 @@ layer is a tied one, and which stage wrote a file, is not recorded: it is conclu
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -80,8 +80,11 @@ class Known:
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
 
-def look_at_ranks(save: Save) -> Known:
-    """What the model states of all ranks say about names and shapes."""
+def look_at_ranks(save: Save, tied: Collection[str] = ()) -> Known:
+    """What the model states of all ranks say about names and shapes.
+
+    Without ZeRO they name no parameters; ``tied`` are then those of tied modules, on whatever stage.
+    """
     optimized: list[dict[str, dict[int, tuple[int, ...]]]] = [{} for _ in range(save.pp)]
     others: list[set[str]] = [set() for _ in range(save.pp)]
     for mp in range(save.pp * save.tp):
@@ -90,6 +93,8 @@ def look_at_ranks(save: Save) -> Known:
             for name, shape in group:
                 optimized[mp // save.tp].setdefault(strip_compiled(name), {})[mp % save.tp] = tuple(shape)
         others[mp // save.tp].update(strip_compiled(name) for name in (*model.buffers, *model.frozen_shapes))
+        if model.param_shapes is None:
+            others[mp // save.tp].update(tied)
     return Known(optimized, others)
 
 
@@ -119,7 +124,7 @@ def add_layers(
         for layer, header in layers.items():
             tensors = {strip_compiled(key): piece for key, piece in (header.layer or {}).items()}
             if layer not in known.layers and (places := known.find_tied(layer, tp, tensors)):
-                tied[layer] = places
+                tied[layer] = [place for place in places if place in tied.get(layer, places)]
                 continue
             named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
             _add_tensors(builder, Seat(tp=tp), header, drop_ties(named, aliases), owned)
@@ -184,35 +189,51 @@ class _TiedFiles:
         return any(f"{TIED}{key}.{name}" in owned for owned in self.known.optimized)
 
     def _add_module(self, key: str, layers: Sequence[int]) -> dict[str, tuple[str, ...]]:
-        """One tied module's files. A single file with no stage certain is the only one there is: it counts for all."""
+        """One tied module's files: copies where the stage is certain, the rest of each stage or once for all."""
+        stages = {layer: {stage for found, stage in self.places[layer] if found == key} for layer in layers}
         chosen: dict[int, int] = {}
         for layer in layers:
-            stages = {stage for _, stage in self.places[layer]}
-            if len(stages) == 1:
-                chosen.setdefault(stages.pop(), layer)
-            elif len(layers) > 1:
-                self._pass_over(layer, key)
-            else:
-                self._add_file(key, layer, None, 0)
-        for index, stage in enumerate(sorted(chosen)):
-            self._add_file(key, chosen[stage], stage, index)
-        names = {
-            f"{TIED}{key}.{strip_compiled(name)}"
-            for layer in chosen.values()
-            for name in self.save.layers[0][layer].layer or {}
-            if not self._is_optimized(key, strip_compiled(name))
-        }
-        return {name: name_instances(name, len(chosen)) for name in names if len(chosen) > 1}
+            if len(stages[layer]) == 1:
+                chosen.setdefault(min(stages[layer]), layer)
+        unsure = [layer for layer in layers if len(stages[layer]) > 1]
+        for stage, layer in chosen.items():
+            self._add_copies(key, layer, stage)
+        if not unsure:
+            return self._add_others(key, [chosen[stage] for stage in sorted(chosen)])
+        if not self._are_alike(key, layers):
+            self._pass_over(unsure[0], key)
+        return self._add_others(key, layers[:1])
 
-    def _add_file(self, key: str, layer: int, stage: int | None, index: int) -> None:
+    def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
+        """Whether files have the same buffers and frozen parameters, by the checksums of their bytes."""
+        for held in self.save.layers:
+            others = [self._list_others(key, held[layer]) for layer in layers]
+            told = [[(n, p.shape, p.dtype, p.blob.nbytes, p.blob.crc) for n, p in tensors] for tensors in others]
+            if any(tensors != told[0] for tensors in told) or any(p.blob.crc is None for _, p in others[0]):
+                return len(layers) == 1
+        return True
+
+    def _list_others(self, key: str, header: FileHeader) -> list[tuple[str, Piece]]:
+        named = [(strip_compiled(raw), piece) for raw, piece in (header.layer or {}).items()]
+        return [(name, piece) for name, piece in named if not self._is_optimized(key, name)]
+
+    def _add_copies(self, key: str, layer: int, stage: int) -> None:
         for tp, layers in enumerate(self.save.layers):
-            header, seat = layers[layer], Seat(tp=tp)
-            file = self.builder.file(header)
-            for raw, piece in (header.layer or {}).items():
+            file = self.builder.file(layers[layer])
+            for raw, piece in (layers[layer].layer or {}).items():
                 name = f"{TIED}{key}.{strip_compiled(raw)}"
-                if not self._is_optimized(key, strip_compiled(raw)):
-                    atom = f"{name}#{index}" if index else name
-                    self.builder.add(seat, atom, MODULE, piece.shape, file, piece)
-                elif stage is not None:
-                    atom = self.renamed[stage].get(name, name)
-                    self.builder.add(seat, atom, COPY, piece.shape, file, piece)
+                if self._is_optimized(key, strip_compiled(raw)):
+                    self.builder.add(Seat(tp=tp), self.renamed[stage].get(name, name), COPY, piece.shape, file, piece)
+
+    def _add_others(self, key: str, layers: Sequence[int]) -> dict[str, tuple[str, ...]]:
+        """Buffers and frozen parameters of one file per stage that has any; returns those of several stages."""
+        instances = {}
+        for tp, held in enumerate(self.save.layers):
+            for index, layer in enumerate(layers):
+                file = self.builder.file(held[layer])
+                for short, piece in self._list_others(key, held[layer]):
+                    name = f"{TIED}{key}.{short}"
+                    names = name_instances(name, len(layers))
+                    self.builder.add(Seat(tp=tp), names[index], MODULE, piece.shape, file, piece)
+                    instances[name] = names
+        return {name: names for name, names in instances.items() if len(names) > 1}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..atoms import strip_compiled
+from ..atoms import count, strip_compiled
 from ..errors import CheckpointError, MismatchError, shorten
 from .family import Save
 from .headers import FileHeader, OptimHeader, Piece
-from .naming import GroupNames, Part, fits, pick_names, tell_misfit
+from .naming import GroupNames, Part, fits, group_sizes, pick_names, tell_misfit
 from .pipeline import TIED
 
 _MAX_TIED = 6
@@ -132,13 +133,24 @@ class _Search:
     def _fill(self, stage: int, first: int) -> Iterator[_Stage]:
         """The runs of layers from ``first`` on that fit a stage's states."""
         optim = _optim(self.save, stage * self.save.tp)
-        room = sum(len(group) for group in optim.params) if optim.kind != "fp16_fused" else len(self.layers)
+        weights, wanted = self._weigh(optim), sum(group_sizes(optim))
         for size in range(len(self.tied) + 1):
             for tied in combinations(self.tied, size):
-                for last in range(first, min(first + room, len(self.layers)) + 1):
+                held = sum(weights[key] for key in tied)
+                for last in range(first, len(self.layers) + 1):
+                    held += weights[str(self.layers[last - 1])] if last > first else 0
+                    if held > wanted:
+                        break
                     found = _Stage(tied, tuple(self.layers[first:last]))
-                    if self._has_buffers(stage, found) and self._fits(optim, found):
+                    if held == wanted and self._has_buffers(stage, found) and self._fits(optim, found):
                         yield found
+
+    def _weigh(self, optim: OptimHeader) -> Counter[str]:
+        """Per layer and tied module its parameters, or their elements where the saved groups tell these."""
+        weights: Counter[str] = Counter()
+        for name in (name for group in self.named for name in group):
+            weights[_owner(name)] += count(self.shapes[name]) if optim.kind == "fp16_fused" else 1
+        return weights
 
     def _has_buffers(self, stage: int, found: _Stage) -> bool:
         """A stage lists the buffers of its own layers."""
@@ -205,11 +217,14 @@ def _make_part(
 
 
 def _writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
-    """The stage that a tied layer's file is of: the only holder whose place in the row of layers it fits."""
+    """The stage that a tied layer's file is of: the first holder whose place in the row of layers it fits.
+
+    Several can fit where stages hold nothing but tied modules; the first use of a module is the one with a file.
+    """
     fitting = []
     for number, stage in enumerate(stages):
         before = [held for other in stages[:number] for held in other.layers]
         after = [held for other in stages[number + 1 :] for held in other.layers]
         if key in stage.tied and max(before, default=-1) < layer < min(after, default=layer + 1):
             fitting.append(number)
-    return fitting[0] if len(fitting) == 1 else None
+    return fitting[0] if fitting else None

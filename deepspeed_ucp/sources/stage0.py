@@ -19,7 +19,7 @@ from .family import Save
 from .headers import Holder, OptimHeader, Piece
 from .module import add_modules, read_module
 from .naming import GroupNames, Part, check_group_order, check_state_shapes, fit_groups
-from .pipeline import Known, add_layers, look_at_ranks
+from .pipeline import TIED, Known, add_layers, look_at_ranks
 from .placement import place_layers
 from .stages import Stages, name_stages
 from .zero import Built
@@ -46,7 +46,7 @@ def build_stage0(
     """
     wrapper = save.model(0).optim
     if wrapper is None or wrapper.kind == "bf16" or not optimizer:  # BF16_Optimizer's state lies in files of its own
-        return _build_weights(builder, save)
+        return _build_weights(builder, save, live)
     parts = _name_parts(save, live)
     for part in parts:
         if part.optim.names is None:
@@ -56,7 +56,8 @@ def build_stage0(
     _tell_lost(save, parts)
     stages = name_stages(save, [list(names) for names in owned])
     built = [
-        _add_part(builder, seat, part, names) for seat, part, names in zip(stages.seats, parts, owned, strict=True)
+        _add_part(builder, seat, part, names, ordered=save.pp > 1)
+        for seat, part, names in zip(stages.seats, parts, owned, strict=True)
     ]
     optimized = {name for names in owned for name in names}
     if not save.is_pipeline:
@@ -70,7 +71,7 @@ def build_stage0(
     return stages, built, *add_layers(builder, save, known, renamed)
 
 
-def _build_weights(builder: Builder, save: Save) -> Stage0:
+def _build_weights(builder: Builder, save: Save, live: GroupNames | None) -> Stage0:
     """The module's tensors without an optimizer; ZeRO's files tell which of them it had trained."""
     models = [save.model(mp) for mp in range(len(save.models))]
     shapes = [{strip_compiled(n): tuple(s) for g in model.param_shapes or () for n, s in g} for model in models]
@@ -80,7 +81,8 @@ def _build_weights(builder: Builder, save: Save) -> Stage0:
     built: list[Built] = [((), ()) for _ in stages.seats]
     if save.is_pipeline:
         renamed = [stages.seats[stage * save.tp].renamed for stage in range(save.pp)]
-        return stages, built, *add_layers(builder, save, look_at_ranks(save), renamed)
+        tied = {strip_compiled(name) for group in live or () for name, _ in group if name.startswith(TIED)}
+        return stages, built, *add_layers(builder, save, look_at_ranks(save, tied), renamed)
     optimized = {name for held in shapes for name in held}
     return stages, built, add_modules(builder, save, optimized, sharded=False), {}
 
@@ -133,7 +135,10 @@ def _tell_lost(save: Save, parts: Sequence[Part]) -> None:
         )
 
 
-def _add_part(builder: Builder, seat: Seat, part: Part, owned: Mapping[str, tuple[int, ...]]) -> Built:
+def _add_part(
+    builder: Builder, seat: Seat, part: Part, owned: Mapping[str, tuple[int, ...]], *, ordered: bool
+) -> Built:
+    """Add what a rank's optimizer holds. ``ordered``: raw optimizers have flats too, which tell where stages end."""
     seat.shapes.update(owned)
     held = [tuple(name for name in names if name in owned) for names in part.groups]
     groups = tuple(
@@ -148,7 +153,7 @@ def _add_part(builder: Builder, seat: Seat, part: Part, owned: Mapping[str, tupl
     for name, master, holder in zip(part.names, masters, part.optim.holders, strict=True):
         if master is not None and name in owned:
             _add_whole(builder, seat, part, name, master, holder)
-    if part.optim.kind == "torch":
+    if part.optim.kind == "torch" and not ordered:  # the order of the parameters is the live one
         return (), groups
     flats = tuple(
         FlatGroup(index, (name,), (count(owned[name]),), count(owned[name]))

@@ -99,6 +99,7 @@ class SafeUnpickler(pickle.Unpickler):
     storages: dict[str, StorageRef] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _RENAMED.get(module, module)
         known = _KNOWN.get((module, name))
         if known is not None:
             return known
@@ -202,6 +203,9 @@ class _Sealed:
         raise pickle.UnpicklingError("the pickle tries to change a function")
 
 
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""Modules by the names of Python 2, which the pickle protocol of ``torch.save`` writes."""
+
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _Sealed(_rebuild_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): _Sealed(_rebuild_tensor),
@@ -213,7 +217,6 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
     ("copyreg", "_reconstructor"): _Sealed(_reconstruct),
-    ("copy_reg", "_reconstructor"): _Sealed(_reconstruct),
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,

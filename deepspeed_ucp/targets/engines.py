@@ -230,6 +230,8 @@ class TorchTarget(Target):
                     name = strip_compiled(self.names[id(param)])
                     cuts = [Cut(name, 0, param.numel(), 0)]
                     self.flats.append(Flat(group, (name,), cuts, flatten(param), param, replicated=True))
+                    if self.place.pp > 1:  # where a stage ends is part of the topology
+                        self.layout.append(FlatGroup(group, (name,), (param.numel(),), param.numel()))
 
     @property
     def optimizer(self) -> Any:

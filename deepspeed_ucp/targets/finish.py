@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
 from ..atoms import strip_compiled
+from .base import Target
 
 NOT_CLIENT = (
     "module",
@@ -83,6 +84,20 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
     """Gradient clipping travels with the optimizer where DeepSpeed saves it there (all wrappers but ZeRO 3)."""
     if clip_grad is not None and hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True):
         wrapped.clip_grad = clip_grad
+
+
+def refresh_untied_copies(target: Target) -> None:
+    """After DeepSpeed's own load of a pipeline under ZeRO 1 or BF16_Optimizer: copies that no file of it holds.
+
+    A tied layer with a ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its master comes
+    back with the optimizer and its tied weight from the first stage, but the other parameters' copies stay as they
+    were constructed until the first step (``PipelineModule.load_state_dir``). Collective over the data-parallel ranks
+    of a stage.
+    """
+    untied = any(not each.tied for each in target.instances().values())
+    if untied and target.wrapper in ("zero12", "bf16"):
+        target.prepare()
+        target.refresh_copies()
 
 
 def pick_client_state(

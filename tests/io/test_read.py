@@ -14,8 +14,7 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import ReadStats, read_requests
 from deepspeed_ucp.io import read as reading
 from deepspeed_ucp.io.read import read_whole_crc
-from deepspeed_ucp.plan import Part, Request
-from deepspeed_ucp.plan.load import DISCARD
+from deepspeed_ucp.plan import DISCARD, Part, Request
 
 DATA = random.Random(0).randbytes(4000)
 
@@ -29,8 +28,11 @@ class Bytes:
     def view(self, position: int, nbytes: int) -> memoryview | None:
         return None if self.staged else memoryview(self.data)[position : position + nbytes]
 
-    def store(self, position: int, data: memoryview) -> None:
-        self.data[position : position + data.nbytes] = data
+    def store(self, part: Part, data: memoryview) -> None:
+        run = part.run or part.nbytes
+        for row in range(part.nbytes // run):
+            low = part.position + row * part.stride
+            self.data[low : low + run] = data[row * run : (row + 1) * run]
 
 
 @pytest.fixture
@@ -61,6 +63,18 @@ def test_bytes_go_where_the_parts_say(file: FileRef) -> None:
     assert bytes(direct.data) == got[12:14] + bytes(4) + got[:4]
     assert bytes(staged.data) == bytes(2) + got[7:12] + bytes(3)
     assert stats == ReadStats(14, 1, [isal_zlib.crc32(got)])
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
+    """A buffer's rows are apart: its memory is not one view."""
+    sink = Bytes(20, staged=staged)
+    stats = read([Request(0, 0, 9, (Part(6, 0, 1, run=2, stride=5), Part(3, 0, 17)))], file, [sink])
+    got = DATA[100:109]
+    assert bytes(sink.data) == (
+        bytes(1) + got[:2] + bytes(3) + got[2:4] + bytes(3) + got[4:6] + bytes(4) + got[6:9]
+    )
+    assert stats.crcs == [isal_zlib.crc32(got)]
 
 
 def test_discarded_buffers_are_checksummed_all_the_same(file: FileRef) -> None:
@@ -144,7 +158,7 @@ def test_a_read_error_is_told_with_its_place(file: FileRef, monkeypatch: pytest.
 
 def test_a_failing_sink_ends_all_threads(file: FileRef) -> None:
     class Full(Bytes):
-        def store(self, position: int, data: memoryview) -> None:
+        def store(self, part: Part, data: memoryview) -> None:
             raise MemoryError("full")
 
     requests = [Request(0, low, 1, (Part(1, 0, low),)) for low in range(3900)]

@@ -217,7 +217,7 @@ def test_a_save_without_frozen_parameters_leaves_them_as_they_are(source: Topolo
     files = build_files(PLAIN, state, source)
     for name, content in files.items():
         if "model_states" in name:
-            del content["module"]["frozen"]
+            content["module"].pop("frozen", None)
             content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
     write_files(tmp_path, files)
     rank = FakeTarget(PLAIN, Topology(2), 0)
@@ -368,7 +368,9 @@ def test_several_ranks(source: Topology, target: Topology, verify: str, tmp_path
     read = sum(report.bytes_read for _, report, _ in results)
     atoms = [atom for atom in index.atoms.values() if atom.state != "copy"]
     touched = {f.record for atom in atoms for f in atom.shards[0].fragments}
-    assert read == sum(index.records[record].nbytes for record in touched)
+    total = sum(index.records[record].nbytes for record in touched)
+    state = sum(report.state_bytes for _, report, _ in results[:1])
+    assert read == total if verify == "crc" else state <= read <= total  # padding is read for the checksums alone
     assert len({repr(client) for _, _, client in results}) == 1
 
 

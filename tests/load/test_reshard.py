@@ -25,6 +25,7 @@ from tests.reshard import (
     cases,
     check_content,
     check_reads,
+    collect,
     examples,
     load,
     make_targets,
@@ -183,38 +184,10 @@ def test_there_and_back_again(trip: tuple[Case, Topology]) -> None:
     note(f"{case.topology.label}→{there.label}→{case.topology.label}")
     with temporary_folder() as folder:
         saved, ranks = resume(case, there, folder / "a")
-        held = collect(case.model, there, ranks, saved)
+        held = collect(ranks)
         back = replace(case, topology=there, state=held)
         _, again = resume(back, case.topology, folder / "b")
         check_content(again, keep_what_travels(saved, held, case, there))
-
-
-def collect(model: Model, topology: Topology, ranks: list[Loaded], saved: State) -> State:
-    """The state that a run holds, put together from its ranks' buffers and not from what they should hold."""
-    atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
-    scalars: dict[str, dict[str, Any]] = {}
-    for rank in ranks if topology.stage else ranks[:1]:
-        for flat in rank.target.flats:
-            kept = rank.target.wrapped.state.get(flat.holder, {})
-            tensors = {key: value for key, value in kept.items() if key != "step"}
-            for cut in flat.cuts:
-                for key, value in {"fp32": flat.master, **tensors}.items():
-                    part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
-                    whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))
-                    whole.view(-1)[cut.start : cut.start + cut.numel] = part
-            for name in flat.names:
-                scalars.setdefault(name, {}).update({"step": kept["step"]} if "step" in kept else {})
-                for key in tensors:
-                    atoms[name].setdefault(key, torch.zeros(atoms[name]["fp32"].shape))
-        for extra in rank.extras:
-            if not extra.is_buffer:
-                stop = extra.start + extra.tensor.numel()
-                atoms[extra.name]["fp32"].view(-1)[extra.start : stop] = extra.tensor.float()
-    groups = tuple(
-        {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
-        for group in ranks[0].target.wrapped.param_groups
-    )
-    return State(atoms, scalars, groups)
 
 
 def keep_what_travels(saved: State, held: State, case: Case, there: Topology) -> State:
@@ -235,7 +208,7 @@ def test_there_and_back_again_over_many_topologies_loses_nothing(tmp_path: Path)
         [Topology(3, 3), Topology(0), Topology(2, 7, round_robin=True), Topology(3, 1), Topology(1, 4)]
     ):
         _, ranks = resume(Case(model, source, held, legacy=number == 1), target, tmp_path / str(number))
-        held, source = collect(model, target, ranks, held), target
+        held, source = collect(ranks), target
     assert_same_state(held, first)
 
 
@@ -390,10 +363,10 @@ def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -
     path = Case(model, Topology(1, 4), random_state(model, 0), False).write(tmp_path)
     targets = make_targets(model, Topology(0, 3))
     index = open_for(path, targets[0])
-    ranks = load(index, targets, chunk=1 << 20)
+    ranks = load(index, targets)
     sizes = [sum(request.nbytes for request in rank.requests) for rank in ranks]
     assert max(sizes) - min(sizes) < 300
-    check_reads(index, ranks, 1 << 20)
+    check_reads(index, ranks)
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)

@@ -276,6 +276,20 @@ def test_attributes(told, pattern):
     assert settle(["w"], shapes, None, [rules]).patterns["w"] == pattern
 
 
+def test_attributes_do_not_tell_whether_gate_and_up_are_fused():
+    """Megatron's stride is 1 for both; the second matrix tells."""
+    first, second = (f"1.mlp.{name}.weight" for name in ("dense_h_to_4h", "dense_4h_to_h"))
+    rules = from_attributes({first: {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}})
+    target = {first: ((8, 2),)}
+    plain = {first: ((4, 2), (4, 2)), second: ((2, 4), (2, 4))}
+    assert settle([first], plain, target, [rules]).patterns[first] == ShardV()
+    gated = {**plain, second: ((2, 2), (2, 2))}
+    with pytest.raises(MismatchError, match="whether gate and up are fused"):
+        settle([first], gated, target, [rules])
+    told = settle([first], gated, target, [rules, load_family("megatron-gpt")])
+    assert told.patterns[first] == ShardNC(parts=(1, 1))
+
+
 def test_attributes_do_not_tell_how_queries_and_keys_are_fused():
     """Unless they tell the parts."""
     name, told = "1.self_attention.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}

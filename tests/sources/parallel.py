@@ -10,7 +10,7 @@ import torch
 from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.sources import open_checkpoint
-from tests.sources.test_index import check_atom, name_groups
+from tests.sources.test_index import check_atom, name_groups, read_atom
 from tests.synth import Local, Model, Run, State, Topology, instance_names, partition_layout, split, write_checkpoint
 from tests.synth.stages import holders, instance, layers_of, placement_of
 
@@ -45,6 +45,8 @@ def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Top
     for rank, local in split(model, state, topology, tail_cut).items():
         expected |= check_rank(index, local, model, topology, rank)
     assert {key for key in index.atoms if key[1] != COPY} == expected
+    for name in (name for name, state in index.atoms if state == COPY):
+        check_copy(index, name)
     kept = {name for name, state in expected if state == MASTER}
     names = {name: tuple(n for n in held if n in kept) for name, held in instance_names(model, topology).items()}
     optimized = {name: held for name, held in index.instances.items() if (held[0], MASTER) in index.atoms}
@@ -103,6 +105,13 @@ def writers(model: Model, topology: Topology, name: str) -> list[int]:
         return [0]
     layers = [layer for layer in layers_of(model, name) if model.layers[layer].file]
     return [stage for stage, held in enumerate(placement_of(model, topology)) if set(layers) & set(held)]
+
+
+def check_copy(index: AtomicIndex, name: str) -> None:
+    """The model's own copy is the master, rounded, on every tensor-parallel rank."""
+    for rank in range(index.topology.tp):
+        copy, master = (read_atom(index, index.atoms[name, state], rank) for state in (COPY, MASTER))
+        assert copy.equal(master.to(copy.dtype)), name
 
 
 def check_untrained(

@@ -413,6 +413,8 @@ def test_a_rank_that_sees_other_files_ends_all(tmp_path: Path) -> None:
     write_files(tmp_path, make_files(Topology(1, 2)))
 
     def lack(_call: int, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return b"digest of another listing"
         return {STATES: value[STATES]} if isinstance(value, dict) else value
 
     with pytest.raises(CheckpointError, match=f"rank 0 does not see {shard(0)}, {shard(1)}"):

@@ -1,0 +1,8 @@
+"""The example's modules are flat files beside its scripts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "megatron_gpt"))

@@ -1,0 +1,168 @@
+"""examples/megatron_gpt: the same model, losses and gradients under every topology; what its checkpoints tell."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import hjson
+import megatron_ranks
+import numpy as np
+import pytest
+import torch
+from config import PRESETS, Degrees, GPTConfig
+from layers import cut_weight, draw_weight
+from metadata import universal_checkpoint_info
+from parallel import Line
+from runs import Outcome, count_differing_bits, merge_stages, plain_name
+
+from deepspeed_ucp.testing import WorldPool
+
+LLAMA_MOE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)
+GPT = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, context=16, vocabulary=250)
+RANKS = 4
+PLACES = {
+    "tp2-pp2-zero1": (Degrees(tp=2, pp=2), 1),
+    "tp2-sp2-zero3": (Degrees(tp=2, sp=2, pipeline=False), 3),
+    "tp2-dp2-zero2": (Degrees(tp=2, pipeline=False), 2),
+    "sp2-dp2-zero1": (Degrees(sp=2, pipeline=False), 1),
+}
+
+
+def train(worlds: WorldPool, config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float], dict[str, Any]]:
+    results = worlds.get(RANKS).run(megatron_ranks.train, config, degrees, stage)
+    atoms = merge_stages(Outcome(atoms={n: {"fp32": a} for n, a in part.items()}) for _, part in results)
+    return results[0][0], {name: state["fp32"] for (name, instance), state in atoms.items() if instance == 0}
+
+
+@pytest.fixture(scope="module", params=[GPT, LLAMA_MOE], ids=["gpt", "llama-moe"])
+def reference(request: pytest.FixtureRequest, ucp_worlds: WorldPool) -> tuple[GPTConfig, list[float], dict[str, Any]]:
+    """The model on data-parallel ranks only: no parallel layer does anything there."""
+    # The vocabulary is padded alike under tp 1 and 2: the padding's rows are terms of the softmax.
+    config = replace(request.param, vocabulary_divisor=64)
+    return config, *train(ucp_worlds, config, Degrees(), 1)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("place", PLACES)
+def test_every_topology_trains_the_same_model(
+    reference: tuple[GPTConfig, list[float], dict[str, Any]], place: str, ucp_worlds: WorldPool
+) -> None:
+    config, losses, weights = reference
+    degrees, stage = PLACES[place]
+    found_losses, found = train(ucp_worlds, replace(config, vocabulary_divisor=64 // degrees.tp), degrees, stage)
+    assert found.keys() == weights.keys()
+    # fp32 sums in another order: a few units in the last place of a loss of 5.
+    np.testing.assert_allclose(found_losses, losses, rtol=0, atol=4e-6)
+    for name, value in weights.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("config", [GPT, LLAMA_MOE], ids=["gpt", "llama-moe"])
+@pytest.mark.parametrize("degrees", [Degrees(tp=2, pp=2), Degrees(tp=2, pipeline=False)], ids=["pipeline", "plain"])
+def test_the_checkpoint_says_how_each_parameter_is_cut(
+    config: GPTConfig, degrees: Degrees, ucp_worlds: WorldPool
+) -> None:
+    info = universal_checkpoint_info(config, degrees)
+    kinds = {
+        "vocabulary": info["vocabulary_parameter_patterns"],
+        "replicated": info["tp_replicated_parameter_patterns"],
+        "row": info["parameter_with_row_parallelism_patterns"],
+        "fused": [pattern for rule in info["parameter_with_sub_params"] for pattern in rule["patterns"]],
+    }
+    for described in ucp_worlds.get(RANKS).run(megatron_ranks.describe, config, degrees):
+        for name, (_, is_cut, dim, stride) in described.items():
+            matching = [kind for kind, patterns in kinds.items() if any(re.fullmatch(p, name) for p in patterns)]
+            expected = {(False, -1): ["replicated"], (True, 1): ["row"]}.get((is_cut, dim))
+            if expected is None:
+                is_fused = stride > 1 or "query_key_value" in name
+                expected = ["fused"] if is_fused else ["vocabulary"] if matching else []
+            assert matching == expected, name
+            assert matching or name.split(".")[-2] == "dense_h_to_4h", name
+
+
+@pytest.mark.engine
+def test_client_state_is_megatrons(ucp_worlds: WorldPool, tmp_path: Any) -> None:
+    ucp_worlds.get(RANKS).run(megatron_ranks.save_client_state, GPT, Degrees(tp=2, pp=2), str(tmp_path))
+    state = torch.load(tmp_path / "global_step1" / "mp_rank_03_model_states.pt", weights_only=False)
+    assert state["iteration"] == 1
+    assert state["checkpoint_version"] == 3.0
+    assert state["args"].padded_vocab_size == 256
+    assert state["args"].tensor_model_parallel_size == 2
+    assert state["universal_checkpoint_info"]["original_vocab_size"] == 250
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fused_blocks_are_cut_one_by_one(tp: int, dim: int) -> None:
+    whole = torch.arange(16 * 16).view(16, 16)
+    parts = [cut_weight(whole, Line(tuple(range(tp)), rank, None), dim, (8, 4, 4)) for rank in range(tp)]
+    query = torch.cat([part.narrow(dim, 0, 8 // tp) for part in parts], dim)
+    value = torch.cat([part.narrow(dim, 12 // tp, 4 // tp) for part in parts], dim)
+    assert torch.equal(query, whole.narrow(dim, 0, 8))
+    assert torch.equal(value, whole.narrow(dim, 12, 4))
+
+
+def test_a_width_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"widths \(8, 3, 3\) along dimension 0 cannot be cut for 2 ranks"):
+        cut_weight(torch.zeros(14, 2), Line((0, 1), 0, None), 0, (8, 3, 3))
+
+
+def test_padding_does_not_change_the_rows_before_it() -> None:
+    rows = draw_weight(1, "word_embeddings", (250, 8), 0.02)
+    assert torch.equal(draw_weight(1, "word_embeddings", (288, 8), 0.02)[:250], rows)
+    assert not torch.equal(draw_weight(2, "word_embeddings", (250, 8), 0.02), rows)
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 264), (2, 272), (4, 288)])
+def test_the_vocabulary_is_padded_for_the_ranks(tp: int, rows: int) -> None:
+    assert GPTConfig(vocabulary=257, vocabulary_divisor=8).padded_vocabulary(tp) == rows
+
+
+@pytest.mark.parametrize(
+    ("degrees", "stage", "message"),
+    [
+        (Degrees(pp=2), 2, "a pipeline goes with ZeRO 0 and 1"),
+        (Degrees(sp=2), 1, "without sp"),
+        (Degrees(pp=2, pipeline=False), 1, "pp 2 needs the pipeline build"),
+        (Degrees(tp=8), 1, "8/4 heads cannot be cut by tp 8"),
+        (Degrees(sp=3, pipeline=False), 1, "8/4 heads cannot be cut by tp 1 × sp 3"),
+    ],
+)
+def test_impossible_topologies_are_refused(degrees: Degrees, stage: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        degrees.check(PRESETS["tiny-llama"], stage)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "plain"),
+    [
+        ("tied_modules.embed.word_embeddings.weight", "language_model.embedding.word_embeddings.weight"),
+        ("1.position_embeddings.weight", "language_model.embedding.position_embeddings.weight"),
+        ("2.mlp.dense_h_to_4h.bias", "language_model.encoder.layers.0.mlp.dense_h_to_4h.bias"),
+        ("6.weight", "language_model.encoder.final_layernorm.weight"),
+        ("7.lm_head.weight", "language_model.output_layer.weight"),
+    ],
+)
+def test_both_builds_names_are_understood_alike(pipeline: str, plain: str) -> None:
+    assert plain_name(pipeline, layers=4) == plain_name(plain, layers=4)
+
+
+def test_differing_bits_are_counted() -> None:
+    saved = {("a", 0): {"fp32": np.array([1.0, 2.0], dtype=np.float32)}}
+    wrong = {("a", 0): {"fp32": np.array([1.0, -2.0], dtype=np.float32)}}
+    assert count_differing_bits(saved, saved) == (0, 1)
+    assert count_differing_bits(saved, wrong) == (1, 1)
+    with pytest.raises(ValueError, match="different parameters"):
+        count_differing_bits(saved, {("b", 0): saved["a", 0]})
+
+
+@pytest.mark.parametrize("name", ["zero1_pp", "zero1_pp_bf16", "zero2", "zero2_bf16", "zero3", "zero3_bf16"])
+def test_configurations_are_for_the_builds_that_they_name(name: str, pytestconfig: pytest.Config) -> None:
+    config = hjson.loads((pytestconfig.rootpath / "ds_configs" / f"megatron_{name}.json").read_text())
+    stage = config["zero_optimization"]["stage"]
+    Degrees(tp=2, pp=2 if "pp" in name else 1, pipeline="pp" in name).check(PRESETS["tiny"], stage)
+    assert f"zero{stage}" in name
+    assert ("bf16" in config) == name.endswith("bf16")

@@ -1,0 +1,595 @@
+"""The invariants of a load with tensor and pipeline parallelism, for every rank in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from tests.load.test_direct import check_untouched, run_load
+from tests.ranks import World, run_ranks
+from tests.reshard import (
+    FakeTarget,
+    Loaded,
+    check_content,
+    check_reads,
+    examples,
+    open_everywhere,
+    temporary_folder,
+)
+from tests.reshard3d import (
+    KINDS,
+    VOCAB,
+    Held,
+    Trip,
+    collect_locals,
+    draw_state,
+    expect,
+    load_all,
+    make_config,
+    make_pipeline,
+    make_plain,
+    pad_vocab,
+    resume,
+    trips,
+)
+from tests.synth import (
+    Layer,
+    Local,
+    Model,
+    Param,
+    Run,
+    State,
+    Topology,
+    bidirectional,
+    build_local_files,
+    interleaved,
+    split,
+    write_files,
+)
+
+ALL = ["norm", "router", "column", "bias", "row", "conv", "columns_uneven", "rows_uneven", "qkv", "gate_up"]
+PIPELINE = make_pipeline([ALL, ["column", "experts", "qkv_uneven"], ["row", "bias", "experts_in"]], frozen=("router",))
+
+PIPELINES = [
+    Topology(1, 2, "fp32"),
+    Topology(1, 1, "bf16", tp=2),
+    Topology(1, 2, "bf16", pp=2),
+    Topology(1, 2, "bf16", "bf16", tp=2, pp=2),
+    Topology(0, 1, "fp32", tp=2, pp=2),
+    Topology(1, 1, tp=4, pp=1),
+    Topology(0, 1, "bf16", "bf16", tp=3, pp=3),
+]
+
+
+@pytest.mark.parametrize("target", PIPELINES, ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize("source", PIPELINES, ids=lambda t: t.label)
+def test_pipelines_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
+    resume(draw_state(PIPELINE, source), target, tmp_path)
+
+
+PLAIN = make_plain([*ALL, "experts", "experts_in", "qkv_uneven", "few", "word"], frozen=["router", "row"])
+
+PLAINS = [
+    Topology(0, 1, tp=2),
+    Topology(1, 2, "bf16", tp=2),
+    Topology(2, 2, tp=3),
+    Topology(3, 2, "bf16", tp=2),
+    Topology(3, 3, sub_group_size=10),
+    Topology(2, 1, "bf16", tp=4),
+    Topology(3, 1, tp=4),
+]
+
+
+@pytest.mark.parametrize("target", PLAINS, ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize("source", PLAINS, ids=lambda t: t.label)
+def test_tensor_parallel_models_without_a_pipeline(source: Topology, target: Topology, tmp_path: Path) -> None:
+    resume(draw_state(PLAIN, source), target, tmp_path)
+
+
+@examples(120)
+@given(trip=trips())
+def test_any_topology_loads_into_any_other(trip: Trip) -> None:
+    """Every rank holds its part of the logical state bit by bit, and every touched byte is read once over all ranks."""
+    note(f"{trip.source.topology.label} {trip.source.topology.placement}→{trip.target.label} {trip.target.placement}")
+    with temporary_folder() as folder:
+        resume(trip.source, trip.target, folder, **trip.options)
+
+
+# -- one pattern at a time --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)], ids=lambda d: "tp%d→tp%d" % d)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}))
+def test_every_pattern(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
+    source, target = (Topology(2, 2, tp=tp) for tp in degrees)
+    resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"), [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybrid2", (1, 2))]
+)
+def test_shards_along_two_dimensions(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
+    source, target = (Topology(1, 1, tp=tp) for tp in degrees)
+    resume(draw_state(make_plain([kind]), source), target, tmp_path)
+
+
+def test_columns_that_many_ranks_refine_are_read_once(tmp_path: Path) -> None:
+    """Shard-H from one rank to four: every file row is needed by all of them."""
+    source = draw_state(make_plain(["row", "rows_uneven", "conv"]), Topology(1, 2))
+    _, ranks = resume(source, Topology(3, 2, tp=4), tmp_path, min_direct=1 << 20)
+    read = sum(request.nbytes for rank in ranks for request in rank.requests)
+    state = sum(tensor.nbytes for atoms in source.state.atoms.values() for tensor in atoms.values())
+    assert state <= read <= 1.10 * state + 3 * 4 * 16  # padding of two partitions, three files
+    assert any(rank.plan and rank.plan.rounds for rank in ranks)
+
+
+@pytest.mark.parametrize("window", [64, 200, 1 << 20])
+def test_rounds_of_any_window(window: int, tmp_path: Path) -> None:
+    source = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
+    _, ranks = resume(source, Topology(1, 2, tp=3), tmp_path, window=window)
+    share = max(window // 4, 64)
+    for each in (each for rank in ranks for each in (rank.plan.rounds if rank.plan else ())):
+        assert each.staged <= share or len({(read.record, read.offset // 64) for read in each.reads}) == 1
+
+
+# -- there and back again ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def round_trips(draw: st.DrawFn) -> Trip:
+    """Nothing that one side cannot express: one precision, equal copies, padding rows of zeros."""
+    trip = draw(trips())
+    source = trip.source
+    held = draw_state(source.model, source.topology, 1, equal_instances=True)
+    atoms = {name: dict(states) for name, states in held.state.atoms.items()}
+    for name, states in atoms.items():
+        plain = name.partition("#")[0]
+        if plain.endswith("word"):
+            for tensor in states.values():
+                tensor[VOCAB:] = 0
+        elif name != plain and plain.endswith("positions"):
+            atoms[name] = atoms[plain]
+    held = replace(held, state=replace(held.state, atoms=atoms))
+    target = trip.target if trip.target.precision == source.topology.precision else source.topology
+    return Trip(held, replace(target, tp=trip.target.tp) if fits_all(source.model, trip.target.tp) else target, trip.options)
+
+
+def fits_all(model: Model, tp: int) -> bool:
+    return all(tp in KINDS[param.name.rpartition(".")[2]].degrees for param in model.params)
+
+
+@examples(40)
+@given(trip=round_trips())
+def test_there_and_back_again(trip: Trip) -> None:
+    """A→B→A: what B's ranks hold is saved as B would and loaded into A; A's own state comes back, bit by bit."""
+    first, there = trip.source, trip.target
+    note(f"{first.topology.label}→{there.label}→{first.topology.label}")
+    with temporary_folder() as folder:
+        _, ranks = resume(first, there, folder / "a", **trip.options)
+        write_files(folder / "b", build_local_files(collect_locals(ranks, there), there, Run(garbage=float("nan"))))
+        back = first.make_targets()
+        _, again = load_all(folder / "b", back, make_config(first.model), **trip.options)
+        check_content(again, first.state, first.locals)
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+THREE = make_pipeline([["column", "norm"], ["row"], ["column"], ["gate_up", "bias"]])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        Topology(1, 2),
+        Topology(1, 1, pp=2, placement=((0, 1), (2, 3, 4, 5))),
+        Topology(1, 1, pp=2, placement=((0, 1, 2, 3, 4), (5,))),
+        Topology(1, 1, "bf16", pp=3, placement=interleaved(6, 3, 2)),
+        Topology(1, 2, "bf16", "bf16", pp=2, placement=interleaved(6, 2, 3)),
+        Topology(0, 1, "bf16", "bf16", tp=2, pp=2, placement=bidirectional(6, 2)),
+        Topology(1, 1, pp=4, placement=bidirectional(6, 4)),
+        Topology(0, 1, pp=4, placement=((0, 1), (), (2, 3, 4), (5,))),
+    ],
+    ids=lambda t: f"→{t.label} {t.placement}",
+)
+@pytest.mark.parametrize(
+    "source",
+    [
+        Topology(1, 2, pp=3),
+        Topology(1, 1, "bf16", tp=2, pp=2, placement=interleaved(6, 2, 2)),
+        Topology(1, 2, pp=2, placement=bidirectional(6, 2)),
+        Topology(1, 1, "bf16", "bf16", pp=4, placement=bidirectional(6, 4)),
+        Topology(0, 1, pp=3, placement=((0, 1, 2), (), (3, 4, 5))),
+    ],
+    ids=lambda t: f"{t.label} {t.placement}",
+)
+def test_layers_move_between_stages(source: Topology, target: Topology, tmp_path: Path) -> None:
+    resume(draw_state(THREE, source), target, tmp_path)
+
+
+def test_stages_without_a_matrix_lack_a_param_group(tmp_path: Path) -> None:
+    """DeepSpeed drops empty groups: group 0 of such a stage is the second group of the others."""
+    model = make_pipeline([["column", "bias"], ["norm"], ["bias", "row"]], tied=False)
+    for number, (source, target) in enumerate(
+        [
+            (Topology(1, 1, pp=3), Topology(1, 2)),
+            (Topology(1, 2), Topology(1, 1, pp=3)),
+            (Topology(0, 1, pp=3), Topology(1, 1, "bf16", "bf16", tp=2, pp=2)),
+            (Topology(1, 1, "bf16", "bf16", pp=3), Topology(0, 1, pp=2)),
+        ]
+    ):
+        resume(draw_state(model, source), target, tmp_path / str(number))
+
+
+def test_a_pipeline_goes_on_without_one(tmp_path: Path) -> None:
+    """Names differ by the layer's prefix: a rename rule; then any ZeRO stage."""
+    source = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]], tied=False), Topology(1, 1, tp=2, pp=2))
+    rename = {"from": r"(?P<layer>\d+)\.(?P<rest>.*)", "to": "body.layers.{layer+3}.{rest}"}
+    config = make_config(source.model)
+    config = config.model_copy(update={"patterns": {**config.patterns, "rename": [rename]}})  # type: ignore[dict-item]
+    atoms = {rename_layer(name): states for name, states in source.state.atoms.items()}
+    scalars = {rename_layer(name): states for name, states in source.state.scalars.items()}
+    params = tuple(replace(param, name=rename_layer(param.name)) for param in source.model.params)
+    buffers = {rename_layer(name): value for name, value in source.model.buffers.items()}
+    wanted = Held(Model(params, buffers), Topology(3, 2, tp=1), State(atoms, scalars, source.state.groups))
+    index, ranks = load_all(source.write(tmp_path), wanted.make_targets(), config)
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
+
+
+def rename_layer(name: str) -> str:
+    layer, _, rest = name.partition(".")
+    return f"body.layers.{int(layer) + 3}.{rest}"
+
+
+# -- tied modules -----------------------------------------------------------------------------------------------------
+
+TIED3 = Model(
+    (
+        Param("tied_modules.embed.word", (VOCAB, 4), tied=True),
+        Param("tied_modules.embed.positions", (5, 4)),
+        Param("1.column", (12, 5)),
+        Param("3.column", (12, 5)),
+    ),
+    layers=(Layer("embed"), Layer(), Layer("embed"), Layer(), Layer("embed")),
+)
+POSITIONS = "tied_modules.embed.positions"
+STAGES = {
+    1: Topology(1, 2),
+    2: Topology(1, 1, pp=2),
+    3: Topology(1, 1, pp=3, placement=((0, 1), (2, 3), (4,))),
+}
+
+
+@pytest.mark.parametrize(("saved", "live"), [(a, b) for a in STAGES for b in STAGES], ids=lambda n: str(n))
+def test_every_stage_gets_its_own_copy_back(
+    saved: int, live: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where there are fewer the first stage's counts, with a warning, as DeepSpeed ties only ``tied_weight_attr``."""
+    caplog.set_level(logging.WARNING, "deepspeed_ucp")
+    source = draw_state(TIED3, STAGES[saved])
+    wanted, _ = resume(source, STAGES[live], tmp_path)
+    assert wanted.state.atoms[POSITIONS]["fp32"].equal(source.state.atoms[POSITIONS]["fp32"])
+    if saved == live > 1:
+        assert wanted.state.atoms.keys() == source.state.atoms.keys()
+    warned = [record.getMessage() for record in caplog.records if "tied" in record.getMessage()]
+    assert len(warned) == int(saved > 1 and saved != live)
+    if warned:
+        assert POSITIONS in warned[0]
+        assert "word" not in warned[0]
+        assert "first stage" in warned[0]
+
+
+def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Path) -> Path:
+    """Write a checkpoint whose ranks hold what no state describes."""
+    held = source.locals
+    change(held)
+    write_files(folder, build_local_files(held, source.topology, Run()))
+    return folder
+
+
+def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Exception], text: str) -> str:
+    """Every rank gives the same error, and nothing has changed."""
+    targets = wanted.make_targets()
+    index = open_everywhere(folder, targets)
+    results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm, config))
+    assert {type(result) for result in results} == {kind}, results
+    assert len({str(result) for result in results}) == 1
+    for target in targets:
+        if target.wrapped:
+            check_untouched(target)
+    with pytest.raises(kind, match=text):
+        raise results[0]
+    return str(results[0])
+
+
+def test_both_directions_of_a_pipeline_have_to_hold_the_same(tmp_path: Path) -> None:
+    source = draw_state(THREE, Topology(1, 1, pp=2, placement=bidirectional(6, 2)))
+
+    def change(held: Mapping[int, Local]) -> None:
+        held[1].state.atoms["2.row"]["fp32"].view(-1)[0] += 1
+
+    text = r"2\.row is held by 2 pipeline stages with different values; they have to be replicas"
+    wanted = expect(source, Topology(1, 2))
+    refuse(edit(source, change, tmp_path), wanted, make_config(source.model), CheckpointError, text)
+
+
+def test_layers_without_names_are_not_guessed(tmp_path: Path) -> None:
+    """Stage 0 in fp32 saves no names of masters: interleaved layers of its stages cannot be told from the files."""
+    source = draw_state(THREE, Topology(0, 1, pp=2, placement=interleaved(6, 2, 2)))
+    targets = expect(source, Topology(1, 1)).make_targets()
+    with pytest.raises(MismatchError, match="no division of the layers into 2 runs fits"):
+        open_everywhere(source.write(tmp_path), targets)
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def differ(name: str, state: str, by: float, rank: int = 1) -> Callable[[Mapping[int, Local]], None]:
+    def change(held: Mapping[int, Local]) -> None:
+        held[rank].state.atoms[name][state].view(-1)[[1, 4]] += torch.tensor([by / 2, -by])
+
+    return change
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg_sq"])
+@pytest.mark.parametrize("target", [Topology(1, 2), Topology(3, 1, tp=3)], ids=lambda t: f"→{t.label}")
+def test_replicas_that_differ_are_refused_with_the_largest_difference(
+    target: Topology, state: str, tmp_path: Path
+) -> None:
+    source = draw_state(make_plain(["column", "norm"]), Topology(1, 1, tp=2))
+    folder = edit(source, differ("body.norm", state, 0.25), tmp_path)
+    text = rf"body\.norm \({state}\) is replicated .* ranks 0 and 1 .*largest difference is 2\.500e-01 at element 4.*partial"
+    refuse(folder, expect(source, target), make_config(source.model), MismatchError, text)
+
+
+def test_frozen_replicas_that_differ_are_refused_too(tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", "norm", "router"], frozen=["router"]), Topology(2, 1, tp=2))
+    folder = edit(source, differ("body.router", "fp32", 0.25), tmp_path)
+    text = r"body\.router \(module\) is replicated .*2\.500e-01 at element 4"
+    refuse(folder, expect(source, Topology(2, 2)), make_config(source.model), MismatchError, text)
+
+
+def test_ranks_that_stay_keep_their_own_values(tmp_path: Path) -> None:
+    """The same degree and the same shapes: nothing says that the ranks' values are replicas."""
+    source = draw_state(make_plain(["column", "norm"]), Topology(1, 1, tp=2))
+    folder = edit(source, differ("body.norm", "fp32", 0.25), tmp_path)
+    wanted = expect(source, Topology(3, 2, tp=2))
+    held = wanted.locals
+    differ("body.norm", "fp32", 0.25)(held)
+    _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))
+    check_content(ranks, wanted.state, held)
+
+
+@pytest.mark.parametrize("target", [Topology(1, 2), Topology(2, 2, tp=3), Topology(0, 1, tp=4)], ids=lambda t: t.label)
+def test_the_mean_counts_where_a_rule_says_partial(target: Topology, tmp_path: Path) -> None:
+    """Masters and states alike; every byte is still read once."""
+    model = make_plain(["column", "router", "norm"])
+    source = draw_state(model, Topology(1, 2, tp=2))
+    held = source.locals
+    torch.manual_seed(0)
+    atoms = {name: dict(states) for name, states in source.state.atoms.items()}
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        shards = [held[rank].state.atoms["body.router"][state] for rank in range(2)]
+        shards[1] += torch.rand(shards[1].shape)
+        atoms["body.router"][state] = (shards[0].double() + shards[1].double()).div(2).float()
+    write_files(tmp_path, build_local_files(held, source.topology, Run()))
+    wanted = expect(replace(source, state=replace(source.state, atoms=atoms)), target)
+    config = make_config(model)
+    rules = [dict(rule) for rule in config.patterns["rules"]]  # type: ignore[call-overload,index]
+    for rule in rules:
+        rule["pattern"] = "partial" if rule["match"].endswith("router") else rule["pattern"]
+    index, ranks = load_all(tmp_path, wanted.make_targets(), UniversalConfig(threads=1, patterns={"rules": rules}))
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
+
+
+# -- what is not known, and what contradicts --------------------------------------------------------------------------
+
+
+def test_everything_that_nothing_settles_is_listed_with_a_rule_to_paste(tmp_path: Path) -> None:
+    source = draw_state(make_pipeline([["column", "qkv"], ["row"]], tied=False), Topology(1, 1, tp=2))
+    wanted, folder = expect(source, Topology(1, 1, pp=2)), source.write(tmp_path)
+    text = refuse(folder, wanted, UniversalConfig(threads=1), MismatchError, "is not known")
+    for told in (r"0.column: (6, 5) on 2 ranks in the checkpoint, (12, 5) on 1 rank in the model", "0.qkv", "1.row"):
+        assert told in text
+    assert r'{"match": "\\d+\\.row", "pattern": "shard-h", "dim": 1}' in text
+    assert text.count("shard-nc with parts") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "text"),
+    [
+        ("column", {"pattern": "shard-h"}, r"body\.column: .*"),
+        ("column", {"pattern": "replicate"}, r"body\.column: .*"),
+        ("norm", {"pattern": "shard-v"}, r"body\.norm: .*"),
+        ("qkv", {"pattern": "shard-nc", "parts": [24, 12, 13]}, r"body\.qkv: parts \[24, 12, 13\] sum to 49"),
+        ("conv", {"pattern": "shard-h", "dim": 1}, r"body\.conv: .*"),
+        ("hybrid2", {"pattern": "shard-hy", "grid": [1, 2]}, r"body\.hybrid2: .*"),
+        ("experts", {"pattern": "shard-nc", "blocks": 5}, r"body\.experts: .* does not divide into 5 blocks"),
+    ],
+)
+def test_rules_that_contradict_the_shapes_are_refused(
+    kind: str, rule: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    source = draw_state(make_plain(["column", kind] if kind != "column" else [kind]), Topology(1, 1, tp=2))
+    rules = [{"match": rf".*\.{kind}", **rule}]
+    if kind != "column":
+        rules.append({"match": r".*\.column", "pattern": "shard-v"})
+    config = UniversalConfig(threads=1, patterns={"rules": rules})
+    refuse(source.write(tmp_path), expect(source, Topology(1, 2)), config, MismatchError, text)
+
+
+def test_another_logical_shape_is_refused(tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", "row"]), Topology(1, 1, tp=2))
+    grown = replace(source.model, params=(source.model.params[0], replace(source.model.params[1], shape=(5, 16))))
+    wanted = draw_state(grown, Topology(1, 1, tp=4))
+    text = r"body\.row: .*\(5, 12\).*\(5, 16\)"
+    refuse(source.write(tmp_path), wanted, make_config(source.model), MismatchError, text)
+
+
+def test_a_rule_that_matches_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deepspeed_ucp")
+    source = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
+    rules = [{"match": r".*\.column", "pattern": "shard-v"}, {"match": r".*\.absent", "pattern": "shard-h"}]
+    wanted = expect(source, Topology(1, 2))
+    config = UniversalConfig(threads=1, patterns={"rules": rules})
+    load_all(source.write(tmp_path), wanted.make_targets(), config)
+    told = [record.getMessage() for record in caplog.records]
+    assert len([text for text in told if "absent" in text]) == 1
+    assert not [text for text in told if "column" in text]
+
+
+# -- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 1), (2, 3), (3, 4), (2, 4)], ids=lambda n: f"tp{n}")
+def test_padding_rows_that_both_sides_have_stay_and_new_ones_are_told(
+    source: int, target: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "deepspeed_ucp")
+    held = draw_state(make_plain(["column", "word"]), Topology(1, 2, tp=source))
+    wanted, _ = resume(held, Topology(3, 2, tp=target), tmp_path)
+    old, new = pad_vocab(source), pad_vocab(target)
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        before, after = (each.state.atoms["body.word"][state] for each in (held, wanted))
+        assert after[: min(old, new)].equal(before[: min(old, new)])
+        assert not after[old:].any()
+    told = [record.getMessage() for record in caplog.records if "padded" in record.getMessage()]
+    assert told == ([f"body.word: vocabulary padded to {new} rows, saved with {old}; the {new - old} new ones are zero"] if new > old else [])
+
+
+def test_other_padding_without_a_word_about_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", "word"]), Topology(1, 1, tp=2))
+    rules = [{"match": r".*\.(column|word)", "pattern": "shard-v"}]
+    config = UniversalConfig(threads=1, patterns={"rules": rules})
+    wanted = expect(source, Topology(1, 1, tp=3))
+    text = r"body\.word: 12 rows in the checkpoint, 18 in the model.*original_vocab_size"
+    refuse(source.write(tmp_path), wanted, config, MismatchError, text)
+
+
+# -- who else tells ---------------------------------------------------------------------------------------------------
+
+
+class Marked:
+    """As much of a live module as its attributes are read from."""
+
+    def __init__(self, marks: Mapping[str, Mapping[str, Any]]) -> None:
+        self.params = [(name, SimpleNamespace(**told)) for name, told in marks.items()]
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        return self.params
+
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return []
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_attributes_of_the_live_parameters_settle_patterns(tp: int, tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", "row", "gate_up", "norm"]), Topology(1, 2, tp=2))
+    wanted = expect(source, Topology(2, 2, tp=tp))
+    marks = {
+        "body.column": {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1},
+        "body.row": {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1},
+        "body.gate_up": {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2},
+    }
+    modules = [Marked(marks)] * tp
+    targets = wanted.make_targets(modules)  # type: ignore[arg-type]
+    index, ranks = load_all(source.write(tmp_path), targets, UniversalConfig(threads=1))
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
+
+
+def test_the_users_rules_come_before_the_attributes(tmp_path: Path) -> None:
+    """Attributes that say rows, a rule that says two fused parts: the rule counts."""
+    source = draw_state(make_plain(["gate_up"]), Topology(1, 1, tp=2))
+    wanted = expect(source, Topology(1, 2))
+    marks = {"body.gate_up": {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}}
+    targets = wanted.make_targets([Marked(marks)])  # type: ignore[arg-type]
+    _, ranks = load_all(source.write(tmp_path), targets, make_config(source.model))
+    check_content(ranks, wanted.state, wanted.locals)
+
+
+def test_the_checkpoints_own_word_settles_patterns(tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", "row", "gate_up", "norm"]), Topology(1, 2, tp=2))
+    info = {
+        "universal_checkpoint_version": 0.2,
+        "parameter_with_row_parallelism_patterns": [r"body\.row"],
+        "tp_replicated_parameter_patterns": [r"body\.norm"],
+        "parameter_with_2_sub_params_cat_dim_0": [r"body\.gate_up"],
+    }
+    wanted = expect(source, Topology(2, 2))
+    source.write(tmp_path, Run(client_state={"universal_checkpoint_info": info}))
+    index, ranks = load_all(tmp_path, wanted.make_targets(), UniversalConfig(threads=1))
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
+
+
+# -- the whole load ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", ["crc", "off"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Topology(1, 2, "bf16", tp=2, pp=2), Topology(1, 2, "bf16")),
+        (Topology(1, 2), Topology(1, 1, "bf16", "bf16", tp=2, pp=2)),
+        (Topology(0, 1, tp=2, pp=2), Topology(1, 1, tp=4)),
+    ],
+    ids=lambda t: t.label,
+)
+def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
+    """With the comparison of masters and copies, client state and counters, on every rank."""
+    held = draw_state(PIPELINE, source)
+    held.write(tmp_path, Run(client_state={"epoch": 4}, garbage=float("nan")))
+    wanted = expect(held, target)
+    targets = wanted.make_targets()
+    index = open_everywhere(tmp_path, targets)
+    config = make_config(held.model, verify=verify)
+    results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
+    check_held(targets, wanted)
+    assert {client["epoch"] for _, _, client in results} == {4}
+    read = sum(report.bytes_read for _, report, _ in results)
+    state = results[0][1].state_bytes
+    assert {report.state_bytes for _, report, _ in results} == {state}
+    assert read <= 1.10 * state
+
+
+def check_held(targets: Sequence[FakeTarget], wanted: Held) -> None:
+    ranks = [Loaded(target, None, target.extras(), counted=False) for target in targets]  # type: ignore[arg-type]
+    check_content(ranks, wanted.state, wanted.locals)
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """``load_optimizer_states=False`` leaves optimizers as they are and reads no states."""
+    source = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
+    wanted = expect(source, Topology(1, 2, "bf16"))
+    weights = {name: {"fp32": states["fp32"]} for name, states in wanted.state.atoms.items()}
+    wanted = replace(wanted, state=State(weights, {}, wanted.state.groups))
+    _, ranks = load_all(source.write(tmp_path), wanted.make_targets(), make_config(source.model), with_states=False)
+    held = {mp: replace(local, state=replace(local.state, groups=())) for mp, local in wanted.locals.items()}
+    for rank in ranks:
+        assert not rank.target.wrapped.state
+        assert {state for _, state in rank.job.touched} <= {"fp32", "module", "copy"}
+    for local, mp in ((split(wanted.model, wanted.state, wanted.topology)[0], 0),):
+        assert held[mp].state.atoms.keys() == local.state.atoms.keys()
+    check_weights(ranks, held)
+
+
+def check_weights(ranks: Sequence[Loaded], held: Mapping[int, Local]) -> None:
+    for rank in ranks:
+        atoms = held[rank.target.place.mp_rank].state.atoms
+        for flat in rank.target.flats:
+            for cut in flat.cuts:
+                expected = atoms[cut.name]["fp32"].reshape(-1)[cut.start : cut.start + cut.numel]
+                assert flat.master[cut.offset : cut.offset + cut.numel].equal(expected), cut

@@ -1,0 +1,165 @@
+"""Planning for dozens of ranks: every byte is read once, and the work of all ranks together grows with the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard, count
+from deepspeed_ucp.patterns import Layout, Pattern, Replicate, ShardH, ShardNC, ShardV
+from deepspeed_ucp.plan import View, Want
+from deepspeed_ucp.plan.geometry import Cut, accumulate_offsets, cut_flat, cut_sub_group
+from tests.plan.planning import Planned, plan_wants
+
+HIDDEN = 32
+BLOCK, WINDOW, MIN_DIRECT = 4096, 1 << 16, 256
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks numbered by stage, then tensor-parallel rank, then data-parallel rank; ZeRO 1 or, without pp, 3."""
+
+    tp: int
+    pp: int
+    dp: int
+    stage: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}zero{self.stage}"
+
+    @property
+    def ranks(self) -> list[tuple[int, int, int]]:
+        return [(pp, tp, dp) for pp in range(self.pp) for tp in range(self.tp) for dp in range(self.dp)]
+
+
+PARAMETERS: dict[str, tuple[tuple[int, ...], Pattern, int | None]] = {
+    "qkv": ((3 * HIDDEN, HIDDEN), ShardNC(parts=(1, 1, 1)), 0),
+    "dense": ((HIDDEN, HIDDEN), ShardH(), 1),
+    "up": ((4 * HIDDEN, HIDDEN), ShardV(), 0),
+    "down": ((HIDDEN, 4 * HIDDEN), ShardH(), 1),
+    "norm": ((HIDDEN,), Replicate(), None),
+}
+"""Of each layer: logical shape, pattern, the dimension that is cut."""
+
+
+def local_shape(key: str, tp: int) -> tuple[int, ...]:
+    shape, _, dim = PARAMETERS[key]
+    return tuple(size // tp if axis == dim else size for axis, size in enumerate(shape))
+
+
+def layout_of(key: str, tp: int) -> Layout:
+    shape, pattern, _ = PARAMETERS[key]
+    return pattern.cut(shape, [local_shape(key, tp)] * tp)
+
+
+def cut_rank(grid: Grid, layers: int, pp: int, dp: int) -> tuple[list[Cut], int]:
+    """What a rank's flat buffer holds, by names `layer.key`, and its elements."""
+    bounds = [layers * stage // grid.pp for stage in range(grid.pp + 1)]
+    names = [f"{layer}.{key}" for layer in range(bounds[pp], bounds[pp + 1]) for key in PARAMETERS]
+    numels = [count(local_shape(name.partition(".")[2], grid.tp)) for name in names]
+    if grid.stage == 3:
+        return cut_sub_group(names, numels, dp, grid.dp), sum(-(-numel // grid.dp) for numel in numels)
+    partition = -(-sum(numels) // grid.dp)
+    return cut_flat(names, numels, accumulate_offsets(numels), dp * partition, (dp + 1) * partition), partition
+
+
+def save(grid: Grid, layers: int) -> tuple[dict[str, Atom], list[Record]]:
+    """The atoms of a checkpoint with one record per rank, without its padding."""
+    fragments: dict[str, list[list[Fragment]]] = defaultdict(lambda: [[] for _ in range(grid.tp)])
+    records = []
+    for number, (pp, tp, dp) in enumerate(grid.ranks):
+        cuts, _ = cut_rank(grid, layers, pp, dp)
+        for cut in cuts:
+            fragments[cut.name][tp].append(Fragment(cut.start, cut.numel, number, 4 * cut.offset))
+        records.append(Record(number, 64, 4 * max(cut.offset + cut.numel for cut in cuts), 0))
+    atoms = {}
+    for name, held in fragments.items():
+        shape = local_shape(name.partition(".")[2], grid.tp)
+        atoms[name] = Atom(name, "fp32", "float32", tuple(Shard(shape, tuple(parts)) for parts in held))
+    return atoms, records
+
+
+def want_all(source: Grid, target: Grid, layers: int, atoms: dict[str, Atom]) -> list[list[Want]]:
+    """What each rank of the target wants, in one buffer."""
+    views = {}
+    for key, (_, pattern, _) in PARAMETERS.items():
+        shards = (0,) if isinstance(pattern, Replicate) else tuple(range(source.tp))
+        for tp in range(target.tp):
+            views[key, tp] = View(layout_of(key, source.tp), layout_of(key, target.tp), tp, shards)
+    return [
+        [
+            Want(atoms[cut.name], cut.start, cut.numel, 0, cut.offset, views[cut.name.partition(".")[2], tp])
+            for cut in cut_rank(target, layers, pp, dp)[0]
+        ]
+        for pp, tp, dp in target.ranks
+    ]
+
+
+def plan_case(source: Grid, target: Grid, layers: int) -> tuple[Planned, list[list[Want]]]:
+    atoms, records = save(source, layers)
+    wants = want_all(source, target, layers, atoms)
+    return plan_wants(wants, records, block=BLOCK, window=WINDOW, min_direct=MIN_DIRECT), wants
+
+
+def measure_work(planned: Planned) -> int:
+    """Rows that all ranks together handle: claims, requests, and what they send and receive."""
+    work = sum(map(len, planned.claims)) + sum(len(plan.requests) for plan in planned.plans)
+    rounds = [each for plan in planned.plans for each in plan.rounds]
+    return work + sum(len(items) for each in rounds for items in (*each.sends, *each.receives))
+
+
+SOURCE = Grid(4, 8, 2)
+TARGETS = (Grid(4, 6, 2), Grid(2, 4, 3), Grid(8, 2, 1), Grid(1, 1, 24, stage=3))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda grid: grid.label)
+def test_all_ranks_together_read_every_byte_once_and_get_what_they_want(target: Grid) -> None:
+    planned, wants = plan_case(SOURCE, target, layers=16)
+    for mine, claims in zip(wants, planned.claims, strict=True):
+        assert sum(claim.nbytes for claim in claims) == 4 * sum(want.numel for want in mine)
+    reads = [request for plan in planned.plans for request in plan.requests]
+    for number, record in enumerate(planned.records):
+        ranges = sorted((r.offset, r.offset + r.nbytes) for r in reads if r.record == number)
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == record.nbytes
+        assert all(first[1] == second[0] for first, second in pairwise(ranges))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda grid: grid.label)
+def test_what_is_not_read_by_the_rank_itself_comes_in_the_rounds(target: Grid) -> None:
+    planned, _ = plan_case(SOURCE, target, layers=16)
+    for plan, claims in zip(planned.plans, planned.claims, strict=True):
+        direct = sum(part.nbytes for request in plan.direct for part in request.parts if part.buffer >= 0)
+        received = sum(c.nbytes for each in plan.rounds for some in each.receives for c in some)
+        assert direct + received == sum(claim.nbytes for claim in claims)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda grid: grid.label)
+def test_the_work_grows_no_faster_than_the_model(target: Grid) -> None:
+    first, second, third = (measure_work(plan_case(SOURCE, target, layers)[0]) for layers in (16, 32, 64))
+    assert third - second <= 1.1 * 2 * (second - first)  # as much for each layer more
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_work_of_one_rank_does_not_grow_with_the_number_of_ranks(stage: int) -> None:
+    """Twice the ranks want half as much each: of ZeRO 3, half of every parameter, so as many pieces as before."""
+    grids = [Grid(4, 1, dp, stage=1) if stage == 1 else Grid(1, 1, 4 * dp, stage=3) for dp in (2, 4, 8)]
+    worst = []
+    for grid in grids:
+        planned, _ = plan_case(SOURCE, grid, layers=16)
+        worst.append(
+            max(len(claims) + len(p.requests) for claims, p in zip(planned.claims, planned.plans, strict=True))
+        )
+    assert all(second <= 1.1 * first for first, second in pairwise(worst))
+
+
+def test_owners_share_the_blocks_evenly() -> None:
+    planned, _ = plan_case(SOURCE, TARGETS[-1], layers=16)
+    touched = np.arange(len(planned.records))
+    owned = [sum(1 for _ in planned.blocks.owned(rank, touched)) for rank in range(len(planned.plans))]
+    assert max(owned) - min(owned) <= 1

@@ -1,0 +1,136 @@
+"""Several ranks in one process: threads that take turns, and a `Comm` between them that really exchanges.
+
+One thread runs at a time, from one collective to the next, in rank order: what a test sees is the same every time, and
+a collective costs one thread switch per rank. Everything that ranks tell each other is pickled, as in a real launch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_ucp.comm import Comm
+
+_POOL = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rank")
+
+
+class BrokenWorldError(Exception):
+    """Another rank ended, or is in another collective."""
+
+
+class World:
+    """Ranks that run one after the other, until each has come to the same collective.
+
+    Args:
+        size: number of ranks.
+        order: in which they run; rank order where it is not given.
+    """
+
+    def __init__(self, size: int, order: Sequence[int] | None = None) -> None:
+        self.size = size
+        self.order = list(order or range(size))
+        self.turns: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(size)]
+        self.said: dict[int, str] = {}
+        self.given: list[Any] = [None] * size
+        self.heard: list[Any] = []
+        self.ended: set[int] = set()
+        self.broken = ""
+        self.collectives = 0
+
+    def run(self, work: Callable[[int, Comm], Any]) -> list[Any]:
+        """Every rank's result, or the error that ended it."""
+        if self.size == 1:
+            return [_try(work, 0, Comm())]
+        futures = [_POOL.submit(self._run_rank, work, rank) for rank in range(self.size)]
+        self.turns[self.order[0]].put(None)
+        return [future.result() for future in futures]
+
+    def _run_rank(self, work: Callable[[int, Comm], Any], rank: int) -> Any:
+        self.turns[rank].get()
+        result = _try(work, rank, ThreadComm(self, rank))
+        self.ended.add(rank)
+        if self.said:
+            self.broken = self.broken or f"rank {rank} has ended, others wait in {sorted(set(self.said.values()))}"
+        self._pass_on(rank)
+        return result
+
+    def _pass_on(self, rank: int) -> None:
+        place = self.order.index(rank) + 1
+        for following in self.order[place:] + self.order[: place - 1]:
+            if following not in self.ended:
+                self.turns[following].put(None)
+                return
+
+    def exchange(self, rank: int, kind: str, value: Any) -> list[Any]:
+        """What every rank gave to the same collective."""
+        if self.ended:
+            self.broken = self.broken or f"rank {rank} waits in {kind}, ranks {sorted(self.ended)} have ended"
+        self.said[rank], self.given[rank] = kind, value
+        if len(self.said) == self.size:
+            self._complete()
+        self._pass_on(rank)
+        self.turns[rank].get()
+        if self.broken:
+            raise BrokenWorldError(self.broken)
+        return self.heard
+
+    def _complete(self) -> None:
+        if len(set(self.said.values())) > 1:
+            self.broken = f"ranks are in different collectives: {self.said}"
+        self.heard = list(self.given)
+        self.said.clear()
+        self.collectives += 1
+
+
+def _try(work: Callable[[int, Comm], Any], rank: int, comm: Comm) -> Any:
+    try:
+        return work(rank, comm)
+    except BaseException as error:  # noqa: BLE001 - handed to the test
+        return error
+
+
+def run_ranks(size: int, work: Callable[[int, Comm], Any], order: Sequence[int] | None = None) -> list[Any]:
+    """Run `work(rank, comm)` on every rank; results in rank order.
+
+    Raises:
+        BaseException: the first rank's error that is not a consequence of another's.
+    """
+    results = World(size, order).run(work)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    errors.sort(key=lambda error: isinstance(error, BrokenWorldError))
+    if errors:
+        raise errors[0]
+    return results
+
+
+class ThreadComm(Comm):
+    """One rank of a `World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [pickle.loads(said) for said in self.world.exchange(self.rank, "gather", pickle.dumps(value))]
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        said = self.world.exchange(self.rank, f"broadcast {src}", pickle.dumps(value) if self.rank == src else b"")
+        return pickle.loads(said[src])
+
+    def swap(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        if data.dim() != 1 or data.dtype != torch.uint8 or data.numel() != sum(sends) or len(sends) != self.size:
+            raise ValueError(f"rank {self.rank} sends {sends} of {data.shape} {data.dtype}")
+        said = self.world.exchange(self.rank, "swap", data.clone().split(sends))
+        parts = [parcels[self.rank] for parcels in said]
+        if [part.numel() for part in parts] != receives:
+            raise ValueError(f"rank {self.rank} expects {receives}, gets {[part.numel() for part in parts]}")
+        return torch.cat(parts)
+
+    def any_of(self, mask: Any) -> Any:
+        return np.logical_or.reduce(self.world.exchange(self.rank, "any_of", mask.copy()))

@@ -1,0 +1,390 @@
+"""Reshards with tensor and pipeline parallelism: models of every pattern, all ranks' targets, what has to be there.
+
+How a parameter is cut is told by its name (``KINDS``), once as a function on torch tensors (this file's own geometry)
+and once as a rule for the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.targets.parallel import Instance, Place
+from tests.reshard import (
+    FakeTarget,
+    Loaded,
+    Options,
+    check_content,
+    check_reads,
+    collect,
+    load_rank,
+    open_for,
+)
+from tests.ranks import run_ranks
+from tests.synth import (
+    Layer,
+    Local,
+    Model,
+    Param,
+    Run,
+    State,
+    Topology,
+    bidirectional,
+    build_local_files,
+    instance_names,
+    interleaved,
+    random_state,
+    split,
+    write_files,
+)
+from tests.synth.stages import holders
+
+VOCAB = 11
+"""Rows of the vocabulary that mean something; padded to a multiple of ``DIVISOR`` × TP."""
+DIVISOR = 3
+
+Cutter = Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+# -- how tensors are cut ----------------------------------------------------------------------------------------------
+
+
+def cut_even(dim: int) -> Cutter:
+    return lambda tensor, tp, rank: tensor.chunk(tp, dim)[rank]
+
+
+def cut_uneven(dim: int) -> Cutter:
+    """The first ranks hold more; with too few places the last ones hold nothing."""
+    return lambda tensor, tp, rank: tensor.tensor_split(tp, dim)[rank]
+
+
+def cut_parts(sizes: Sequence[int], dim: int = 0, blocks: int = 1, unit: Sequence[int] | None = None) -> Cutter:
+    """Every part of every block is cut; ``unit`` of each part stays together (then the cut may be uneven)."""
+
+    def cut(tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+        held = []
+        for block in tensor.chunk(blocks, dim):
+            for number, part in enumerate(block.split(list(sizes), dim)):
+                units = part.split(unit[number] if unit else 1, dim)
+                mine = torch.arange(len(units)).tensor_split(tp)[rank]
+                held += [units[index] for index in mine.tolist()]
+        return torch.cat(held, dim) if held else tensor.narrow(dim, 0, 0)
+
+    return cut
+
+
+def cut_grid(tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """Two ranks along dimension 0, the others along dimension 1."""
+    return tensor if tp == 1 else tensor.chunk(2, 0)[rank // (tp // 2)].chunk(tp // 2, 1)[rank % (tp // 2)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A pattern: the logical shape, the cut, and the rule; ``degrees`` that it fits."""
+
+    shape: tuple[int, ...]
+    cut: Cutter
+    rule: dict[str, Any]
+    degrees: tuple[int, ...] = (1, 2, 3, 4)
+
+
+def whole(tensor: torch.Tensor, _tp: int, _rank: int) -> torch.Tensor:
+    return tensor
+
+
+KINDS: dict[str, Kind] = {
+    "norm": Kind((7,), whole, {"pattern": "replicate"}),
+    "router": Kind((3, 5), whole, {"pattern": "replicate"}),
+    "column": Kind((12, 5), cut_even(0), {"pattern": "shard-v"}),
+    "bias": Kind((12,), cut_even(0), {"pattern": "shard-v"}),
+    "row": Kind((5, 12), cut_even(1), {"pattern": "shard-h"}),
+    "conv": Kind((2, 3, 12), cut_even(2), {"pattern": "shard-h", "dim": 2}),
+    "columns_uneven": Kind((7, 3), cut_uneven(0), {"pattern": "shard-v"}),
+    "rows_uneven": Kind((3, 10), cut_uneven(1), {"pattern": "shard-h", "dim": 1}),
+    "few": Kind((2, 3), cut_uneven(0), {"pattern": "shard-v"}),  # with TP 4 two ranks hold nothing
+    "qkv": Kind((48, 3), cut_parts((24, 12, 12)), {"pattern": "shard-nc", "parts": [24, 12, 12]}),
+    "qkv_uneven": Kind(
+        (20, 3), cut_parts((10, 5, 5), unit=(2, 1, 1)), {"pattern": "shard-nc", "parts": [10, 5, 5]}
+    ),
+    "gate_up": Kind((24, 2), cut_parts((12, 12)), {"pattern": "shard-nc", "parts": [1, 1]}),
+    "experts": Kind((36, 2), cut_parts((12,), blocks=3), {"pattern": "shard-nc", "blocks": 3}),
+    "experts_in": Kind((2, 24), cut_parts((12,), dim=1, blocks=2), {"pattern": "shard-nc", "blocks": 2, "dim": 1}),
+    "hybrid4": Kind((4, 6), cut_grid, {"pattern": "shard-hy", "grid": [2, 2]}, (1, 4)),
+    "hybrid2": Kind((4, 6), cut_grid, {"pattern": "shard-hy", "grid": [2, 1]}, (1, 2)),
+    "word": Kind((VOCAB, 4), cut_even(0), {"pattern": "shard-v", "vocab": True}),
+    "positions": Kind((5, 4), whole, {"pattern": "replicate"}),
+}
+
+
+def kind_of(name: str) -> Kind:
+    return KINDS[name.partition("#")[0].rpartition(".")[2]]
+
+
+def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """The synthesiser's question."""
+    return kind_of(name).cut(tensor, tp, rank)
+
+
+def make_config(model: Model, **options: Any) -> UniversalConfig:
+    """Rules for the kinds that a model has."""
+    kinds = sorted({param.name.rpartition(".")[2] for param in model.params})
+    rules = [{"match": rf".*\.{kind}", **KINDS[kind].rule} for kind in kinds]
+    return UniversalConfig(threads=1, patterns={"rules": rules, "original_vocab_size": VOCAB}, **options)
+
+
+def pad_vocab(tp: int) -> int:
+    """Rows of the vocabulary with padding (Megatron's ``make-vocab-size-divisible-by``)."""
+    return -(-VOCAB // (DIVISOR * tp)) * DIVISOR * tp
+
+
+def fit_model(model: Model, topology: Topology) -> Model:
+    """The model as a run of this topology has it: its vocabulary is padded."""
+    rows = pad_vocab(topology.tp)
+    params = [
+        replace(param, shape=(rows, *param.shape[1:])) if kind_of(param.name) is KINDS["word"] else param
+        for param in model.params
+    ]
+    return replace(model, params=tuple(params))
+
+
+# -- what a run holds -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """A run with a state: what every model-parallel rank holds. ``model`` has the padding of this topology."""
+
+    model: Model
+    topology: Topology
+    state: State
+
+    @property
+    def locals(self) -> dict[int, Local]:
+        return split(self.model, self.state, self.topology, cut)
+
+    def write(self, folder: Path, run: Run | None = None) -> Path:
+        """Write its checkpoint."""
+        write_files(folder, build_local_files(self.locals, self.topology, run or Run(garbage=float("nan"))))
+        return folder
+
+    def make_targets(self, modules: Sequence[torch.nn.Module] | None = None) -> list[FakeTarget]:
+        """All its ranks: pipeline stage, then data, then tensor parallelism, as DeepSpeed numbers them."""
+        top, locals_ = self.topology, self.locals
+        places = [
+            Place(t, top.tp, p, top.pp, d, top.dp) for p in range(top.pp) for d in range(top.dp) for t in range(top.tp)
+        ]
+        return [self._make_target(place, locals_[place.mp_rank], modules) for place in places]
+
+    def _make_target(
+        self, place: Place, local: Local, modules: Sequence[torch.nn.Module] | None
+    ) -> FakeTarget:
+        copies = self._find_copies(local.model, place.pp_rank)
+        module = modules[place.tp_rank] if modules else None
+        target = FakeTarget(
+            local.model, self.topology, place.dp_rank, place=place, copies=copies, module=module
+        )
+        target.layers = local.layers
+        return target
+
+    def _find_copies(self, local: Model, stage: int) -> dict[str, Instance]:
+        tied = {param.name for param in self.model.params if param.tied}
+        found = {}
+        for name in [*(param.name for param in local.owners), *local.buffers]:
+            stages = holders(self.model, self.topology, name)
+            if len(stages) > 1:
+                found[name] = Instance(stages.index(stage), len(stages), name in tied)
+        return found
+
+
+def draw_state(model: Model, topology: Topology, seed: int = 0, **options: Any) -> Held:
+    """A run with a random state; copies of one parameter have states of their own, as nobody may mix them up."""
+    fitted = fit_model(model, topology)
+    return Held(fitted, topology, random_state(fitted, seed, precision=topology.precision, topology=topology, **options))
+
+
+def expect(source: Held, topology: Topology) -> Held:
+    """What a run of another topology holds after it has loaded the source: this file's own word for it."""
+    model = fit_model(source.model, topology)
+    old, new = instance_names(source.model, source.topology), instance_names(model, topology)
+    atoms, scalars = {}, {}
+    for param in model.owners:
+        olds = [name for name in old.get(param.name, (param.name,)) if is_saved(source, name)]
+        news = new.get(param.name, (param.name,))
+        for ordinal, name in enumerate(news):
+            origin = olds[pick(ordinal, len(news), len(olds))]
+            atoms[name] = {key: fit_rows(value, param.shape) for key, value in source.state.atoms[origin].items()}
+            if origin in source.state.scalars:
+                scalars[name] = source.state.scalars[origin]
+    return Held(model, topology, State(atoms, scalars, source.state.groups))
+
+
+def is_saved(source: Held, name: str) -> bool:
+    """Whether a copy is in the files: without masters, those of layers without a file are not."""
+    plain, _, number = name.partition("#")
+    if source.topology.kind != "raw" or not number or not plain.startswith("tied_modules."):
+        return True
+    key = plain.split(".")[1]
+    layers = [index for index, layer in enumerate(source.model.layers) if layer.tied == key and layer.file]
+    stage = holders(source.model, source.topology, plain)[int(number)]
+    held = source.locals[stage * source.topology.tp].layers
+    return bool(set(layers) & set(held))
+
+
+def pick(ordinal: int, count: int, saved: int) -> int:
+    """Its own copy; the first stage the first, the last stage the last, those between as far as there are some."""
+    if count == saved or ordinal == 0:
+        return ordinal
+    return saved - 1 if ordinal == count - 1 else min(ordinal, saved - 1)
+
+
+def fit_rows(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Padding rows: those that both sides have stay, new ones are zero."""
+    if value.shape == shape or value.shape[1:] != shape[1:]:
+        return value
+    fitted = torch.zeros(shape, dtype=value.dtype)
+    rows = min(len(value), len(fitted))
+    fitted[:rows] = value[:rows]
+    return fitted
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_all(
+    folder: Path, targets: Sequence[FakeTarget], config: UniversalConfig, **options: Any
+) -> tuple[AtomicIndex, list[Loaded]]:
+    """Open and load on every rank."""
+    chosen = Options(config=config, **options)
+
+    def work(rank: int, comm: Any) -> tuple[AtomicIndex, Loaded]:
+        index = open_for(folder, targets[rank], comm)
+        return index, load_rank(index, targets[rank], comm, chosen)
+
+    results = run_ranks(len(targets), work)
+    return results[0][0], [loaded for _, loaded in results]
+
+
+def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tuple[Held, list[Loaded]]:
+    """Write the source, load it into another topology, check every byte that is held and every byte that was read."""
+    source.write(folder)
+    wanted = expect(source, topology)
+    index, ranks = load_all(folder, wanted.make_targets(), make_config(source.model), **options)
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks, options.get("chunk", 64))
+    return wanted, ranks
+
+
+def collect_locals(ranks: Sequence[Loaded], topology: Topology) -> dict[int, Local]:
+    """What every model-parallel rank holds after a load, from its buffers."""
+    held: dict[int, list[Loaded]] = {}
+    for rank in ranks:
+        held.setdefault(rank.target.place.mp_rank, []).append(rank)
+    layers = {mp: rank[0].target.layers for mp, rank in held.items()}
+    return {mp: Local(held[mp][0].target.model, collect(held[mp]), layers[mp]) for mp in sorted(held)}
+
+
+# -- models and topologies --------------------------------------------------------------------------------------------
+
+EMBED = (
+    Param("tied_modules.embed.word", (VOCAB, 4), tied=True),
+    Param("tied_modules.embed.positions", (5, 4)),
+)
+
+
+def make_layer(number: int | str, kinds: Iterable[str], frozen: Iterable[str] = ()) -> tuple[Param, ...]:
+    """Vectors are in a group of their own, so that a stage may lack a group."""
+    frozen = set(frozen)
+    return tuple(
+        Param(f"{number}.{kind}", KINDS[kind].shape, group=int(len(KINDS[kind].shape) == 1), frozen=kind in frozen)
+        for kind in kinds
+    )
+
+
+def make_pipeline(blocks: Sequence[Iterable[str]], *, tied: bool = True, frozen: Iterable[str] = ()) -> Model:
+    """A PipelineModule: an embedding that the last layer uses again, and blocks between them."""
+    frozen = tuple(frozen)
+    params = list(EMBED) if tied else []
+    buffers = {}
+    for number, kinds in enumerate(blocks, int(tied)):
+        params += make_layer(number, kinds, frozen)
+        buffers[f"{number}.count"] = torch.tensor([number, 3])
+    ends = (Layer("embed"), Layer("embed", file=False)) if tied else ()
+    return Model(tuple(params), buffers, (*ends[:1], *[Layer()] * len(blocks), *ends[1:]))
+
+
+def make_plain(kinds: Sequence[str], frozen: Iterable[str] = ()) -> Model:
+    """A model without pipeline."""
+    return Model(make_layer("body", kinds, frozen), {"body.count": torch.arange(3)})
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A source and a topology to load it into."""
+
+    source: Held
+    target: Topology
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@st.composite
+def trips(draw: st.DrawFn) -> Trip:
+    """Pipelines and plain models of random kinds, from any topology to any other."""
+    degrees = draw(st.tuples(st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3, 4))))
+    usable = [kind for kind, each in KINDS.items() if kind not in ("word", "positions") and fits(each, degrees)]
+    kinds = st.lists(st.sampled_from(usable), min_size=1, max_size=4, unique=True)
+    if draw(st.integers(0, 3)):
+        model = draw_pipeline(draw, kinds)
+        source, target = (draw_topology(draw, tp, model) for tp in degrees)
+        if source.kind == "raw":  # no file tells which of its stages had which layers, so only runs of them are found
+            source = replace(source, placement=None)
+    else:
+        chosen = [*draw(kinds), *draw(st.sampled_from(((), ("word",))))]
+        loose = [kind for kind in chosen if kind not in ("column", "norm")]  # every group trains something
+        model = make_plain(list(dict.fromkeys(["column", "norm", *chosen])), frozen=loose[:1])
+        source, target = (draw_plain_topology(draw, tp) for tp in degrees)
+    stepped = {} if draw(st.integers(0, 6)) else {"states": (), "step": None}
+    held = draw_state(model, source, draw(st.integers(0, 99)), **stepped)
+    options = {"chunk": draw(st.sampled_from((16, 64, 1024))), "min_direct": draw(st.sampled_from((1, 16, 1 << 20)))}
+    return Trip(held, target, options)
+
+
+def fits(kind: Kind, degrees: Sequence[int]) -> bool:
+    return all(degree in kind.degrees for degree in degrees)
+
+
+def draw_pipeline(draw: st.DrawFn, kinds: st.SearchStrategy[list[str]]) -> Model:
+    """Every block trains a matrix, so that every stage has a parameter under ZeRO."""
+    blocks = [list(dict.fromkeys(["column", *draw(kinds)])) for _ in range(draw(st.integers(1, 4)))]
+    return make_pipeline(blocks, tied=draw(st.booleans()), frozen=draw(st.sampled_from(((), ("router", "row")))))
+
+
+def draw_topology(draw: st.DrawFn, tp: int, model: Model) -> Topology:
+    """Stage 0 or 1, contiguous, interleaved or bidirectional layers."""
+    pp = draw(st.integers(1, min(len(model.layers), 3)))
+    placement = None
+    if pp == 2 and draw(st.booleans()):
+        placement = bidirectional(len(model.layers), 2)
+    elif pp > 1 and draw(st.booleans()):
+        placement = interleaved(len(model.layers), pp, 2)
+    if placement and not all(placement):
+        placement = None
+    stage, precision, wrapper = draw(
+        st.sampled_from(
+            ((0, "fp32", None), (0, "bf16", "bf16"), (1, "fp32", None), (1, "bf16", None), (1, "bf16", "bf16"))
+        )
+    )
+    return Topology(stage, draw(st.integers(1, 2)), precision, wrapper, tp=tp, pp=pp, placement=placement)
+
+
+def draw_plain_topology(draw: st.DrawFn, tp: int) -> Topology:
+    stage = draw(st.sampled_from((0, 1, 2, 3)))
+    precision = draw(st.sampled_from(("fp32", "bf16")))
+    sub_group = draw(st.sampled_from((None, 10))) if stage == 3 else None
+    return Topology(stage, draw(st.integers(1, 3)), precision, tp=tp, sub_group_size=sub_group)
