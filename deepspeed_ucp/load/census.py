@@ -103,13 +103,17 @@ def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
     returns = [each for each in comm.gather(mine) if each is not None]
     with comm.together():
         census = replace(_count(returns, place.tp), ordinals=ordinals)
-        _compare(owned, census.owned, place.tp_rank)
-        _compare(others, census.extras, place.tp_rank)
     return census
 
 
-def _compare(mine: Mapping[str, Shape], counted: Mapping[str, tuple[Shape, ...]], tp_rank: int) -> None:
-    """Hold a rank's tensors against those that data-parallel rank 0 told of."""
+def check_alike(census: Census, target: Target, extras: Iterable[Extra]) -> None:
+    """Hold this rank's tensors against those that data-parallel rank 0 told of.
+
+    Raises:
+        MismatchError: it holds others.
+    """
+    counted, tp_rank = {**census.owned, **census.extras}, target.place.tp_rank
+    mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
     odd = [f"{name} {shape}" for name, shape in mine.items() if name not in counted or counted[name][tp_rank] != shape]
     if odd:
         raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
