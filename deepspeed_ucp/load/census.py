@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..atoms import MASTER, MODULE, AtomicIndex
@@ -85,8 +85,9 @@ def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
     Raises:
         MismatchError: tensor-parallel ranks of one stage hold different tensors.
     """
-    place, found, census = target.place, list(extras), Census(target.place.tp)
+    place, found = target.place, list(extras)
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
+    census = Census(place.tp, ordinals=ordinals)
     mine = None
     with comm.together():
         if place.dp_rank == 0:
@@ -102,7 +103,7 @@ def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
             )
     returns = [each for each in comm.gather(mine) if each is not None]
     with comm.together():
-        census = replace(_count(returns, place.tp), ordinals=ordinals)
+        _count(census, returns)
     return census
 
 
@@ -119,8 +120,7 @@ def check_alike(census: Census, target: Target, extras: Iterable[Extra]) -> None
         raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
 
 
-def _count(returns: Iterable[_Return], tp: int) -> Census:
-    census = Census(tp)
+def _count(census: Census, returns: Iterable[_Return]) -> None:
     owned: dict[str, dict[int, Shape]] = {}
     extras: dict[str, dict[int, Shape]] = {}
     for each in returns:
@@ -132,8 +132,7 @@ def _count(returns: Iterable[_Return], tp: int) -> Census:
         census.everyone |= {(name, *place) for name, place in each.ordinals.items()}
         census.attributes.update(each.attributes)
         census.info = census.info or each.info
-    census.owned, census.extras = _order(owned, tp), _order(extras, tp)
-    return census
+    census.owned, census.extras = _order(owned, census.tp), _order(extras, census.tp)
 
 
 def _order(found: Mapping[str, Mapping[int, Shape]], tp: int) -> dict[str, tuple[Shape, ...]]:
@@ -186,15 +185,21 @@ def join_groups(target: Target, comm: Comm) -> LiveGroups:
     return joined
 
 
-def find_renamed(index: AtomicIndex, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:
-    """Live name → saved name, by the user's ``rename`` rules."""
+def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:
+    """Live name → saved name, by the user's ``rename`` rules.
+
+    A rule counts where the engine does not know the saved name and knows the new one, so that one set of rules serves
+    both directions, and a run that goes on under the names it has.
+    """
     renames = tuple(rename for each in rules for rename in each.renames)
     if not renames:
         return {}
+    live = {*census.owned, *census.extras, *census.aliases}
     saved = {name for name, state in index.atoms if state in (MASTER, MODULE)} | set(index.aliases)
+    foreign = sorted(saved - live - {further for names in index.instances.values() for further in names[1:]})
     if tell and (idle := find_idle(saved, renames)):
         logger.info("patterns: %s", shorten(idle))
-    return {new: old for old, new in rename_names(sorted(saved), renames).items() if new != old}
+    return {new: old for old, new in rename_names(foreign, renames).items() if new in live}
 
 
 def settle_layouts(

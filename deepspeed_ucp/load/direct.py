@@ -185,7 +185,7 @@ def _prepare(
     job, match, layouts = Job(), Match(), {}
     with comm.together():
         rules = read_rules(config.patterns)
-        live = census.live(find_renamed(index, rules, tell=comm.rank == 0), with_extras=not custom)
+        live = census.live(find_renamed(index, census, rules, tell=comm.rank == 0), with_extras=not custom)
         match = match_parameters(index, live, strict=arguments.load_module_strict or custom, with_states=with_states)
         check_alike(census, target, extras)
         if with_states:

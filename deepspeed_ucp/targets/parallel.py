@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,9 +69,10 @@ def find_place(engine: Any) -> Place:
     mpu = engine.mpu
     tp, pp = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_pipeline_parallel_world_size(mpu))
     place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, _pipe_rank(mpu) if pp > 1 else 0, pp, dp_rank, dp)
-    if tp * pp != engine.mp_world_size or place.mp_rank != engine.checkpoint_mp_rank:
+    numbered = mpu.get_model_parallel_rank()  # what names the files
+    if tp * pp != engine.mp_world_size or place.mp_rank != numbered:
         raise UnsupportedError(
-            f"Model-parallel rank {engine.checkpoint_mp_rank} of {engine.mp_world_size} has pipeline stage "
+            f"Model-parallel rank {numbered} of {engine.mp_world_size} has pipeline stage "
             f"{place.pp_rank} of {pp} and tensor rank {place.tp_rank} of {tp}; expected rank {place.mp_rank} of "
             f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)."
         )
@@ -112,7 +114,7 @@ def find_instances(engine: Any) -> dict[str, Instance]:
     for key, copy in module.tied_modules.items():
         used = [i for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
         stages = sorted({module.stage_owner(layer) for layer in used})
-        tied = {id(module._recursive_getattr(copy, attribute)) for attribute in module.tied_weight_attrs[key]}
+        tied = {id(attrgetter(attribute)(copy)) for attribute in module.tied_weight_attrs[key]}
         for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
             instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tied)
             found[strip_compiled(f"tied_modules.{key}.{name}")] = instance
