@@ -1,0 +1,111 @@
+"""What ranks tell each other before a load: renames in both directions, groups of several stages, odd ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.load.census import Census, check_alike, find_renamed, join_groups, read_rules
+from deepspeed_ucp.targets.parallel import Place
+from deepspeed_ucp.topology import Topology
+from tests.ranks import run_ranks
+
+BOTH_WAYS = {
+    "rename": [
+        {"from": r"(?P<n>\d+)\.(?P<rest>\w+)", "to": "encoder.{n-2}.{rest}"},
+        {"from": r"encoder\.(?P<n>\d+)\.(?P<rest>\w+)", "to": "{n+2}.{rest}"},
+    ]
+}
+
+
+def make_index(*names: str, instances: dict[str, tuple[str, ...]] | None = None) -> AtomicIndex:
+    atoms = {(name, MASTER): Atom(name, MASTER, "float32", (Shard((2,), ()),)) for name in names}
+    return AtomicIndex(
+        files=(),
+        records=(),
+        atoms=atoms,
+        scalars={},
+        groups=(),
+        aliases={},
+        shapes={},
+        buffers=frozenset(),
+        counters={},
+        scaler={},
+        clip_grad=None,
+        state_file="",
+        topology=Topology(1, "zero12", "float32"),
+        instances=instances or {},
+    )
+
+
+def rename(index: AtomicIndex, *live: str) -> dict[str, str]:
+    census = Census(1, owned=dict.fromkeys(live, ((2,),)))
+    return find_renamed(index, census, read_rules(BOTH_WAYS), tell=False)
+
+
+def test_one_set_of_rules_serves_both_directions() -> None:
+    assert rename(make_index("2.w", "3.w"), "encoder.0.w", "encoder.1.w") == {
+        "encoder.0.w": "2.w",
+        "encoder.1.w": "3.w",
+    }
+    assert rename(make_index("encoder.0.w"), "2.w") == {"2.w": "encoder.0.w"}
+
+
+def test_names_that_the_engine_knows_stay_and_names_that_it_does_not_know_are_not_made() -> None:
+    assert rename(make_index("2.w", "4.w"), "2.w", "4.w", "encoder.0.w") == {}
+    assert rename(make_index("2.w"), "encoder.7.w") == {}
+
+
+def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
+    index = make_index("2.w", "2.w#1", instances={"2.w": ("2.w", "2.w#1")})
+    assert rename(index, "encoder.0.w") == {"encoder.0.w": "2.w"}
+
+
+def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    rules = read_rules({"rename": [{"from": "nothing", "to": "something"}]})
+    with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
+        assert find_renamed(make_index("w"), Census(1), rules, tell=True) == {}
+    assert "'nothing' matches no parameter" in caplog.text
+
+
+class Stage:
+    """What `join_groups` and `check_alike` ask of a target."""
+
+    def __init__(self, pp_rank: int, groups: list[tuple[float, list[str]]], dp_rank: int = 0) -> None:
+        self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)
+        self.groups = groups
+
+    def live_groups(self) -> list[list[tuple[str, bool]]]:
+        return [[(name, True) for name in names] for _, names in self.groups]
+
+    def live_hyper(self) -> list[dict[str, Any]]:
+        return [{"weight_decay": decay, "lr": 0.1 + self.place.pp_rank} for decay, _ in self.groups]
+
+    def owned_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: (2,) for _, names in self.groups for name in names}
+
+
+def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
+    stages: list[Any] = [Stage(0, [(0.1, ["0.w"]), (0.0, ["0.b"])]), Stage(1, [(0.0, ["1.b"])])]
+    for joined in run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm)):
+        assert joined.names == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
+        assert [fields["weight_decay"] for fields in joined.hyper] == [0.1, 0.0]
+
+
+def test_the_same_parameter_in_two_stages_is_named_once() -> None:
+    stages: list[Any] = [Stage(0, [(0.1, ["t", "0.w"])]), Stage(1, [(0.1, ["t", "1.w"])])]
+    joined = run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm))[0]
+    assert [name for name, _ in joined.names[0]] == ["t", "0.w", "1.w"]
+
+
+def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
+    stage: Any = Stage(0, [(0.1, ["a", "b"])], dp_rank=1)
+    check_alike(Census(1, owned={"a": ((2,),), "b": ((2,),)}), stage, [])
+    with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):
+        check_alike(Census(1, owned={"a": ((2,),), "b": ((3,),)}), stage, [])
+    with pytest.raises(MismatchError, match=r"here a \(2,\), b \(2,\)"):
+        check_alike(Census(1), stage, [])
