@@ -43,15 +43,23 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo test bench lint pytest test-oldest clean
+.PHONY: help demo figures test bench lint pytest test-oldest clean
 help:
-	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt)'
+	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
+	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt)'
+	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
 	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
 	@echo 'make lint    ruff, mypy, import-linter'
 
 demo: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/byte_gpt/demo.py
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py demo --out demo_out
+
+figures: $(STAMP)
+	for figure in fig7a fig7b fig8 fig9; do \
+	    $(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py $$figure || exit 1; \
+	done
 
 bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py

@@ -32,7 +32,6 @@ from deepspeed_ucp.load.replicas import check_replicas
 from deepspeed_ucp.load.sinks import TensorSink
 from deepspeed_ucp.plan import LoadPlan, Part, Request, locate
 from deepspeed_ucp.plan.geometry import Cut
-from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import Extra, Flat, Target
 from deepspeed_ucp.targets.parallel import Instance, Place
@@ -109,7 +108,7 @@ class FakeTarget(Target):
                 holder = holder.view(_find(self.model, flat.names[0]).shape)
             cuts = [Cut(part.name, part.start, part.numel, part.offset) for part in flat.slices]
             master = holder.requires_grad_().detach().view(-1)
-            self.flats.append(Flat(flat.group, flat.names, cuts, master, holder, replicated=not self.kind.partitions))
+            self.flats.append(Flat(flat.group, flat.names, cuts, master, holder))
 
     def instances(self) -> dict[str, Instance]:
         return self.copies
@@ -132,7 +131,7 @@ class FakeTarget(Target):
             return Extra(param.name, param.shape, whole, False)
         part = stage3_slice(param, self.kind.dp, self.rank)
         held = torch.full((part.numel,), SENTINEL, dtype=self.kind.dtype)
-        return Extra(param.name, param.shape, held, False, part.start, replicated=False)
+        return Extra(param.name, param.shape, held, False, part.start)
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(param.name, param.trains) for param in group] for group in self.model.groups]
@@ -262,9 +261,7 @@ def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget], options: Opti
 def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> list[Loaded]:
     """Load a checkpoint into all ranks of a run; `options` are those of `Options`."""
     chosen = Options(**options)
-    return run_ranks(
-        len(targets), lambda rank, comm: load_rank(index, targets[rank], comm, chosen), order=chosen.order
-    )
+    return run_ranks(len(targets), lambda rank, comm: load_rank(index, targets[rank], comm, chosen), order=chosen.order)
 
 
 def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:

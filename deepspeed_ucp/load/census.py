@@ -199,7 +199,7 @@ def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *
     foreign = sorted(saved - live - {further for names in index.instances.values() for further in names[1:]})
     if tell and (idle := find_idle(saved, renames)):
         logger.info("patterns: %s", shorten(idle))
-    return {new: old for old, new in rename_names(foreign, renames).items() if new in live}
+    return {new: old for old, new in rename_names(foreign, renames, live).items() if new in live}
 
 
 def settle_layouts(

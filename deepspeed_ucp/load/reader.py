@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 
@@ -107,14 +108,14 @@ class Reader:
 
     def _make_scratch(self, nbytes: int) -> memoryview:
         """Scratch memory of one thread; page-locked where it is copied to a GPU."""
-        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned).numpy())
+        return memoryview(_allocate(nbytes, self.pinned).numpy())
 
     def _make_stage(self, nbytes: int) -> TensorSink | None:
         if not nbytes:
             return None
         if self.stage is None or self.stage.numel() < nbytes:
             most = max(each.staged for each in self.plan.rounds)
-            self.stage = torch.empty(most, dtype=torch.uint8)
+            self.stage = _allocate(most)
         return TensorSink(self.stage, "uint8", fresh=True)
 
     def _exchange(self, each: Round, fresh: bool, step: int) -> None:
@@ -138,7 +139,7 @@ class Reader:
         self._scatter([claim for one in claims for claim in one], received)
 
     def _pack(self, sends: Sequence[Sequence[Send]]) -> torch.Tensor:
-        packed = torch.empty(sum(send.nbytes for one in sends for send in one), dtype=torch.uint8)
+        packed = _allocate(sum(send.nbytes for one in sends for send in one))
         position = 0
         for send in (send for one in sends for send in one):
             if self.stage is None:
@@ -155,6 +156,16 @@ class Reader:
             for part in claim.parts:
                 self.job.sinks[part.buffer].take(part, data[position : position + part.nbytes])
                 position += part.nbytes
+
+
+def _allocate(nbytes: int, pinned: bool = False) -> torch.Tensor:
+    """Bytes that go back to the system once they are freed.
+
+    malloc would keep buffers of a few MiB, in an arena for every thread: 200 MiB a rank (docs/benchmarks.md).
+    """
+    if pinned or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def _pick_reads(each: Round, fresh: bool) -> list[Request]:

@@ -10,7 +10,7 @@ named group matched, ``{group+3}`` and ``{group-3}`` shift a layer number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError, MismatchError, shorten
@@ -74,13 +74,21 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
     return tuple(rules)
 
 
-def rename_names(names: Iterable[str], rules: Sequence[Rename]) -> dict[str, str]:
+def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[str] | None = None) -> dict[str, str]:
     """Saved name → live name, for all names; the first rule that matches counts, without one a name stays.
+
+    Args:
+        names: as saved.
+        rules: tried in this order.
+        live: where given, only a rule that makes one of these names counts.
 
     Raises:
         MismatchError: two names become one.
     """
-    renamed = {name: next(filter(None, (rule.apply(name) for rule in rules)), name) for name in names}
+    renamed = {}
+    for name in names:
+        candidates = (new for rule in rules if (new := rule.apply(name)) is not None)
+        renamed[name] = next((new for new in candidates if live is None or new in live), name)
     _check_distinct(renamed)
     return renamed
 

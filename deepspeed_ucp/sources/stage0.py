@@ -52,12 +52,13 @@ def build_stage0(
         if part.optim.names is None:
             check_group_order(part.optim.groups, live_hyper, save.path(part.header))
             check_state_shapes(part, save.path(part.header))
-    owned = [_find_owned(part, live) for part in parts]
+    trained = [_find_trained(part, live) for part in parts]
+    owned = [_drop_lost(part, names) for part, names in zip(parts, trained, strict=True)]
     _tell_lost(save, parts)
     stages = name_stages(save, [list(names) for names in owned])
     built = [
-        _add_part(builder, seat, part, names, ordered=save.pp > 1)
-        for seat, part, names in zip(stages.seats, parts, owned, strict=True)
+        _add_part(builder, seat, part, names, everything if save.pp > 1 else {})
+        for seat, part, names, everything in zip(stages.seats, parts, owned, trained, strict=True)
     ]
     optimized = {name for names in owned for name in names}
     if not save.is_pipeline:
@@ -112,8 +113,8 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[Part]:
     return parts
 
 
-def _find_owned(part: Part, live: GroupNames | None) -> dict[str, tuple[int, ...]]:
-    """The parameters that the optimizer trained and whose master is in the files, with their shapes.
+def _find_trained(part: Part, live: GroupNames | None) -> dict[str, tuple[int, ...]]:
+    """The parameters that the optimizer trained, with their shapes.
 
     Frozen here, and without states there: older releases hold them in the groups as well.
     """
@@ -121,8 +122,13 @@ def _find_owned(part: Part, live: GroupNames | None) -> dict[str, tuple[int, ...
     names = part.names
     if len(names) == len(part.optim.holders):
         frozen -= {name for name, holder in zip(names, part.optim.holders, strict=True) if holder.states}
+    return {n: part.shapes[n] for n in names if count(part.shapes[n]) and n not in frozen}
+
+
+def _drop_lost(part: Part, trained: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Those whose master is in the files."""
     lost = set(part.find_lost())
-    return {n: part.shapes[n] for n in names if count(part.shapes[n]) and n not in frozen and n not in lost}
+    return {name: shape for name, shape in trained.items() if name not in lost}
 
 
 def _tell_lost(save: Save, parts: Sequence[Part]) -> None:
@@ -136,9 +142,18 @@ def _tell_lost(save: Save, parts: Sequence[Part]) -> None:
 
 
 def _add_part(
-    builder: Builder, seat: Seat, part: Part, owned: Mapping[str, tuple[int, ...]], *, ordered: bool
+    builder: Builder,
+    seat: Seat,
+    part: Part,
+    owned: Mapping[str, tuple[int, ...]],
+    ordered: Mapping[str, tuple[int, ...]],
 ) -> Built:
-    """Add what a rank's optimizer holds. ``ordered``: raw optimizers have flats too, which tell where stages end."""
+    """Add what a rank's optimizer holds.
+
+    Args:
+        owned: its parameters, with shapes, as far as their masters are in the files.
+        ordered: those of a raw optimizer that make up its flats, which tell where stages end.
+    """
     seat.shapes.update(owned)
     held = [tuple(name for name in names if name in owned) for names in part.groups]
     groups = tuple(
@@ -153,12 +168,12 @@ def _add_part(
     for name, master, holder in zip(part.names, masters, part.optim.holders, strict=True):
         if master is not None and name in owned:
             _add_whole(builder, seat, part, name, master, holder)
-    if part.optim.kind == "torch" and not ordered:  # the order of the parameters is the live one
-        return (), groups
+    told = ordered if part.optim.kind == "torch" else owned  # a raw optimizer's order is the live one
     flats = tuple(
-        FlatGroup(index, (name,), (count(owned[name]),), count(owned[name]))
-        for index, names in enumerate(held)
+        FlatGroup(index, (name,), (count(told[name]),), count(told[name]))
+        for index, names in enumerate(part.groups)
         for name in names
+        if name in told
     )
     return flats, groups
 

@@ -25,7 +25,6 @@ class Flat:
         cuts: what this rank holds.
         master: the live buffer, 1-D (fp32 unless the engine keeps 16-bit masters).
         holder: the tensor that the optimizer keeps states for; None without optimizer.
-        replicated: every rank holds the same (stage 0).
     """
 
     group: int
@@ -33,7 +32,6 @@ class Flat:
     cuts: list[Cut]
     master: torch.Tensor
     holder: torch.Tensor | None
-    replicated: bool = False
 
     def gaps(self) -> list[tuple[int, int]]:
         """Padding: element ranges of the buffer that no parameter covers."""
@@ -53,7 +51,6 @@ class Extra:
 
     Attributes:
         tensor: this rank's elements, 1-D: [start, start + tensor.numel()) of the whole.
-        replicated: every rank holds the whole.
     """
 
     name: str
@@ -61,7 +58,6 @@ class Extra:
     tensor: torch.Tensor
     is_buffer: bool
     start: int = 0
-    replicated: bool = True
 
 
 class Target(ABC):

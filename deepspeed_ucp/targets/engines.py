@@ -175,7 +175,7 @@ def partitioned_extra(name: str, param: Any) -> Extra:
         raise UnsupportedError(f"{name}: a quantized parameter, or one on NVMe, without optimizer cannot be filled.")
     group = param.ds_process_group
     start, numel = cut_parameter(param.ds_numel, ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group))
-    return Extra(name, tuple(param.ds_shape), flatten(held)[:numel], False, start, replicated=False)
+    return Extra(name, tuple(param.ds_shape), flatten(held)[:numel], False, start)
 
 
 class Fp16FusedTarget(Target):
@@ -189,7 +189,7 @@ class Fp16FusedTarget(Target):
             raw = tuple(self.names[id(p)] for p in params)
             names, numels = tuple(map(strip_compiled, raw)), tuple(p.numel() for p in params)
             cuts = cut_flat(names, numels, accumulate_offsets(numels), 0, master.numel())
-            self.flats.append(Flat(group, names, cuts, flatten(master), master, replicated=True))
+            self.flats.append(Flat(group, names, cuts, flatten(master), master))
             self.layout.append(FlatGroup(group, names, numels, master.numel()))
 
     def refresh_copies(self) -> None:
@@ -208,7 +208,7 @@ class Fp16UnfusedTarget(Target):
             for param, master in zip(params, masters, strict=True):
                 name, numel = strip_compiled(self.names[id(param)]), param.numel()
                 cuts = [Cut(name, 0, numel, 0)]
-                self.flats.append(Flat(group, (name,), cuts, flatten(master), master, replicated=True))
+                self.flats.append(Flat(group, (name,), cuts, flatten(master), master))
                 self.layout.append(FlatGroup(group, (name,), (numel,), numel))
 
     def refresh_copies(self) -> None:
@@ -229,7 +229,7 @@ class TorchTarget(Target):
                 if param.requires_grad and param.numel():
                     name = strip_compiled(self.names[id(param)])
                     cuts = [Cut(name, 0, param.numel(), 0)]
-                    self.flats.append(Flat(group, (name,), cuts, flatten(param), param, replicated=True))
+                    self.flats.append(Flat(group, (name,), cuts, flatten(param), param))
                     if self.place.pp > 1:  # where a stage ends is part of the topology
                         self.layout.append(FlatGroup(group, (name,), (param.numel(),), param.numel()))
 

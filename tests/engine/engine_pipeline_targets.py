@@ -74,11 +74,6 @@ def resume(launch: Launch, folder: str) -> Local:
     return _with_clean_groups(_resume, launch, folder)
 
 
-def resume_with_deepspeed(launch: Launch, folder: str) -> Local:
-    """As `resume`, by DeepSpeed's own load and what has to follow it."""
-    return _with_clean_groups(_resume_with_deepspeed, launch, folder)
-
-
 def _save(launch: Launch, folder: str) -> Local:
     engine = make_engine(launch, launch.ds_config, seed=0)
     train(engine, STEPS[0])
@@ -89,16 +84,6 @@ def _save(launch: Launch, folder: str) -> Local:
 def _resume(launch: Launch, folder: str) -> Local:
     engine = make_engine(launch, {**launch.ds_config, "checkpoint": {"universal": True}}, seed=1)
     engine.load_checkpoint(folder)
-    return _tell(engine)
-
-
-def _resume_with_deepspeed(launch: Launch, folder: str) -> Local:
-    from deepspeed_ucp.targets import open_target
-    from deepspeed_ucp.targets.finish import refresh_untied_copies
-
-    engine = make_engine(launch, launch.ds_config, seed=1)
-    engine.load_checkpoint(folder)
-    refresh_untied_copies(open_target(engine))
     return _tell(engine)
 
 
@@ -261,7 +246,7 @@ class Runs:
             self._saved[key] = self.worlds.get(RANKS).run(save, launch, key)
         return self._saved[key]
 
-    def resumed(self, source: Launch, target: Launch, how: Callable[[Launch, str], Local] = resume) -> list[Local]:
+    def resumed(self, source: Launch, target: Launch) -> list[Local]:
         """The ranks of a run that goes on from a saved one."""
         self.saved(source)
-        return list(self.worlds.get(RANKS).run(how, target, self.folder(source)))
+        return list(self.worlds.get(RANKS).run(resume, target, self.folder(source)))

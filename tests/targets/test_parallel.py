@@ -21,14 +21,8 @@ def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "ds_comm", ranks)
 
 
-def make_engine(mpu: Any = None, mp_world_size: int = 1, checkpoint_mp_rank: int = 0, module: Any = None) -> Any:
-    return SimpleNamespace(
-        mpu=mpu,
-        mp_world_size=mp_world_size,
-        checkpoint_mp_rank=checkpoint_mp_rank,
-        seq_data_parallel_group=(1, 3),
-        module=module,
-    )
+def make_engine(mpu: Any = None, mp_world_size: int = 1, module: Any = None) -> Any:
+    return SimpleNamespace(mpu=mpu, mp_world_size=mp_world_size, seq_data_parallel_group=(1, 3), module=module)
 
 
 def make_mpu(**answers: int) -> Any:
@@ -36,14 +30,21 @@ def make_mpu(**answers: int) -> Any:
 
 
 MEGATRON = make_mpu(
+    model_parallel_rank=5,
     tensor_model_parallel_rank=1,
     tensor_model_parallel_world_size=2,
     pipeline_model_parallel_rank=2,
     pipeline_model_parallel_world_size=4,
 )
-SLICES = make_mpu(slice_parallel_rank=1, slice_parallel_world_size=2)
+SLICES = make_mpu(model_parallel_rank=1, slice_parallel_rank=1, slice_parallel_world_size=2)
 OLDEST = make_mpu(model_parallel_rank=3, model_parallel_world_size=4)
-STAGES = make_mpu(model_parallel_rank=0, model_parallel_world_size=1, pipe_parallel_rank=1, pipe_parallel_world_size=2)
+STAGES = make_mpu(
+    model_parallel_rank=1,
+    slice_parallel_rank=0,
+    slice_parallel_world_size=1,
+    pipe_parallel_rank=1,
+    pipe_parallel_world_size=2,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +59,22 @@ STAGES = make_mpu(model_parallel_rank=0, model_parallel_world_size=1, pipe_paral
     ],
 )
 def test_every_kind_of_mpu_is_understood(mpu: Any, size: int, mp_rank: int, place: Place) -> None:
-    found = find_place(make_engine(mpu, size, mp_rank))
+    found = find_place(make_engine(mpu, size))
     assert found == place
     assert found.mp_rank == mp_rank
 
 
 def test_another_numbering_of_ranks_is_refused() -> None:
     """A topology with the axes model, pipe numbers tensor ranks first."""
+    mpu = SimpleNamespace(**{**vars(MEGATRON), "get_model_parallel_rank": lambda: 6})
     with pytest.raises(UnsupportedError, match=r"rank 6 of 8 has pipeline stage 2 of 4 and tensor rank 1 of 2"):
-        find_place(make_engine(MEGATRON, 8, 6))
+        find_place(make_engine(mpu, 8))
 
 
 def test_pipeline_stages_need_a_rank() -> None:
-    mpu = make_mpu(model_parallel_rank=0, model_parallel_world_size=1, pipe_parallel_world_size=2)
+    mpu = make_mpu(slice_parallel_rank=0, slice_parallel_world_size=1, pipe_parallel_world_size=2)
     with pytest.raises(UnsupportedError, match="get_pipeline_model_parallel_rank"):
-        find_place(make_engine(mpu, 2, 0))
+        find_place(make_engine(mpu, 2))
 
 
 def mark(parameter: torch.nn.Parameter, **marks: Any) -> torch.nn.Parameter:
