@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from fingerprint import STATES, Part, hold_whole, sum_parts
 from meters import Io, peak_resident_bytes, reset_peak, resident_bytes
 from ranks import Body, Peer, release_free_memory
 from torch import nn
@@ -20,8 +21,6 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _initialise(topology: Engine, model: nn.Module) -> Any:
 
 
 def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
-    """Train one step from random weights and save; each rank returns the fingerprints of its partitions."""
+    """Train one step from random weights and save; each rank returns its part of the fingerprint."""
 
     def body(peer: Peer) -> dict[str, Any]:
         model = build_model(params_m)
@@ -109,7 +108,7 @@ def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
         engine.backward(engine(torch.tensor(1e-2)))
         engine.step()
         engine.save_checkpoint(str(folder))
-        return {"fingerprint": fingerprint(engine), "parameters": sum(p.numel() for p in model.parameters())}
+        return {"fingerprint": list_parts(engine), "parameters": sum(p.numel() for p in model.parameters())}
 
     return body
 
@@ -123,20 +122,15 @@ def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_pl
         engine = _initialise(topology, build_model(params_m))
         release_free_memory()
         peer.ready()
-        measured = _measure(engine, folder, tag)
-        measured["fingerprint"] = fingerprint(engine)
-        report = getattr(engine, "ucp_report", None)
-        if with_plugin and not (report is not None and report.direct):
-            raise RuntimeError("the plugin left the load to DeepSpeed: " + getattr(report, "reason", "no report"))
-        if with_plugin:
-            measured |= {"phases": dict(report.phases), "reported_bytes": report.bytes_read}
+        measured = measure_load(engine, folder, tag, with_plugin=with_plugin)
+        measured["fingerprint"] = list_parts(engine)
         dist.barrier()
         return measured
 
     return body
 
 
-def _measure(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
+def measure_load(engine: Any, folder: Path, tag: str, *, with_plugin: bool) -> dict[str, Any]:
     """Time, bytes and memory of one load call.
 
     `kept` is what the process holds afterwards beyond what it held before and the optimizer state that it now has;
@@ -154,7 +148,16 @@ def _measure(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
     release_free_memory()
     held = resident_bytes()
     grown = _optimizer_bytes(engine) - state_before
-    return {"seconds": seconds, "io": io, "extra": max(0, peak - held), "kept": held - held_before - grown}
+    measured = {"seconds": seconds, "io": io, "extra": max(0, peak - held), "kept": held - held_before - grown}
+    return measured | _ask_plugin(engine) if with_plugin else measured
+
+
+def _ask_plugin(engine: Any) -> dict[str, Any]:
+    """What the plugin reports of the load that it has done."""
+    report = getattr(engine, "ucp_report", None)
+    if report is None or not report.direct:
+        raise RuntimeError("the plugin left the load to DeepSpeed: " + getattr(report, "reason", "no report"))
+    return {"phases": dict(report.phases), "reported_bytes": report.bytes_read}
 
 
 def _optimizer_bytes(engine: Any) -> int:
@@ -167,29 +170,11 @@ def _optimizer_tensors(engine: Any) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def fingerprint(engine: Any) -> dict[str, int]:
-    """Per state the sum of its elements' bits as integers: exact, and the same however it is partitioned."""
-    optimizer = engine.optimizer
-    flats = (
-        optimizer.fp32_partitioned_groups_flat
-        if engine.zero_optimization_stage() == 3
-        else optimizer.single_partition_of_fp32_groups
-    )
-    sums = dict.fromkeys(STATES, 0)
-    for flat in flats:
-        state = optimizer.optimizer.state[flat]
-        for name in STATES:
-            sums[name] += _sum_of_bits(flat if name == "fp32" else state[name])
-    return sums
-
-
-def _sum_of_bits(flat: torch.Tensor) -> int:
-    bits = flat.detach().view(torch.int32)
-    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(1 << 24))
-
-
-def add_fingerprints(parts: list[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(part[name] for part in parts) % (1 << 64) for name in STATES}
+def list_parts(engine: Any) -> list[Part]:
+    """What this rank's optimizer holds of each parameter."""
+    sums = sum_parts(engine, hold_whole)
+    named = engine.module.named_parameters()
+    return [Part(name, 0, 0, 0, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
 
 
 def state_bytes(parameters: int) -> int:

@@ -1,4 +1,4 @@
-"""From measurements to medians, tables and targets; the page docs/benchmarks.md."""
+"""From measurements to medians, tables and targets: the sections of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ ALLOWANCE_MIB = 64
 
 @dataclass(frozen=True)
 class Measured:
-    """One load (or floor): seconds of the slowest rank; bytes summed over ranks, memory of the worst rank."""
+    """One load (or floor): seconds of the slowest rank; bytes summed over ranks, memory of the worst rank.
+
+    `fault` says why a load of upstream's came to nothing (its seconds are 0 then), or what it got wrong.
+    """
 
     case: str
     round: int
@@ -33,16 +36,35 @@ class Measured:
     kept_bytes: int = 0
     reported_bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
+    fault: str = ""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table; `floor` names the floor that it is held against."""
+    """A row of the table.
+
+    Attributes:
+        floor, upstream: the cases that it is held against.
+        storage_limit: bytes from storage over bytes of state that are asked for.
+    """
 
     name: str
     title: str
     floor: str = ""
-    is_ours: bool = False
+    upstream: str = ""
+    storage_limit: float = 1.02
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("ours")
+
+    @property
+    def is_upstream(self) -> bool:
+        return self.name.startswith("upstream")
+
+    @property
+    def is_floor(self) -> bool:
+        return self.name.startswith("floor")
 
 
 @dataclass(frozen=True)
@@ -62,22 +84,36 @@ class Target:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
+@dataclass(frozen=True)
 class Results:
-    """All measurements of a run, by case and round."""
+    """All measurements of a suite, by case and round.
 
-    def __init__(self, measured: Sequence[Measured], state_bytes: int, conversion_seconds: float | None) -> None:
-        self.measured, self.state_bytes, self.conversion_seconds = measured, state_bytes, conversion_seconds
+    Attributes:
+        parameters: of the model, without padding.
+        state_bytes: of its fp32 masters and moments.
+        conversion_seconds: of upstream's conversion, None where it was not run.
+        command: that measured.
+    """
+
+    measured: tuple[Measured, ...]
+    parameters: int
+    state_bytes: int
+    conversion_seconds: float | None
+    command: str
 
     @property
     def rounds(self) -> int:
         return len({m.round for m in self.measured})
 
     def of(self, case: str) -> list[Measured]:
-        return [m for m in self.measured if m.case == case]
+        return [m for m in self.measured if m.case == case and m.seconds]
+
+    def faults(self, case: str) -> list[str]:
+        return list(dict.fromkeys(m.fault for m in self.measured if m.case == case and m.fault))
 
     def seconds(self, case: str) -> dict[int, float]:
-        """By round; upstream's load has the conversion before it added."""
-        offset = self.conversion_seconds or 0.0 if case == "upstream" else 0.0
+        """By round; upstream's loads have the conversion before them added."""
+        offset = self.conversion_seconds or 0.0 if case.startswith("upstream") else 0.0
         return {m.round: m.seconds + offset for m in self.of(case)}
 
     def ratio(self, case: str, other: str) -> float | None:
@@ -95,38 +131,35 @@ class Results:
         return max((max(m.extra_bytes, m.extra_bytes + m.kept_bytes) / MIB for m in self.of(case)), default=None)
 
 
-def make_page(results: Results, cases: Sequence[Case], command: str) -> str:
-    """The text of docs/benchmarks.md."""
-    size_m, state_gib = results.state_bytes / 12e6, results.state_bytes / (1 << 30)
-    return f"""# Benchmarks
+def explain(results: Results) -> str:
+    """How the loads were measured, the same in all sections."""
+    return f"""The page cache is cold before every load (dropped with posix_fadvise, checked with mincore). In each of
+{results.rounds} rounds all cases follow each other, each round beginning with another; ratios are medians of per-round
+ratios. The time is that of `engine.load_checkpoint` alone in an engine that is ready, after a barrier, of the slowest
+rank. The floor is {THREADS} threads a process that `preadv` the records of the state once into buffers that they reuse.
+*From storage* is `read_bytes` of /proc/self/io summed over ranks; *asked of read()* is `rchar`, which also counts what
+the page cache holds because a neighbour has read it. *Extra memory a rank* is the peak resident size during the load
+(VmHWM, reset before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the
+process holds after beyond its size before and the optimizer state that the load allocated; the worst rank of all
+rounds. After each load each parameter's state is compared with what was saved, by sums of its elements' bits weighted
+by the elements' places."""
 
-Written by `{command}`.
 
-{describe_machine()}.
+def make_section(results: Results, cases: Sequence[Case], title: str, about: str) -> str:
+    """One suite's section of docs/benchmarks.md."""
+    return f"""## {title}
 
-A checkpoint of {size_m:.0f} M parameters in the shapes of a GPT, two param groups, AdamW, saved by 4 ranks under
-ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two moments). The page cache is cold before every load
-(dropped with posix_fadvise, checked with mincore). In each of {results.rounds} rounds all cases follow each other,
-each round beginning with another; ratios are medians of per-round ratios.
+Written by `{results.command}`. {about}
 
 {cases_table(results, cases)}
 
-{_conversion_note(results)}The time is that of `engine.load_checkpoint` alone in an engine that is ready, after
-a barrier, of the slowest rank. The floor is {THREADS} threads a process that `preadv` the records of the state once
-into buffers that they reuse. *From storage* is `read_bytes` of /proc/self/io summed over ranks; *asked of read()* is
-`rchar`, which also counts what the page cache holds because a neighbour has read it. *Extra memory a rank* is the peak
-resident size during the load (VmHWM, reset before it) beyond the engine with its loaded state: the peak less the
-resident size after, plus what the process holds after beyond its size before and the optimizer state that the load
-allocated; the worst rank of all rounds. After each load the bits of the state are summed up and compared with those
-that were saved.
-
-## Targets
+{_conversion_note(results, cases)}{_fault_notes(results, cases)}### Targets: {title.lower()}
 
 {targets_table(make_targets(results, cases))}
 
 The window is {WINDOW_MIB} MiB, to which {ALLOWANCE_MIB} MiB are allowed.
 
-## Where the time goes
+### Where the time goes: {title.lower()}
 
 Seconds in each phase, of the slowest rank, median over rounds. Phases may overlap.
 
@@ -134,26 +167,37 @@ Seconds in each phase, of the slowest rank, median over rounds. Phases may overl
 """
 
 
-def _conversion_note(results: Results) -> str:
+def _conversion_note(results: Results, cases: Sequence[Case]) -> str:
     if results.conversion_seconds is None:
         return ""
-    load = median(m.seconds for m in results.of("upstream"))
+    loads = [median(m.seconds for m in results.of(c.name)) for c in cases if c.is_upstream and results.of(c.name)]
+    told = ", ".join(f"{seconds:.1f}" for seconds in loads) or "none"
     return (
-        f"Upstream's row is its conversion ({results.conversion_seconds:.1f} s, run once, without the start of its\n"
-        f"interpreter) plus its load ({load:.1f} s).\n\n"
+        f"Upstream's rows are its conversion ({results.conversion_seconds:.1f} s, run once, without the start of its\n"
+        f"interpreter) plus its load ({told} s).\n\n"
     )
+
+
+def _fault_notes(results: Results, cases: Sequence[Case]) -> str:
+    notes = [f"* {case.title}: {fault}" for case in cases for fault in results.faults(case.name)]
+    return "\n".join(notes) + "\n\n" if notes else ""
 
 
 def make_targets(results: Results, cases: Iterable[Case]) -> list[Target]:
     targets = []
     for case in (c for c in cases if c.is_ours):
         name, limit = case.title, WINDOW_MIB + ALLOWANCE_MIB
+        if any(c.name == "deepspeed" for c in cases):  # times were asked for of these alone
+            own, upstream = results.ratio(case.name, "deepspeed"), results.ratio(case.upstream, case.name)
+            targets += [
+                Target(f"{name}: time over DeepSpeed's own load", own, 1.0),
+                Target(f"{name}: time over the floor", results.ratio(case.name, case.floor), 1.5),
+                Target(f"{name}: upstream's time over ours", upstream, 15.0, at_least=True),
+            ]
+        factor, extra = results.storage_factor(case.name), results.extra_mib(case.name)
         targets += [
-            Target(f"{name}: time over DeepSpeed's own load", results.ratio(case.name, "deepspeed"), 1.0),
-            Target(f"{name}: time over the floor", results.ratio(case.name, case.floor), 1.5),
-            Target(f"{name}: upstream's time over ours", results.ratio("upstream", case.name), 15.0, at_least=True),
-            Target(f"{name}: bytes from storage over bytes of state", results.storage_factor(case.name), 1.02),
-            Target(f"{name}: extra memory of the worst rank", results.extra_mib(case.name), limit, unit=" MiB"),
+            Target(f"{name}: bytes from storage over bytes of state", factor, case.storage_limit),
+            Target(f"{name}: extra memory of the worst rank", extra, limit, unit=" MiB"),
         ]
     return targets
 
@@ -166,35 +210,46 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def cases_table(results: Results, cases: Iterable[Case]) -> str:
-    header = [
-        "load",
-        "seconds, median (min-max)",
-        "from storage",
-        "× state",
-        "asked of read()",
-        "extra memory a rank",
-        "÷ DeepSpeed's",
-        "÷ floor",
-    ]
-    rows = [_row(results, case) for case in cases if results.of(case.name)]
+def cases_table(results: Results, cases: Sequence[Case]) -> str:
+    has_own = any(case.name == "deepspeed" for case in cases)
+    header = ["load", "seconds, median (min-max)", "from storage", "× state", "asked of read()", "extra memory a rank"]
+    header += ["÷ DeepSpeed's"] * has_own + ["÷ floor", "upstream's ÷ this"]
+    rows = [_row(results, case, has_own) for case in cases if any(m.case == case.name for m in results.measured)]
     return table(header, rows)
 
 
-def _row(results: Results, case: Case) -> list[str]:
+def _row(results: Results, case: Case, has_own: bool) -> list[str]:
     measured = results.of(case.name)
+    own = [_ratio(results.ratio(case.name, "deepspeed"))] if has_own else []
+    if not measured:
+        return [case.title, "cannot load it", "", "", "", "", *([""] if has_own else []), "", ""]
     seconds = list(results.seconds(case.name).values())
-    extra = results.extra_mib(case.name)
+    wrong = " (other values)" if results.faults(case.name) else ""
     return [
         case.title,
-        f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})",
+        f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}){wrong}",
         _gib(median(m.storage_bytes for m in measured)),
         f"{median(m.storage_bytes for m in measured) / results.state_bytes:.3f}",
         _gib(median(m.requested_bytes for m in measured)),
-        f"{extra:.0f} MiB" if case.floor or case.name in ("deepspeed", "upstream") else "",
-        _ratio(results.ratio(case.name, "deepspeed")),
+        "" if case.is_floor else f"{results.extra_mib(case.name):.0f} MiB",
+        *own,
         _ratio(results.ratio(case.name, case.floor)),
+        _ratio(results.ratio(case.upstream, case.name)),
     ]
+
+
+def summary_table(results: Results, cases: Sequence[Case], title: str) -> str:
+    """The table of README: the same figures, fewer of them."""
+    header = [title, "seconds, median (min-max)", "bytes from storage ÷ state", "extra memory a rank", "÷ floor"]
+    rows = []
+    for case in cases:
+        row = dict(zip(_KEYS, _row(results, case, has_own=False), strict=True))
+        if any(m.case == case.name for m in results.measured):
+            rows.append([case.title, *(row[key] for key in ("seconds", "factor", "extra", "floor"))])
+    return table(header, rows)
+
+
+_KEYS = ("title", "seconds", "storage", "factor", "asked", "extra", "floor", "upstream")
 
 
 def phases_table(results: Results, cases: Iterable[Case]) -> str:

@@ -22,41 +22,29 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from cold import make_cold  # noqa: E402
-from engines import Engine, add_fingerprints, load_body, save_body, state_bytes  # noqa: E402
+from engines import state_bytes  # noqa: E402
+from fingerprint import Sums, find_differing, join_parts  # noqa: E402
 from floor import floor_body, state_pieces  # noqa: E402
 from meters import Io  # noqa: E402
-from ranks import Body, Ranks  # noqa: E402
-from report import (  # noqa: E402
-    Case,
-    Measured,
-    Results,
-    make_page,
-)
+from planning import make_plan_section, measure_plans, summarise_plans  # noqa: E402
+from ranks import Body, RankFailed, Ranks  # noqa: E402
+from report import Measured, Results, describe_machine, explain, make_section, summary_table  # noqa: E402
+from suites import SUITES, Suite  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-SOURCE = Engine(ranks=4, stage=1)
 TAG = "global_step1"
 UNIVERSAL_TAG = f"{TAG}_universal"
-OURS = {"universal": True}
-ENGINES = {
-    "deepspeed": SOURCE,
-    "ours-2": Engine(2, 1, OURS),
-    "ours-3": Engine(3, 1, OURS),
-    "ours-z3-2": Engine(2, 3, OURS),
-    "upstream": Engine(2, 1, {"load_universal": True}),
-}
-FLOORS = {"floor-2": 2, "floor-3": 3}
-CASES = (
-    Case("floor-2", "floor, 2 processes"),
-    Case("floor-3", "floor, 3 processes"),
-    Case("deepspeed", "DeepSpeed's own, 4 ranks ZeRO-1"),
-    Case("upstream", "upstream, 2 ranks ZeRO-1 (conversion + load)", floor="floor-2"),
-    Case("ours-2", "ours, 2 ranks ZeRO-1", floor="floor-2", is_ours=True),
-    Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", is_ours=True),
-    Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", is_ours=True),
-)
+PLAN = "plan"
+FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
+CONVERT = """
+import time
+from deepspeed.checkpoint import ds_to_universal
+began = time.perf_counter()
+ds_to_universal.main(ds_to_universal.parse_arguments())
+print(time.perf_counter() - began)
+"""
 
 
 def say(text: str) -> None:
@@ -68,84 +56,90 @@ class WrongState(RuntimeError):
 
 
 class Bench:
-    """One checkpoint and the measurements made on it."""
+    """One suite: its checkpoint and the measurements made on it."""
 
-    def __init__(self, folder: Path, params_m: float) -> None:
-        self.folder, self.params_m = folder, params_m
+    def __init__(self, suite: Suite, folder: Path, params_m: float) -> None:
+        self.suite, self.folder, self.params_m = suite, folder, params_m
         self.checkpoint, self.universal = folder / "checkpoint", folder / "universal"
-        self.fingerprint: dict[str, int] = {}
+        self.saved: dict[str, Sums] = {}
         self.parameters = 0
 
     def save(self) -> None:
-        """Train a step on 4 ranks ZeRO-1 bf16 and save, unless the folder holds that checkpoint already."""
+        """Train a step in the suite's topology and save, unless the folder holds that checkpoint already."""
         note = self.folder / "saved.json"
         if note.exists() and json.loads(note.read_text())["params_m"] == self.params_m:
             saved = json.loads(note.read_text())
             say(f"using the checkpoint in {self.checkpoint}")
         else:
-            say(f"training one step on {SOURCE.ranks} ranks ZeRO-{SOURCE.stage} bf16, and saving")
-            with self._ranks(SOURCE.ranks, save_body(SOURCE, self.params_m, self.checkpoint), "save") as ranks:
-                parts = ranks.run()
+            say(f"training one step on {self.suite.source.ranks} ranks, and saving")
+            body = self.suite.save_body(self.suite.source, self.params_m, self.checkpoint)
+            with self._ranks(self.suite.source.ranks, body, "save") as ranks:
+                told = ranks.run()
             saved = {
                 "params_m": self.params_m,
-                "parameters": parts[0]["parameters"],
-                "fingerprint": add_fingerprints([part["fingerprint"] for part in parts]),
+                "parameters": told[0]["parameters"],
+                "fingerprint": _join(told),
             }
             note.write_text(json.dumps(saved))
-        self.parameters, self.fingerprint = saved["parameters"], saved["fingerprint"]
+        self.parameters, self.saved = saved["parameters"], saved["fingerprint"]
         say(f"{self.parameters / 1e6:.1f} M parameters, {state_bytes(self.parameters) / (1 << 30):.2f} GiB of state")
 
     def convert(self) -> float:
         """Seconds of upstream's conversion with a cold cache, without its interpreter's start and imports."""
         shutil.rmtree(self.universal, ignore_errors=True)
         self.universal.mkdir()
-        module = "deepspeed.checkpoint.ds_to_universal"
-        start_up = _timed(lambda: _call([sys.executable, "-c", f"import {module}"], self._log("convert")))
         say("converting with deepspeed.checkpoint.ds_to_universal")
         make_cold(self.checkpoint)
         before = Io.now()
-        command = [
-            sys.executable,
-            "-m",
-            module,
-            "--inject_missing_state",
-            "--input_folder",
-            str(self.checkpoint / TAG),
-            "--output_folder",
-            str(self.universal / UNIVERSAL_TAG),
-        ]
-        seconds = _timed(lambda: _call(command, self._log("convert")))
+        folders = {"input": self.checkpoint / TAG, "output": self.universal / UNIVERSAL_TAG}
+        paths = [each for key, path in folders.items() for each in (f"--{key}_folder", str(path))]
+        command = [sys.executable, "-c", CONVERT, *self.suite.conversion_options, *paths]
+        log = self._log("convert")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as errors:
+            told = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, check=True, text=True).stdout
+        seconds = float(told.splitlines()[-1])
         read = Io.now() - before
-        say(
-            f"converted in {seconds:.1f} s, of which {start_up:.1f} s start-up are not counted; "
-            f"{read.storage / (1 << 30):.2f} GiB from storage"
-        )
-        return seconds - start_up
+        say(f"converted in {seconds:.1f} s; {read.storage / (1 << 30):.2f} GiB from storage")
+        return seconds
 
     def measure(self, case: str, round_: int) -> Measured:
-        """One load of one case, with the cache emptied before it."""
-        if case in FLOORS:
+        """One load of one case, with the cache emptied before it.
+
+        Raises:
+            WrongState: it loaded other bits than were saved. Of upstream's loads only the result tells that.
+        """
+        if case in self.suite.floors:
             return self._measure_floor(case, round_)
-        topology = ENGINES[case]
-        folder, tag = (self.universal, UNIVERSAL_TAG) if case == "upstream" else (self.checkpoint, TAG)
-        body = load_body(topology, self.params_m, folder, tag, with_plugin=case.startswith("ours"))
-        with self._ranks(topology.ranks, body, case) as ranks:
-            parts = ranks.run(before=lambda: make_cold(folder))
-        if add_fingerprints([part["fingerprint"] for part in parts]) != self.fingerprint:
-            raise WrongState(f"{case}: the state that was loaded is not the state that was saved")
+        is_upstream = case.startswith("upstream")
+        topology = self.suite.topologies[case]
+        folder, tag = (self.universal, UNIVERSAL_TAG) if is_upstream else (self.checkpoint, TAG)
+        body = self.suite.load_body(topology, self.params_m, folder, tag, case.startswith("ours"))
+        try:
+            with self._ranks(topology.ranks, body, case) as ranks:
+                told = ranks.run(before=lambda: make_cold(folder))
+        except RankFailed as error:
+            if not is_upstream:
+                raise
+            return Measured(case, round_, 0.0, 0, 0, fault=_tell_failure(error))
+        differing = find_differing(_join(told), self.saved)
+        fault = f"loads other values of {_shorten(differing)}" if differing else ""
+        if fault and not is_upstream:
+            raise WrongState(f"{case} {fault}")
         return Measured(
             case,
             round_,
-            **_combine(parts),
-            extra_bytes=max(part["extra"] for part in parts),
-            kept_bytes=max(part["kept"] for part in parts),
-            reported_bytes=sum(part.get("reported_bytes", 0) for part in parts),
-            phases=_slowest_phases(parts),
+            **_combine(told),
+            extra_bytes=max(part["extra"] for part in told),
+            kept_bytes=max(part["kept"] for part in told),
+            reported_bytes=sum(part.get("reported_bytes", 0) for part in told),
+            phases=_slowest_phases(told),
+            fault=fault,
         )
 
     def _measure_floor(self, case: str, round_: int) -> Measured:
         pieces = state_pieces(self.checkpoint / TAG)
-        with self._ranks(FLOORS[case], floor_body(pieces), case) as ranks:
+        with self._ranks(self.suite.floors[case], floor_body(pieces), case) as ranks:
             parts = ranks.run(before=lambda: make_cold(self.checkpoint))
         return Measured(case, round_, **_combine(parts))
 
@@ -154,6 +148,15 @@ class Bench:
 
     def _log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
+
+
+def _join(told: Sequence[dict[str, Any]]) -> dict[str, Sums]:
+    return join_parts(part for each in told for part in each["fingerprint"])
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more
 
 
 def _combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -169,48 +172,101 @@ def _slowest_phases(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: max(part["phases"].get(name, 0.0) for part in parts) for name in names}
 
 
-def _call(command: Sequence[str], log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as output:
-        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=True)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def _tell_failure(error: RankFailed) -> str:
+    """The statement that failed and its exception."""
+    lines = [line.strip(" ^~") for line in str(error).splitlines()]
+    told = [line for line in lines if line]
+    frames = [number for number, line in enumerate(told) if line.startswith('File "')]
+    if not frames:
+        return f"fails with `{told[-1]}`"
+    statement, function = told[frames[-1] + 1], told[frames[-1]].rpartition(" in ")[2]
+    return f"fails with `{told[-1]}` at `{statement}` in `{function}`"
 
 
 def run_rounds(bench: Bench, chosen: Sequence[str], rounds: int) -> list[Measured]:
-    """All chosen cases in each round, next to each other; each round begins with another of them."""
-    measured = []
+    """All chosen cases in each round, next to each other; each round begins with another of them.
+
+    A load of upstream's that has failed is not tried again.
+    """
+    measured: list[Measured] = []
     for round_ in range(rounds):
         shift = round_ % len(chosen)
         for case in [*chosen[shift:], *chosen[:shift]]:
+            if any(m.case == case and not m.seconds for m in measured):
+                continue
             result = bench.measure(case, round_)
             measured.append(result)
             say(
-                f"round {round_ + 1}/{rounds}  {case:10}  {result.seconds:7.2f} s  "
+                f"round {round_ + 1}/{rounds}  {case:13}  {result.seconds:7.2f} s  "
                 f"{result.storage_bytes / (1 << 30):6.2f} GiB from storage  "
-                f"extra {result.extra_bytes >> 20} MiB, kept {result.kept_bytes >> 20} MiB"
+                f"extra {result.extra_bytes >> 20} MiB, kept {result.kept_bytes >> 20} MiB  {result.fault}"
             )
     return measured
 
 
+def run_suite(suite: Suite, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything of one suite; its results as data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(suite, folder.resolve(), args.params_m)
+    bench.save()
+    chosen = [case.name for case in suite.cases if not args.only or case.name in args.only]
+    conversion = bench.convert() if any(name.startswith("upstream") for name in chosen) else None
+    measured = run_rounds(bench, chosen, args.rounds)
+    results = Results(
+        tuple(measured), bench.parameters, state_bytes(bench.parameters), conversion, " ".join(["python", *sys.argv])
+    )
+    return dataclasses.asdict(results)
+
+
+def make_page(found: dict[str, Any]) -> str:
+    """docs/benchmarks.md from the results of all suites that have been measured."""
+    suites = [(suite, _restore(found[suite.name])) for suite in SUITES if suite.name in found]
+    sections = [make_section(results, suite.cases, suite.title, suite.tell(results)) for suite, results in suites]
+    if PLAN in found:
+        sections.append(make_plan_section(found[PLAN]))
+    how = f"{explain(suites[0][1])}\n\n" if suites else ""
+    return f"# Benchmarks\n\n`make bench` on {describe_machine()}.\n\n{how}" + "\n".join(sections)
+
+
+def update_readme(found: dict[str, Any]) -> None:
+    """Put the figures between README's marks, where there are any."""
+    file = ROOT / "README.md"
+    before, begin, rest = file.read_text().partition(FIGURES[0])
+    _, end, after = rest.partition(FIGURES[1])
+    if not end:
+        return
+    parts = []
+    for suite in (suite for suite in SUITES if suite.name in found):
+        results = _restore(found[suite.name])
+        parts.append(summary_table(results, suite.cases, suite.summary.format(size_m=results.parameters / 1e6)))
+    if PLAN in found:
+        parts.append(summarise_plans(found[PLAN]))
+    file.write_text(before + begin + "\n\n" + "\n\n".join(parts) + "\n\n" + end + after)
+
+
+def _restore(data: dict[str, Any]) -> Results:
+    return Results(**{**data, "measured": tuple(Measured(**each) for each in data["measured"])})
+
+
 def parse_arguments() -> argparse.Namespace:
-    names = [case.name for case in CASES]
+    names = [*(suite.name for suite in SUITES), PLAN]
+    cases = sorted({case.name for suite in SUITES for case in suite.cases})
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--suites", nargs="+", choices=names, default=names, help="measure these; the last results of the others stay"
+    )
     parser.add_argument("--params-m", type=float, help="millions of parameters (default 300, with --quick 4)")
     parser.add_argument("--rounds", type=int, help="default 3, with --quick 1")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="measure these cases only")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the checkpoint there, and use it when it exists")
-    parser.add_argument("--output", type=Path, help="default docs/benchmarks.md for a whole run, else bench_out/")
+    parser.add_argument("--only", nargs="+", choices=cases, help="measure these cases only")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoints there, and use them when they exist")
+    parser.add_argument(
+        "--output", type=Path, help="default docs/benchmarks.md, in bench_out/ while not all is measured"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round: does everything run?")
     args = parser.parse_args()
     args.params_m = args.params_m or (4 if args.quick else 300)
     args.rounds = args.rounds or (1 if args.quick else 3)
-    is_whole = args.only == names and not args.quick
-    args.output = args.output or (ROOT / "docs" if is_whole else ROOT / "bench_out") / "benchmarks.md"
+    args.partial = bool(args.only) or args.quick
     return args
 
 
@@ -219,19 +275,26 @@ def main() -> None:
     out = ROOT / "bench_out"
     out.mkdir(exist_ok=True)
     (out / ".gitignore").write_text("*\n")
+    note = out / ("partial.json" if args.partial else "results.json")
+    found: dict[str, Any] = json.loads(note.read_text()) if note.exists() and not args.partial else {}
     folder = args.keep or out / "work"
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        bench = Bench(folder.resolve(), args.params_m)
-        bench.save()
-        conversion = bench.convert() if "upstream" in args.only else None
-        measured = run_rounds(bench, args.only, args.rounds)
-        results = Results(measured, state_bytes(bench.parameters), conversion)
-        (out / "results.json").write_text(json.dumps([dataclasses.asdict(m) for m in measured], indent=1))
-        page = make_page(results, CASES, " ".join(["python", "bench/run.py", *sys.argv[1:]]))
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(page)
-        print(f"\n{page}\nwritten to {args.output}")
+        for suite in (suite for suite in SUITES if suite.name in args.suites):
+            say(f"suite {suite.name}: {suite.title}")
+            found[suite.name] = run_suite(suite, folder / suite.name, args)
+            note.write_text(json.dumps(found, indent=1))
+            if not args.keep:  # two checkpoints may be more than the disk has room for
+                shutil.rmtree(folder / suite.name)
+        if PLAN in args.suites and not args.only:
+            found[PLAN] = measure_plans(folder / PLAN, quick=args.quick, rounds=args.rounds, say=say)
+            note.write_text(json.dumps(found, indent=1))
+        page = make_page(found)
+        is_whole = not args.partial and {*found} == {*(suite.name for suite in SUITES), PLAN}
+        output = args.output or (ROOT / "docs" if is_whole else out) / "benchmarks.md"
+        output.write_text(page)
+        if is_whole and not args.output:
+            update_readme(found)
+        print(f"\n{page}\nwritten to {output}")
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)

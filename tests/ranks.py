@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

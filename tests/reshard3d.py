@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.targets.parallel import Instance, Place
+from tests.ranks import run_ranks
 from tests.reshard import (
     FakeTarget,
     Loaded,
@@ -27,7 +28,6 @@ from tests.reshard import (
     load_rank,
     open_for,
 )
-from tests.ranks import run_ranks
 from tests.synth import (
     Layer,
     Local,
@@ -110,9 +110,7 @@ KINDS: dict[str, Kind] = {
     "rows_uneven": Kind((3, 10), cut_uneven(1), {"pattern": "shard-h", "dim": 1}),
     "few": Kind((2, 3), cut_uneven(0), {"pattern": "shard-v"}),  # with TP 4 two ranks hold nothing
     "qkv": Kind((48, 3), cut_parts((24, 12, 12)), {"pattern": "shard-nc", "parts": [24, 12, 12]}),
-    "qkv_uneven": Kind(
-        (20, 3), cut_parts((10, 5, 5), unit=(2, 1, 1)), {"pattern": "shard-nc", "parts": [10, 5, 5]}
-    ),
+    "qkv_uneven": Kind((20, 3), cut_parts((10, 5, 5), unit=(2, 1, 1)), {"pattern": "shard-nc", "parts": [10, 5, 5]}),
     "gate_up": Kind((24, 2), cut_parts((12, 12)), {"pattern": "shard-nc", "parts": [1, 1]}),
     "experts": Kind((36, 2), cut_parts((12,), blocks=3), {"pattern": "shard-nc", "blocks": 3}),
     "experts_in": Kind((2, 24), cut_parts((12,), dim=1, blocks=2), {"pattern": "shard-nc", "blocks": 2, "dim": 1}),
@@ -182,14 +180,10 @@ class Held:
         ]
         return [self._make_target(place, locals_[place.mp_rank], modules) for place in places]
 
-    def _make_target(
-        self, place: Place, local: Local, modules: Sequence[torch.nn.Module] | None
-    ) -> FakeTarget:
+    def _make_target(self, place: Place, local: Local, modules: Sequence[torch.nn.Module] | None) -> FakeTarget:
         copies = self._find_copies(local.model, place.pp_rank)
         module = modules[place.tp_rank] if modules else None
-        target = FakeTarget(
-            local.model, self.topology, place.dp_rank, place=place, copies=copies, module=module
-        )
+        target = FakeTarget(local.model, self.topology, place.dp_rank, place=place, copies=copies, module=module)
         target.layers = local.layers
         return target
 
@@ -206,7 +200,9 @@ class Held:
 def draw_state(model: Model, topology: Topology, seed: int = 0, **options: Any) -> Held:
     """A run with a random state; copies of one parameter have states of their own, as nobody may mix them up."""
     fitted = fit_model(model, topology)
-    return Held(fitted, topology, random_state(fitted, seed, precision=topology.precision, topology=topology, **options))
+    return Held(
+        fitted, topology, random_state(fitted, seed, precision=topology.precision, topology=topology, **options)
+    )
 
 
 def expect(source: Held, topology: Topology) -> Held:

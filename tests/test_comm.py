@@ -1,13 +1,16 @@
-"""One rank's error becomes every rank's error."""
+"""What ranks tell each other, and how one rank's error becomes every rank's error."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from deepspeed_ucp.comm import Comm, connect
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError
+from tests.ranks import BrokenWorldError, World, run_ranks
 
 
 class Seat(Comm):
@@ -57,3 +60,119 @@ def test_the_first_failing_rank_speaks_for_all() -> None:
 def test_interrupts_are_not_held_back() -> None:
     with pytest.raises(KeyboardInterrupt), Comm().together():
         raise KeyboardInterrupt
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_tables_go_to_the_ranks_that_they_are_for(size: int) -> None:
+    """Of any length, empty ones among them."""
+
+    def work(rank: int, comm: Comm) -> list[Any]:
+        tables = [np.full(((rank + other) % 3, 2), 10 * rank + other, np.int32) for other in range(size)]
+        return [table.tolist() for table in comm.swap_tables(tables)]
+
+    for rank, found in enumerate(run_ranks(size, work)):
+        assert found == [[[10 * other + rank] * 2] * ((rank + other) % 3) for other in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.int32, np.int64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3)], ids=str)
+def test_tables_keep_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) -> None:
+    rows = np.arange(4 * int(np.prod(shape))).reshape(4, *shape).astype(dtype)
+
+    def work(_: int, comm: Comm) -> list[Any]:
+        return comm.swap_tables([rows[:2], rows[2:3], rows[3:3]])
+
+    for rank, tables in enumerate(run_ranks(3, work)):
+        expected = (rows[:2], rows[2:3], rows[3:3])[rank]
+        for table in tables:
+            assert (table.dtype, table.shape) == (rows.dtype, expected.shape)
+            assert (table == expected).all()
+
+
+def test_tables_need_not_be_contiguous() -> None:
+    rows = np.arange(12).reshape(3, 4)
+    (found,) = Comm().swap_tables([rows[:, ::2]])
+    assert found.tolist() == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_masks_are_joined() -> None:
+    def work(rank: int, comm: Comm) -> list[bool]:
+        mask = np.zeros(4, np.bool_)
+        mask[rank] = True
+        return comm.any_of(mask).tolist()
+
+    assert run_ranks(3, work) == [[True, True, True, False]] * 3
+    assert Comm().any_of(np.array([True, False])).tolist() == [True, False]
+
+
+def test_an_error_on_one_of_several_ranks_is_raised_on_all() -> None:
+    def work(rank: int, comm: Comm) -> None:
+        with comm.together():
+            if rank == 1:
+                raise CheckpointError("broken")
+        raise AssertionError("goes on")
+
+    results = World(3).run(work)
+    assert [(type(result), str(result)) for result in results] == [(CheckpointError, "[rank 1] broken")] * 3
+
+
+# -- the tests' own ranks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [None, (2, 1, 0), (1, 2, 0)], ids=str)
+def test_ranks_take_turns_from_one_exchange_to_the_next(order: tuple[int, ...] | None) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def work(rank: int, comm: Comm) -> None:
+        for step in range(3):
+            seen.append((step, rank))
+            comm.gather(None)
+
+    World(3, order).run(work)
+    assert seen == [(step, rank) for step in range(3) for rank in order or range(3)]
+
+
+def test_what_ranks_hear_is_their_own_copy() -> None:
+    def work(rank: int, comm: Comm) -> tuple[Any, Any]:
+        heard = comm.gather([rank])
+        told = comm.broadcast({"from": rank}, src=2)
+        heard[0].append(rank)
+        return heard, told
+
+    assert [heard for heard, _ in run_ranks(3, work)] == [[[0, rank], [1], [2]] for rank in range(3)]
+    assert [told for _, told in run_ranks(3, work)] == [{"from": 2}] * 3
+
+
+def test_bytes_are_exchanged_by_counts() -> None:
+    def work(rank: int, comm: Comm) -> list[int]:
+        counts = [(rank + other) % 3 for other in range(3)]
+        data = torch.full((sum(counts),), rank, dtype=torch.uint8)
+        return comm.swap(data, counts, counts).tolist()
+
+    assert run_ranks(3, work) == [[1, 2, 2], [0, 1, 1], [0, 0, 2]]
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_ranks_do_not_wait_for_one_that_has_ended(culprit: int) -> None:
+    def work(rank: int, comm: Comm) -> None:
+        comm.gather(None)
+        if rank == culprit:
+            raise ZeroDivisionError("oh")
+        comm.gather(None)
+
+    results = World(3).run(work)
+    kinds = [ZeroDivisionError if rank == culprit else BrokenWorldError for rank in range(3)]
+    assert [type(result) for result in results] == kinds
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(3, work)
+
+
+def test_ranks_in_different_exchanges_are_found_out() -> None:
+    def work(rank: int, comm: Comm) -> None:
+        comm.gather(None) if rank else comm.any_of(np.zeros(1, np.bool_))
+
+    with pytest.raises(BrokenWorldError, match="different collectives"):
+        run_ranks(2, work)

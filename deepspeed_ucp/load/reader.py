@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError
 from ..io import ReadStats, read_requests
+from ..io.memory import allocate
 from ..plan import Claim, LoadPlan, Request, Round, Send
 from .job import Job
 from .negotiate import BLOCK
@@ -159,13 +159,10 @@ class Reader:
 
 
 def _allocate(nbytes: int, pinned: bool = False) -> torch.Tensor:
-    """Bytes that go back to the system once they are freed.
-
-    malloc would keep buffers of a few MiB, in an arena for every thread: 200 MiB a rank (docs/benchmarks.md).
-    """
+    """Bytes of staging memory; page-locked where they are copied to a GPU."""
     if pinned or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    return torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
 
 
 def _pick_reads(each: Round, fresh: bool) -> list[Request]:

@@ -365,7 +365,7 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
 
     A fused query/key/value is settled by them only where its parts are told (``partition_stride`` above 1, or
     ``partition_sizes``, the local sizes of unequal parts): per-rank [q; k; v] and interleaved heads look alike.
-    Megatron leaves ``partition_stride`` at 1 for fused gate and up too: the second matrix tells whether there is a gate.
+    Megatron leaves ``partition_stride`` at 1 for fused gate and up too: the second matrix tells whether there is one.
     """
     literal: dict[str, tuple[Rule, ...]] = {}
     hints: dict[str, str] = {}

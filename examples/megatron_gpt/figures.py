@@ -4,6 +4,7 @@
     python examples/megatron_gpt/figures.py fig7b      many sources, one target
     python examples/megatron_gpt/figures.py fig8       dense with a padded vocabulary, and GQA with SwiGLU
     python examples/megatron_gpt/figures.py fig9       mixture of experts
+    python examples/megatron_gpt/figures.py demo       a short one: 4 ranks with TP2 PP2 go on as 2 ranks, three ways
 
 Each trains the source to step 100, saves, and lets it go on to step 200; each target resumes from the checkpoint and
 trains steps 101 to 200 on the same batches. A table is printed, and written with the curves as JSON and PNG to
@@ -12,16 +13,19 @@ trains steps 101 to 200 on the same batches. A table is printed, and written wit
 *The bound.* Given the same state and the same batches, a target's losses differ from the source's only because numbers
 are summed in another order and rounded elsewhere: over micro batches and data-parallel ranks, over tensor-parallel
 parts of a row, over pieces of the sequence. How far such differences carry a run is measured, not assumed: the source
-is resumed on its own topology with the samples of each batch shuffled, RERUNS times with different shuffles. That
-changes the order of sums and nothing else. The bound is SPREAD times the largest gap of these re-runs. SPREAD covers
-that a shuffle exchanges only the sums over samples, and that the largest of a few re-runs underestimates the largest of
-many. `moments forgotten` shows that the bound is sharp: the same resume with exp_avg and exp_avg_sq set to zero.
+is resumed on its own topology with the samples of each batch shuffled, RERUNS times with different shuffles (once for
+each source where there are several). That changes the order of sums and nothing else. The bound is SPREAD times the
+largest gap of these re-runs. SPREAD covers that a shuffle exchanges only the sums over samples, while a target with
+other tensor-parallel ranks also rounds other partial sums, and that the largest of a few re-runs underestimates the
+largest of many. `moments forgotten` shows what the bound tells apart: the same resume with both moments set to zero.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -29,9 +33,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from config import PRESETS, Degrees, GPTConfig
 from curves import draw
-from runs import Job, count_differing_bits, merge_stages, resume, train_source
+from runs import PLUGIN, Job, count_differing_bits, merge_stages, resume, train_source
 
 from deepspeed_ucp.testing import WorldPool
 
@@ -43,9 +48,10 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "figures_out"
 BATCH = 8
-SAVE_AT, STEPS = 100, 200
+STEPS, DEMO_STEPS = 200, 60  # the checkpoint is that of half of them
 RERUNS = 3
 SPREAD = 4.0
+RERUN = "re-run, samples shuffled,"
 PRECISIONS: Mapping[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
@@ -86,44 +92,55 @@ class Plan:
 
 @dataclass
 class Row:
-    """A line of the table: a resume, or a re-run that measures the bound."""
+    """A line of the table: a resume elsewhere or, `is_control`, on the source's own topology, not held to the bound."""
 
     model: str
     precision: str
     source: str
     target: str
+    is_control: bool
     losses: dict[int, float]
     loader: str
     bits: int
     tensors: int
     gap: float
-    bound: float | None = None
 
     @property
-    def fault(self) -> str | None:
-        where = f"{self.model}, {self.precision}, {self.source} → {self.target}"
-        if self.bits:
-            return f"{where}: {self.bits} bits of the restored state differ"
-        if self.bound is not None and not self.gap <= self.bound:
-            return f"{where}: a loss is {self.gap:.2g} off, more than {self.bound:.2g}"
-        return None
+    def where(self) -> str:
+        return f"{self.model}, {self.precision}: {self.source} → {self.target}"
 
 
 @dataclass
-class Curves:
-    """A source's own losses from the save on, what resumes of its checkpoint gave, and the bound for them."""
+class Panel:
+    """A model in a precision: what the sources themselves did after the save, and every resume of their checkpoints."""
 
-    title: str
-    losses: dict[int, float]
-    bound: float
-    rows: list[Row]
+    model: str
+    precision: str
+    sources: dict[str, dict[int, float]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def bound(self) -> float:
+        """Of a target's gap; a loss is an fp32 number, so no gap is known better than to its last place."""
+        reruns = [row.gap for row in self.rows if row.target.startswith(RERUN)]
+        resolution = float(np.spacing(np.float32(max(max(losses.values()) for losses in self.sources.values()))))
+        return SPREAD * max([*reruns, resolution])
+
+    def find_faults(self) -> list[str]:
+        """What is not as it should be, a line each."""
+        held, bound = [row for row in self.rows if not row.is_control], self.bound
+        faults = [f"{row.where}: {row.bits} bits of the restored state differ" for row in self.rows if row.bits]
+        faults += [
+            f"{row.where}: a loss is {row.gap:.2g} off, over {bound:.2g}" for row in held if not row.gap <= bound
+        ]
+        return faults + [f"{row.where}: loaded by {row.loader}" for row in held if row.loader != PLUGIN]
 
 
 SOURCE = Place(tp=2, pp=2, dp=2)
 TARGETS = (
     Place(),
     Place(pp=2, dp=2),
-    Place(tp=4, dp=2),
+    Place(tp=4),
     Place(pp=4),
     Place(dp=2, sp=2, stage=1),
     Place(tp=2, dp=2, stage=2),
@@ -149,6 +166,8 @@ def make_plans(figure: str) -> list[Plan]:
     if figure == "fig7b":
         return [Plan("dense", tiny, source, [Place(tp=2, pp=2)]) for source in SOURCES]
     source = Place(tp=2, pp=2)
+    if figure == "demo":
+        return [Plan("dense", tiny, source, (Place(dp=2, stage=3), Place(tp=2), Place(sp=2, stage=2)))]
     if figure == "fig8":
         # 250 tokens are padded to 288 rows under every degree, so that the softmax has the same terms.
         padded = Plan("dense, padded", replace(tiny, vocabulary=250), source, FEW, {1: 288, 2: 144, 4: 72})
@@ -159,57 +178,52 @@ def make_plans(figure: str) -> list[Plan]:
 class Experiment:
     """Runs plans on worlds of this machine, each in a folder of its own."""
 
-    def __init__(self, pool: WorldPool, work: Path, steps: int, save_at: int) -> None:
-        self.pool, self.work, self.steps, self.save_at = pool, work, steps, save_at
-        self._sources: dict[Any, Any] = {}
+    def __init__(self, pool: WorldPool, work: Path, steps: int, save_at: int, reruns: int) -> None:
+        self.pool, self.work, self.steps, self.save_at, self.reruns = pool, work, steps, save_at, reruns
         self.began = time.monotonic()
 
-    def run(self, plan: Plan, precision: str) -> Curves:
-        """Train the source, re-run it with other orders of sums, then resume it at every target."""
-        folder = str(self.work / f"{len(list(self.work.iterdir())):02}")
-        job = self.make_job(plan, plan.source, precision)
-        outcomes = self.pool.get(job.ranks).run(train_source, job, folder, self.save_at)
-        saved = merge_stages(outcomes)
-        losses = {step: loss for step, loss in outcomes[0].losses.items() if step > self.save_at}
-        self.say(f"{plan.model}, {precision}: {plan.source.label} trained and saved")
+    def run(self, plans: Sequence[Plan], precision: str) -> Panel:
+        """All plans of one model: each source is trained, re-run with other orders of sums, resumed at its targets."""
+        panel = Panel(plans[0].model, precision)
+        for number, plan in enumerate(plans):
+            folder = str(self.work / f"{plan.model}-{precision}-{number}")
+            job = self.make_job(plan, plan.source, precision)
+            outcomes = self.pool.get(job.ranks).run(train_source, job, folder, self.save_at)
+            saved = merge_stages(outcomes)
+            panel.sources[plan.source.label] = {s: x for s, x in outcomes[0].losses.items() if s > self.save_at}
+            self.say(f"{plan.model}, {precision}: {plan.source.label} trained and saved")
+            controls = self.make_controls(job, 1 if len(plans) > 1 else self.reruns, forget=number == 0)
+            targets = {place.label: self.make_job(plan, place, precision) for place in plan.targets}
+            for name, attempt in (controls | targets).items():
+                row = self.resume(panel, plan.source.label, name, attempt, folder, saved)
+                panel.rows.append(replace(row, is_control=name in controls))
+                self.say(f"{row.where}: {row.bits} bits differ, largest gap {row.gap:.1e}")
+            shutil.rmtree(folder)
+        return panel
 
-        def attempt(name: str, job: Job) -> Row:
-            row = self.resume(plan, precision, name, job, folder, saved, losses)
-            self.say(f"{plan.model}, {precision}: {row.source} → {name}: {row.bits} bits, gap {row.gap:.1e}")
-            return row
-
-        rows = [attempt(f"re-run {seed}, shuffled", replace(job, order_seed=seed)) for seed in range(1, RERUNS + 1)]
-        bound = SPREAD * max(row.gap for row in rows)
-        rows.append(attempt("moments forgotten", replace(job, forget_moments=True)))
-        jobs = {place.label: self.make_job(plan, place, precision, plan.source) for place in plan.targets}
-        rows += [replace(attempt(name, job), bound=bound) for name, job in jobs.items()]
-        return Curves(f"{plan.model}, {precision}, from {plan.source.label}", losses, bound, rows)
-
-    def make_job(self, plan: Plan, place: Place, precision: str, source: Place | None = None) -> Job:
+    def make_job(self, plan: Plan, place: Place, precision: str) -> Job:
         config = replace(plan.config, vocabulary_divisor=plan.divisors.get(place.tp, plan.config.vocabulary_divisor))
         degrees = Degrees(place.tp, place.pp, place.sp, pipeline=not place.plain)
-        ds_config = make_ds_config(place, precision, source or place)
-        return Job(config, degrees, place.ranks, ds_config, self.steps)
+        return Job(config, degrees, place.ranks, make_ds_config(place, precision), self.steps)
 
-    def resume(
-        self, plan: Plan, precision: str, name: str, job: Job, folder: str, saved: Atoms, losses: Mapping[int, float]
-    ) -> Row:
+    def make_controls(self, job: Job, reruns: int, forget: bool) -> dict[str, Job]:
+        controls = {f"{RERUN} {seed}": replace(job, order_seed=seed) for seed in range(1, reruns + 1)}
+        return controls | ({"moments forgotten": replace(job, forget_moments=True)} if forget else {})
+
+    def resume(self, panel: Panel, source: str, name: str, job: Job, folder: str, saved: Atoms) -> Row:
         outcomes = self.pool.get(job.ranks).run(resume, job, folder)
         bits, tensors = count_differing_bits(saved, merge_stages(outcomes))
-        found = outcomes[0].losses
+        found, losses = outcomes[0].losses, panel.sources[source]
         gap = max(abs(found[step] - losses[step]) for step in losses)
-        return Row(plan.model, precision, plan.source.label, name, found, outcomes[0].loader, bits, tensors, gap)
+        loader = outcomes[0].loader
+        return Row(panel.model, panel.precision, source, name, False, found, loader, bits, tensors, gap)
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)
 
 
-def make_ds_config(place: Place, precision: str, source: Place) -> dict[str, Any]:
-    """DeepSpeed's configuration of a topology, to resume what `source` has saved."""
-    universal: dict[str, Any] = {}
-    if source.plain != place.plain:
-        rules = "pipeline_to_plain.yaml" if place.plain else "plain_to_pipeline.yaml"
-        universal["patterns"] = str(HERE / rules)
+def make_ds_config(place: Place, precision: str) -> dict[str, Any]:
+    """DeepSpeed's configuration of a topology."""
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // place.dp // min(place.pp, 2),
@@ -218,46 +232,53 @@ def make_ds_config(place: Place, precision: str, source: Place) -> dict[str, Any
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 1e-3}},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": place.stage, "stage3_param_persistence_threshold": 0},
-        "checkpoint": {"universal": universal},
+        "checkpoint": {"universal": {"patterns": str(HERE / "names.yaml")}},
         **PRECISIONS[precision],
     }
 
 
-def make_table(rows: Sequence[Row]) -> str:
+def make_table(panels: Sequence[Panel]) -> str:
     """A Markdown table."""
     header = ("model", "precision", "source", "resumed as", "loaded by", "bits differing", "largest gap", "bound")
     lines = [header, tuple("---" for _ in header)]
-    for row in rows:
-        bits = f"{row.bits} of {row.tensors} tensors"
-        bound = "" if row.bound is None else f"{row.bound:.1e}"
-        lines.append((row.model, row.precision, row.source, row.target, row.loader, bits, f"{row.gap:.1e}", bound))
+    for panel in panels:
+        for row in panel.rows:
+            bits = f"{row.bits} in {row.tensors} tensors"
+            bound = "" if row.is_control else f"{panel.bound:.1e}"
+            lines.append((row.model, row.precision, row.source, row.target, row.loader, bits, f"{row.gap:.1e}", bound))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=("fig7a", "fig7b", "fig8", "fig9"))
-    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), default="both")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--save-at", type=int, default=SAVE_AT)
-    parser.add_argument("--out", type=Path, default=OUT)
-    return parser.parse_args()
+    parser.add_argument("figure", choices=("fig7a", "fig7b", "fig8", "fig9", "demo"))
+    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="of the demo fp32, else both")
+    parser.add_argument("--steps", type=int, help=f"{DEMO_STEPS} for the demo, else {STEPS}")
+    parser.add_argument("--save-at", type=int, help="half of the steps")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the table, the curves and the picture")
+    args = parser.parse_args()
+    is_demo = args.figure == "demo"
+    args.precision = args.precision or ("fp32" if is_demo else "both")
+    args.steps = args.steps or (DEMO_STEPS if is_demo else STEPS)
+    args.save_at = args.save_at or args.steps // 2
+    args.reruns = 1 if is_demo else RERUNS
+    return args
 
 
 def main() -> int:
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     precisions = PRECISIONS if args.precision == "both" else [args.precision]
-    with WorldPool() as pool, tempfile.TemporaryDirectory(prefix="megatron-figures-") as work:
-        experiment = Experiment(pool, Path(work), args.steps, args.save_at)
-        curves = [experiment.run(plan, precision) for precision in precisions for plan in make_plans(args.figure)]
-    rows = [row for curve in curves for row in curve.rows]
-    table = make_table(rows)
-    (args.out / f"{args.figure}.json").write_text(json.dumps([asdict(curve) for curve in curves], indent=1))
-    (args.out / f"{args.figure}.md").write_text(table + "\n")
-    draw(args.figure, curves, args.out / f"{args.figure}.png")
-    print(f"\n{table}\n\nBound: {SPREAD:g} times the largest gap of the re-runs. Curves: {args.out / args.figure}.png")
-    faults = [row.fault for row in rows if row.fault]
+    with WorldPool(timeout=1800) as pool, tempfile.TemporaryDirectory(prefix="megatron-figures-") as work:
+        experiment = Experiment(pool, Path(work), args.steps, args.save_at, args.reruns)
+        plans = {name: list(same) for name, same in itertools.groupby(make_plans(args.figure), key=lambda p: p.model)}
+        panels = [experiment.run(same, precision) for same in plans.values() for precision in precisions]
+    table, path = make_table(panels), args.out / f"megatron_{args.figure}"
+    path.with_suffix(".json").write_text(json.dumps([{**asdict(p), "bound": p.bound} for p in panels], indent=1))
+    path.with_suffix(".md").write_text(table + "\n")
+    draw(args.figure, panels, path.with_suffix(".png"))
+    print(f"\n{table}\n\nBound: {SPREAD:g} times the largest gap of the re-runs. Curves: {path.with_suffix('.png')}")
+    faults = [fault for panel in panels for fault in panel.find_faults()]
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     State = dict[str, np.ndarray]  # "fp32", "exp_avg", "exp_avg_sq": fp32 arrays; "step"
     Atoms = dict[tuple[str, int], State]  # by name and instance: a tied module has one on each stage that holds it
 
+PLUGIN = "plugin"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -73,7 +75,7 @@ def resume(job: Job, directory: str) -> Outcome:
     if not trainer.load(directory):
         raise FileNotFoundError(f"there is no checkpoint in {directory}")
     report = getattr(trainer.engine, "ucp_report", None)
-    outcome.loader = "plugin" if report is not None and report.direct else "DeepSpeed"
+    outcome.loader = PLUGIN if report is not None and report.direct else "DeepSpeed"
     outcome.atoms = gather_atoms(trainer)
     if job.forget_moments:
         forget_moments(trainer)
@@ -111,7 +113,7 @@ def gather_atoms(trainer: Trainer) -> dict[str, State]:
         tensors = {"fp32": found.fp32, **found.tensors}
         whole = {key: join_parts(value, parameters[name], parallel.tensor) for key, value in tensors.items()}
         atoms[name] = {key: (value.float() + 0.0).numpy() for key, value in whole.items()}
-        atoms[name]["step"] = np.array([found.scalars["step"]], dtype=np.float32)
+        atoms[name] |= {key: np.array([value], dtype=np.float32) for key, value in found.scalars.items()}
     first = parallel.tensor.rank == parallel.sequence_data.rank == 0
     return {plain_name(name, trainer.config.layers): state for name, state in atoms.items()} if first else {}
 

@@ -63,6 +63,11 @@ def make_config(args: argparse.Namespace) -> GPTConfig:
     return replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
 
 
+def report(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 class Losses:
     """The loss by step, kept by rank 0 in a JSON file that is whole whenever the run is stopped."""
 
@@ -71,8 +76,7 @@ class Losses:
         self._losses = json.loads(path.read_text()) if self._path and path and path.exists() else {}
 
     def add(self, step: int, loss: float) -> None:
-        if dist.get_rank() == 0:
-            print(f"step {step:5}  loss {loss:.6f}", flush=True)
+        report(f"step {step:5}  loss {loss:.6f}")
         if self._path is None:
             return
         self._losses[str(step)] = loss
@@ -87,8 +91,8 @@ def main() -> None:
     ds_config = hjson.loads(Path(args.ds_config).read_text())
     degrees = Degrees(args.tp, args.pp, args.sp, not args.plain, args.partition_method)
     trainer = Trainer(make_config(args), degrees, ds_config)
-    if args.load:
-        trainer.load(args.load)
+    if args.load and trainer.load(args.load):
+        report(f"resumed at step {trainer.step}; {trainer.engine.ucp_report.reason}")
     losses = Losses(args.losses)
     while trainer.step < args.steps:
         loss = trainer.train_step()

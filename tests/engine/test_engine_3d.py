@@ -81,6 +81,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield Runs(worlds, tmp_path_factory.mktemp("3d"))
 
 
+def list_routes(*routes: tuple[Any, ...]) -> list[Any]:
+    """Parameters with readable ids: (model, source, target, …) or (source, target, …)."""
+    found = []
+    for route in routes:
+        launches = "→".join(str(part) for part in route if isinstance(part, Launch))
+        names = [part for part in route if isinstance(part, str)]
+        found.append(pytest.param(*route, id="-".join([*names, launches])))
+    return found
+
+
 def rules(model: str, source: Launch, target: Launch) -> dict[str, Any] | None:
     """What the user has to say: the names, where one side is a pipeline and the other is not."""
     if source.pipeline == target.pipeline:
@@ -107,7 +117,7 @@ def warnings(local: Local, text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [pytest.param(model, *pair, id=f"{model}-{pair[0]}→{pair[1]}") for model in ROUTES for pair in ROUTES[model]],
+    list_routes(*((model, *pair) for model in ROUTES for pair in ROUTES[model])),
 )
 def test_resumes(model: str, source: Launch, target: Launch, runs: Runs) -> None:
     saved = runs.saved(model, source)
@@ -118,13 +128,13 @@ def test_resumes(model: str, source: Launch, target: Launch, runs: Runs) -> None
 
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [
+    list_routes(
         ("dense", TP2_PP2, TP2_PP2),
         ("dense", TP2_PP2_BF16, TP2_PP2_BF16),
         ("dense", TP2_PP2_STAGE0, TP2_PP2_STAGE0),
+        ("dense", Plain(2, stage=0), Plain(2, stage=0)),
         ("llama", Plain(2, stage=2), Plain(2, stage=2, sp=2)),  # sequence parallelism is folded into data parallelism
-    ],
-    ids=str,
+    ),
 )
 def test_same_topology_is_deepspeeds_own_load(model: str, source: Launch, target: Launch, runs: Runs) -> None:
     saved, resumed = runs.saved(model, source), runs.resumed(model, source, target)
@@ -180,14 +190,13 @@ PADDED = {1: 264, 2: 272, 4: 288}
 
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [
+    list_routes(
         ("padded", TP2_PP2, DP4),
         ("padded", TP2_PP2, Launch(4, 1)),
         ("padded", TP2_PP2, Launch(2, 1)),
         ("padded-llama", Plain(2, stage=2), Plain(4, stage=3)),
         ("padded-llama", Plain(2, stage=2), Plain(1, stage=1)),
-    ],
-    ids=str,
+    ),
 )
 def test_padding(model: str, source: Launch, target: Launch, runs: Runs) -> None:
     saved, resumed = runs.saved(model, source), runs.resumed(model, source, target)
@@ -215,7 +224,7 @@ EXTRAS_ROUTES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target", "patterns"), EXTRAS_ROUTES, ids=str)
+@pytest.mark.parametrize(("source", "target", "patterns"), list_routes(*EXTRAS_ROUTES))
 def test_frozen_parameters_and_buffers(source: Launch, target: Launch, patterns: dict[str, Any], runs: Runs) -> None:
     saved, resumed = runs.saved("extras", source), runs.resumed("extras", source, target, patterns)
     check(saved, resumed, "extras")
@@ -247,7 +256,7 @@ SHORT_ROUTES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), SHORT_ROUTES, ids=str)
+@pytest.mark.parametrize(("source", "target"), list_routes(*SHORT_ROUTES))
 def test_stages_without_parameters(source: Launch, target: Launch, runs: Runs) -> None:
     """DeepSpeed trains such stages at stage 0 in fp32 only."""
     saved, resumed = runs.saved("short", source), runs.resumed("short", source, target)
@@ -265,14 +274,13 @@ def test_stages_without_parameters(source: Launch, target: Launch, runs: Runs) -
 
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [
+    list_routes(
         ("dense", TP2_PP2, Launch(1, 2)),
         ("dense", TP2_PP2_BF16, Launch(4, 1)),
         ("dense", DP4, TP2_PP2_BF16),
         ("llama", Plain(2, stage=2), Plain(4, stage=1)),
         ("llama", Plain(2, stage=2), Plain(1, stage=3)),
-    ],
-    ids=str,
+    ),
 )
 def test_a_save_after_the_resume_is_deepspeeds_own(
     model: str, source: Launch, target: Launch, runs: Runs, tmp_path: Path
@@ -289,15 +297,14 @@ def test_a_save_after_the_resume_is_deepspeeds_own(
 # --- arguments of load_checkpoint
 
 
-@pytest.mark.parametrize("arguments", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+@pytest.mark.parametrize("arguments", [{"load_optimizer_states": False}, {"load_module_only": True}], ids="".join)
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [
+    list_routes(
         ("dense", TP2_PP2, Launch(1, 2)),
         ("dense", TP2_PP2_STAGE0, Launch(4, 1)),
         ("llama", Plain(2, stage=2), Plain(1, stage=3)),
-    ],
-    ids=str,
+    ),
 )
 def test_weights_only(model: str, source: Launch, target: Launch, arguments: dict[str, bool], runs: Runs) -> None:
     resumed = runs.resumed(model, source, target, arguments=arguments)

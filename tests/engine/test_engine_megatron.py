@@ -156,7 +156,7 @@ def test_live_attributes_tell_the_rows_of_a_tp1_source(runs: Saves) -> None:
         ("extras", Plain(2, stage=2), Plain(4, stage=1)),
         ("megatron", Plain(2, stage=0), Plain(1, stage=2)),  # and so do the masters
     ],
-    ids=str,
+    ids=["zero2→zero3", "zero2→zero1", "zero0→zero2"],
 )
 def test_nested_module(model: str, source: Launch, target: Launch, runs: Saves) -> None:
     saved, folders = runs.each(model, source, nested=True)

@@ -17,6 +17,7 @@ from metadata import universal_checkpoint_info
 from parallel import Line
 from runs import Outcome, count_differing_bits, merge_stages, plain_name
 
+from deepspeed_ucp.patterns import from_config, rename_names
 from deepspeed_ucp.testing import WorldPool
 
 LLAMA_MOE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)
@@ -166,3 +167,19 @@ def test_configurations_are_for_the_builds_that_they_name(name: str, pytestconfi
     Degrees(tp=2, pp=2 if "pp" in name else 1, pipeline="pp" in name).check(PRESETS["tiny"], stage)
     assert f"zero{stage}" in name
     assert ("bf16" in config) == name.endswith("bf16")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("preset", ["tiny", "tiny-llama", "tiny-moe", "small"])
+def test_the_name_rules_lead_from_each_build_to_the_other(
+    preset: str, ucp_worlds: WorldPool, pytestconfig: pytest.Config
+) -> None:
+    file = pytestconfig.rootpath / "examples" / "megatron_gpt" / "names.yaml"
+    rules = [rename for rules in from_config(str(file)) for rename in rules.renames]
+    config = replace(PRESETS[preset], hidden=32, context=16, ffn=32)
+    pipeline, plain = (
+        set().union(*ucp_worlds.get(RANKS).run(megatron_ranks.describe, config, degrees))
+        for degrees in (Degrees(pp=2), Degrees(pipeline=False))
+    )
+    assert set(rename_names(pipeline, rules, plain).values()) == plain
+    assert set(rename_names(plain, rules, pipeline).values()) == pipeline

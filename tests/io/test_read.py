@@ -71,9 +71,7 @@ def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
     sink = Bytes(20, staged=staged)
     stats = read([Request(0, 0, 9, (Part(6, 0, 1, run=2, stride=5), Part(3, 0, 17)))], file, [sink])
     got = DATA[100:109]
-    assert bytes(sink.data) == (
-        bytes(1) + got[:2] + bytes(3) + got[2:4] + bytes(3) + got[4:6] + bytes(4) + got[6:9]
-    )
+    assert bytes(sink.data) == (bytes(1) + got[:2] + bytes(3) + got[2:4] + bytes(3) + got[4:6] + bytes(4) + got[6:9])
     assert stats.crcs == [isal_zlib.crc32(got)]
 
 

@@ -356,7 +356,9 @@ def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
-@pytest.mark.parametrize("target", [Topology(3, 2), Topology(2, 3), Topology(3, 5), Topology(0, 3)], ids=lambda t: t.label)
+@pytest.mark.parametrize(
+    "target", [Topology(3, 2), Topology(2, 3), Topology(3, 5), Topology(0, 3)], ids=lambda t: t.label
+)
 @pytest.mark.parametrize("source", KINDS[:7], ids=lambda t: t.label)
 def test_several_ranks(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
     path, state = write(tmp_path, source)

@@ -421,4 +421,6 @@ def test_saved_buffers_see_every_state(tmp_path: Path) -> None:
     ranks = resume(Case(AWKWARD, Topology(1, 2), random_state(AWKWARD, 0), False), Topology(3, 2), tmp_path)[1]
     files = build_files(AWKWARD, random_state(AWKWARD, 0), Topology(3, 2))
     held = random_state(AWKWARD, 0)
-    assert [entry.keys() for entry in saved_buffers(files, ranks[1], held)] == [{"fp32", "exp_avg", "exp_avg_sq", "step"}] * 3
+    assert [entry.keys() for entry in saved_buffers(files, ranks[1], held)] == [
+        {"fp32", "exp_avg", "exp_avg_sq", "step"}
+    ] * 3

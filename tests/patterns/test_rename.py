@@ -59,3 +59,10 @@ def test_renames_that_cannot_be(rules, error, message):
 def test_from_is_a_regular_expression():
     with pytest.raises(ConfigError, match="is not a regular expression"):
         parse_renames([{"from": "(", "to": "a"}])
+
+
+def test_where_the_live_names_are_known_a_rule_that_makes_none_of_them_is_passed_over() -> None:
+    rules = parse_renames([{"from": "norm", "to": "6"}, {"from": "norm", "to": "14"}])
+    assert rename_names(["norm"], rules) == {"norm": "6"}
+    assert rename_names(["norm"], rules, {"14", "norm_of_another"}) == {"norm": "14"}
+    assert rename_names(["norm"], rules, {"7"}) == {"norm": "norm"}

@@ -115,12 +115,17 @@ def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> 
 
 
 def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables() -> None:
-    claims = claims_of(Piece(0, 0, 4, Run(0, 0, 9)), Piece(1, 0, 4, Run(1, 9, 2)), Piece(0, 1, 4, Run(4, 0, 1)), block=16)
+    claims = claims_of(
+        Piece(0, 0, 4, Run(0, 0, 9)), Piece(1, 0, 4, Run(1, 9, 2)), Piece(0, 1, 4, Run(4, 0, 1)), block=16
+    )
     tables, addressed = address_claims(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
     assert [[(c.record, c.offset, c.run, c.step, c.count, c.fresh) for c in mine] for mine in addressed] == [
         [tuple(row) for row in table.tolist()] for table in tables
     ]
-    assert [[(c.record, c.offset) for c in mine] for mine in addressed] == [[(0, 0), (0, 32)], [(0, 16), (0, 16), (1, 4)]]
+    assert [[(c.record, c.offset) for c in mine] for mine in addressed] == [
+        [(0, 0), (0, 32)],
+        [(0, 16), (0, 16), (1, 4)],
+    ]
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------

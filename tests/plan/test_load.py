@@ -1,4 +1,4 @@
-"""What each rank reads and exchanges, offset by offset, of small cases made by hand; and of random ones, byte by byte."""
+"""What each rank reads and exchanges: small cases made by hand offset by offset, random ones byte by byte."""
 
 from __future__ import annotations
 
@@ -204,7 +204,9 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
 
 def test_bytes_that_two_buffers_of_one_rank_share_are_read_once() -> None:
     atoms = [make_atom("a", 4, (0, 4, 0, 0)), make_atom("b", 2, (0, 2, 0, 4))]
-    (plan,) = plan_wants([[Want(atom, 0, atom.numel, i, 0) for i, atom in enumerate(atoms)]], [Record(0, 0, 16, 0)]).plans
+    (plan,) = plan_wants(
+        [[Want(atom, 0, atom.numel, i, 0) for i, atom in enumerate(atoms)]], [Record(0, 0, 16, 0)]
+    ).plans
     assert places(plan.requests) == [(0, 0, 16)]
     assert [part.buffer for claim in plan.rounds[0].receives[0] for part in claim.parts] == [0, 1]
 

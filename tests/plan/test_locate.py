@@ -19,9 +19,7 @@ from tests.reshard import examples
 
 def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
     """Every shard whole in a record of its own, behind 8 bytes."""
-    shards = tuple(
-        Shard(shape, (Fragment(0, int(np.prod(shape)), record, 8),)) for record, shape in enumerate(shapes)
-    )
+    shards = tuple(Shard(shape, (Fragment(0, int(np.prod(shape)), record, 8),)) for record, shape in enumerate(shapes))
     return Atom("w", "fp32", dtype, shards)
 
 

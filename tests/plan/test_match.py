@@ -26,9 +26,7 @@ def make_index(
     """Trained parameters have a master and a copy, others the module's tensor; every shard has the given shape."""
     held = [(name, state, shape) for name, shape in trained.items() for state in (MASTER, COPY)]
     held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
-    atoms = {
-        (name, state): Atom(name, state, "float32", (Shard(shape, ()),) * tp) for name, state, shape in held
-    }
+    atoms = {(name, state): Atom(name, state, "float32", (Shard(shape, ()),) * tp) for name, state, shape in held}
     return AtomicIndex(
         files=(),
         records=(),
@@ -218,9 +216,7 @@ def test_the_plain_name_is_kept_and_further_copies_are_not_missing_in_the_model(
 
 
 def test_a_group_is_found_by_a_stages_own_copy() -> None:
-    index = make_index(
-        {"a": (2,), "t": (2,), "t#1": (2,)}, groups=(["a", "t"], ["t#1"]), instances={"t": ("t", "t#1")}
-    )
+    index = make_index({"a": (2,), "t": (2,), "t#1": (2,)}, groups=(["a", "t"], ["t#1"]), instances={"t": ("t", "t#1")})
     found = match(index, {"a": (2,), "t": (2,)}, ordinals={"t": (1, 2)})
     match_groups(index, {0: ("t",)}, found)
     assert found.groups == {0: 1}

@@ -18,9 +18,7 @@ Row = tuple[int, int, int, int, int]
 def judge(*tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100) -> Judgement:
     """What rank 0 decides about blocks that are all its own."""
     arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
-    return judge_claims(
-        arrays, Blocks.of([Record(0, 0, nbytes, 0)], block, 1), np.array([0]), 0, min_direct=min_direct
-    )
+    return judge_claims(arrays, Blocks.of([Record(0, 0, nbytes, 0)], block, 1), np.array([0]), 0, min_direct=min_direct)
 
 
 def plain(offset: int, nbytes: int) -> Row:

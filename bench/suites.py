@@ -1,0 +1,120 @@
+"""What is measured: checkpoints, the loads of each of them, and what each load is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import engines
+import megatron
+from engines import Engine
+from megatron import RENAME, Topology
+from report import Case
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ranks import Body
+    from report import Results
+
+OURS = {"universal": True}
+UPSTREAM = {"load_universal": True}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A checkpoint and its loads.
+
+    Attributes:
+        source: the topology that saves it.
+        topologies, floors: case → the topology that loads it, or the number of processes that read its bytes.
+        about, summary: of the section, and of README's table; `{size_m}` and `{state_gib}` are filled in.
+        conversion_options: of upstream's conversion.
+        save_body, load_body: see `engines` and `megatron`.
+    """
+
+    name: str
+    title: str
+    summary: str
+    about: str
+    source: Any
+    topologies: Mapping[str, Any]
+    floors: Mapping[str, int]
+    cases: tuple[Case, ...]
+    save_body: Callable[[Any, float, Path], Body]
+    load_body: Callable[[Any, float, Path, str, bool], Body]
+    conversion_options: tuple[str, ...] = ()
+
+    def tell(self, results: Results) -> str:
+        return self.about.format(size_m=results.parameters / 1e6, state_gib=results.state_bytes / (1 << 30))
+
+
+DATA_PARALLEL = Suite(
+    name="dp",
+    title="Other ranks, other ZeRO stage",
+    summary="load of a {size_m:.0f} M parameter checkpoint (ZeRO-1 bf16, 4 ranks), cold",
+    about="""A checkpoint of {size_m:.0f} M parameters in the shapes of a
+GPT, two param groups, AdamW, saved by 4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two
+moments).""",
+    source=Engine(4, 1),
+    topologies={
+        "deepspeed": Engine(4, 1),
+        "ours-2": Engine(2, 1, OURS),
+        "ours-3": Engine(3, 1, OURS),
+        "ours-z3-2": Engine(2, 3, OURS),
+        "upstream": Engine(2, 1, UPSTREAM),
+    },
+    floors={"floor-2": 2, "floor-3": 3},
+    cases=(
+        Case("floor-2", "floor, 2 processes"),
+        Case("floor-3", "floor, 3 processes"),
+        Case("deepspeed", "DeepSpeed's own, 4 ranks ZeRO-1"),
+        Case("upstream", "upstream, 2 ranks ZeRO-1 (conversion + load)", floor="floor-2"),
+        Case("ours-2", "ours, 2 ranks ZeRO-1", floor="floor-2", upstream="upstream"),
+        Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream"),
+        Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream"),
+    ),
+    save_body=engines.save_body,
+    load_body=engines.load_body,
+    conversion_options=("--inject_missing_state",),
+)
+
+RENAMED = {"universal": {"patterns": {"rename": RENAME}}}
+
+PARALLEL = Suite(
+    name="3d",
+    title="Other tensor and pipeline parallelism",
+    summary="load of a {size_m:.0f} M parameter checkpoint (TP2 PP2 DP1, ZeRO-1 bf16), cold",
+    about="""The GPT of
+examples/megatron_gpt with {size_m:.0f} M parameters, two param groups, AdamW, saved by 4 ranks (TP2 PP2 DP1) under
+ZeRO-1 in bf16: {state_gib:.2f} GiB of state without what several ranks hold alike. Its client state carries
+`universal_checkpoint_info`. The targets are TP1 PP1 DP2; TP4, where row-parallel weights are cut finer than they were
+saved (a refined Shard-H); and ZeRO-3 on 2 ranks without a pipeline, where parameters have other names and a `rename`
+rule says which.""",
+    source=Topology(4, tp=2, pp=2),
+    topologies={
+        "ours-dp2": Topology(2, checkpoint=OURS),
+        "ours-tp4": Topology(4, tp=4, checkpoint=OURS),
+        "ours-z3": Topology(2, stage=3, checkpoint=RENAMED),
+        "upstream-dp2": Topology(2, checkpoint=UPSTREAM),
+        "upstream-tp4": Topology(4, tp=4, checkpoint=UPSTREAM),
+        "upstream-z3": Topology(2, stage=3, checkpoint=UPSTREAM),
+    },
+    floors={"floor-2": 2, "floor-4": 4},
+    cases=(
+        Case("floor-2", "floor, 2 processes"),
+        Case("floor-4", "floor, 4 processes"),
+        Case("upstream-dp2", "upstream, TP1 PP1 DP2", floor="floor-2"),
+        Case("upstream-tp4", "upstream, TP4", floor="floor-4"),
+        Case("upstream-z3", "upstream, 2 ranks ZeRO-3", floor="floor-2"),
+        Case("ours-dp2", "ours, TP1 PP1 DP2", floor="floor-2", upstream="upstream-dp2"),
+        Case("ours-tp4", "ours, TP4", floor="floor-4", upstream="upstream-tp4", storage_limit=1.10),
+        Case("ours-z3", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream-z3"),
+    ),
+    save_body=megatron.save_body,
+    load_body=megatron.load_body,
+    conversion_options=("--no_strict",),  # the metadata names parameters of other variants of the model too
+)
+
+SUITES = (DATA_PARALLEL, PARALLEL)
