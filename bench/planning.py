@@ -60,11 +60,11 @@ say in each collective: their shares of the headers, their part of the census, t
 of the rank in question. Of their own judgement nothing is computed: they grant long claims and serve short ones.
 
 Timed is everything that one rank, one of those that want the most, computes with the plugin's own functions up to its
-finished plan: it unpickles what
-the ranks gather, builds the index, settles names and patterns (a family's rules; at ZeRO-3 also `rename`), and works
-out its wants, its claims and its judgement of all claims on the blocks that it owns. Each round is a fresh process; the
-slowest of {len(rounds)} rounds counts. *Peak* is the growth of the resident size, and what is gathered on top. Rank 0
-reads two headers more than its share, from which all learn what the folder holds.
+finished plan: it unpickles what the ranks gather, builds the index, settles names and patterns (a family's rules; at
+ZeRO-3 also `rename`), and works out its wants, its claims and its judgement of all claims on the blocks that it owns.
+Each round is a fresh process; the slowest of {len(rounds)} rounds counts. *Peak* is the growth of the resident
+size, and what is gathered on top. Rank 0 reads two headers more than its share, from which all learn what the folder
+holds.
 
 {_sizes_table(cases)}
 

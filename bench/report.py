@@ -92,6 +92,7 @@ class Results:
         parameters: of the model, without padding.
         state_bytes: of its fp32 masters and moments.
         conversion_seconds: of upstream's conversion, None where it was not run.
+        conversion_failures: attempts at it that failed before.
         command: that measured.
     """
 
@@ -99,6 +100,7 @@ class Results:
     parameters: int
     state_bytes: int
     conversion_seconds: float | None
+    conversion_failures: int
     command: str
 
     @property
@@ -174,7 +176,16 @@ def _conversion_note(results: Results, cases: Sequence[Case]) -> str:
     told = ", ".join(f"{seconds:.1f}" for seconds in loads) or "none"
     return (
         f"Upstream's rows are its conversion ({results.conversion_seconds:.1f} s, run once, without the start of its\n"
-        f"interpreter) plus its load ({told} s).\n\n"
+        f"interpreter) plus its load ({told} s).{_tell_failures(results.conversion_failures)}\n\n"
+    )
+
+
+def _tell_failures(count: int) -> str:
+    if not count:
+        return ""
+    return (
+        f" The conversion failed {count} times before: two pipeline stages write the\n"
+        "tied module's position embeddings to files of the same names, and whose values are read is chance."
     )
 
 

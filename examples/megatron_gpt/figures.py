@@ -121,9 +121,9 @@ class Panel:
 
     @property
     def bound(self) -> float:
-        """Of a target's gap; a loss is an fp32 number, so no gap is known better than to its last place."""
+        """Of a target's gap. Losses are fp32 numbers, so two of them are not told apart within their last places."""
         reruns = [row.gap for row in self.rows if row.target.startswith(RERUN)]
-        resolution = float(np.spacing(np.float32(max(max(losses.values()) for losses in self.sources.values()))))
+        resolution = 2 * float(np.spacing(np.float32(max(max(losses.values()) for losses in self.sources.values()))))
         return SPREAD * max([*reruns, resolution])
 
     def find_faults(self) -> list[str]:

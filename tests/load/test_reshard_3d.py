@@ -163,9 +163,10 @@ def round_trips(draw: st.DrawFn) -> Trip:
             atoms[name] = atoms[plain]
     held = replace(held, state=replace(held.state, atoms=atoms))
     target = trip.target if trip.target.precision == source.topology.precision else source.topology
-    return Trip(
-        held, replace(target, tp=trip.target.tp) if fits_all(source.model, trip.target.tp) else target, trip.options
-    )
+    target = replace(target, tp=trip.target.tp) if fits_all(source.model, trip.target.tp) else target
+    if target.kind == "raw":  # as a source it could not tell its stages' layers
+        target = replace(target, placement=None)
+    return Trip(held, target, trip.options)
 
 
 def fits_all(model: Model, tp: int) -> bool:

@@ -1,0 +1,90 @@
+"""The exchange of a round: how many bytes travel at once, and which reads a pass needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.load.reader import Reader, _pick_reads
+from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
+from tests.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+
+def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
+    """So many bytes to and from each rank."""
+    sends = tuple((Send(0, nbytes, nbytes, 1, True),) if nbytes else () for nbytes in sent)
+    parts = [(Part(nbytes, 0, 0),) for nbytes in received]
+    claims = [Claim(0, 0, n, n, 1, True, part) for n, part in zip(received, parts, strict=True)]
+    return Round((), 0, sends, tuple((claim,) if claim.nbytes else () for claim in claims))
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "steps"),
+    [
+        ([0, 0, 0, 0], [0, 0, 0, 0], 1),
+        ([25, 25, 25, 25], [0, 0, 0, 0], 1),
+        ([26, 25, 25, 25], [0, 0, 0, 0], 2),
+        ([0, 0, 0, 0], [150, 0, 0, 151], 4),
+        ([100, 100, 0, 0], [10, 20, 0, 0], 2),
+        ([900, 900, 900, 900], [0, 0, 0, 0], 4),
+    ],
+    ids=str,
+)
+def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], received: list[int], steps: int) -> None:
+    """But never more than there are ranks."""
+    assert make_round(sent, received).count_steps(100) == steps
+
+
+MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
+
+
+@pytest.mark.parametrize("share", [64, 128, 256, 1 << 20])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_what_many_replicas_want_travels_in_parts(
+    size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank of stage 0 wants everything, and a block of 64 bytes for all of them is more than the smallest share.
+
+    In a step two ranks' parts may come together, none of which is larger than the share.
+    """
+    sizes: list[int] = []
+    pack, scatter = Reader._pack, Reader._scatter
+
+    def note_sent(self: Any, sends: Any) -> torch.Tensor:
+        data = pack(self, sends)
+        sizes.append(data.numel())
+        return data
+
+    def note_received(self: Any, claims: Any, received: torch.Tensor) -> None:
+        sizes.append(received.numel())
+        scatter(self, claims, received)
+
+    monkeypatch.setattr(Reader, "_pack", note_sent)
+    monkeypatch.setattr(Reader, "_scatter", note_received)
+    state = random_state(MODEL, 0)
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    targets = make_targets(MODEL, Topology(0, size))
+    index = open_for(path, targets[0])
+    ranks = load(index, targets, window=4 * share)
+    check_content(ranks, state)
+    check_reads(index, ranks)
+    assert 0 < max(sizes) <= 2 * share
+    plans = [rank.plan.rounds for rank in ranks if rank.plan]
+    assert len({tuple(each.steps for each in rounds) for rounds in plans}) == 1
+    most = max(each.steps for each in plans[0])
+    assert most == {64: size, 1 << 20: 1}.get(share, most)
+
+
+def test_only_reads_of_which_something_is_sent_are_wanted() -> None:
+    """Three blocks of 10 bytes: one for fresh memory, one for live buffers, one for both."""
+    reads = tuple(Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20))
+    sends = ((Send(2, 3, 3, 1, True), Send(12, 2, 4, 2, False)), (Send(20, 5, 5, 1, True), Send(25, 5, 5, 1, False)))
+    each = Round(reads, 30, sends, ((), ()))
+    assert _pick_reads(each, fresh=True) == [reads[0], reads[2]]
+    assert _pick_reads(each, fresh=False) == [reads[1], reads[2]]
+    assert _pick_reads(Round(reads, 30, ((), ()), ((), ())), fresh=True) == []
