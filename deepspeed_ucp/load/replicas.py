@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,37 +19,66 @@ _CHUNK = 4 << 20
 _SAMPLES = 64
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Gap:
+    """The largest difference found between two replicas: in which atom, how large, of which rank, at which element."""
+
+    name: str
+    state: str
+    size: float
+    rank: int
+    element: int
+
+
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
     """Compare, byte by byte, what tensor-parallel ranks saved of parameters that they replicate; collective.
 
     Raises:
         MismatchError: naming the parameter, the ranks and the largest difference.
     """
+    found: list[_Gap] = []
     with comm.together():
-        for atom in atoms[comm.rank :: comm.size]:
-            for rank in range(1, len(atom.shards)):
-                _compare(atom, rank, index)
+        for atom, rank, low, high in _list_parts(atoms)[comm.rank :: comm.size]:
+            found += _compare(atom, rank, low, high, index)
+    gaps = sorted(gap for part in comm.gather(_keep_largest(found)) for gap in part)
+    with comm.together():
+        if gaps:
+            _refuse(max(gap for gap in gaps if gap.name == gaps[0].name and gap.state == gaps[0].state))
 
 
-def _compare(atom: Atom, rank: int, index: AtomicIndex) -> None:
-    itemsize = ITEMSIZE[atom.dtype]
-    step = _CHUNK // itemsize
-    worst, where = 0.0, -1
-    for low in range(0, atom.shards[0].numel, step):
-        high = min(low + step, atom.shards[0].numel)
-        first, other = (read_elements(atom, shard, low, high, index) for shard in (0, rank))
-        if first == other:
-            continue
-        dtype = getattr(torch, atom.dtype)
-        gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
-        if where < 0 or float(gap.max()) > worst:
-            worst, where = float(gap.max()), low + int(gap.argmax())
-    if where >= 0:
-        raise MismatchError(
-            f"{atom.name} ({atom.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved "
-            f"different values: the largest difference is {worst:.3e} at element {where}. If the mean is what counts, "
-            f'say so: "patterns": {{"rules": [{{"match": "{atom.name.partition("#")[0]}", "pattern": "partial"}}]}}.'
-        )
+def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
+    """What is compared with rank 0's shard: (atom, other rank, first element, behind the last)."""
+    parts = []
+    for atom in atoms:
+        step, numel = _CHUNK // ITEMSIZE[atom.dtype], atom.shards[0].numel
+        for low in range(0, numel, step):
+            parts += [(atom, rank, low, min(low + step, numel)) for rank in range(1, len(atom.shards))]
+    return parts
+
+
+def _compare(atom: Atom, rank: int, low: int, high: int, index: AtomicIndex) -> list[_Gap]:
+    first, other = (read_elements(atom, shard, low, high, index) for shard in (0, rank))
+    if first == other:
+        return []
+    dtype = getattr(torch, atom.dtype)
+    gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
+    return [_Gap(atom.name, atom.state, float(gap.max()), rank, low + int(gap.argmax()))]
+
+
+def _keep_largest(gaps: Sequence[_Gap]) -> list[_Gap]:
+    """One per atom: what is told to the other ranks stays short."""
+    largest: dict[tuple[str, str], _Gap] = {}
+    for gap in sorted(gaps):
+        largest[gap.name, gap.state] = gap
+    return list(largest.values())
+
+
+def _refuse(gap: _Gap) -> None:
+    raise MismatchError(
+        f"{gap.name} ({gap.state}) is replicated over tensor-parallel ranks, but ranks 0 and {gap.rank} saved "
+        f"different values: the largest difference is {gap.size:.3e} at element {gap.element}. If the mean is what "
+        f'counts, say so: "patterns": {{"rules": [{{"match": "{gap.name.partition("#")[0]}", "pattern": "partial"}}]}}.'
+    )
 
 
 def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicIndex) -> bytearray:

@@ -57,8 +57,11 @@ def fit_groups(
     shapes = {name: piece.shape for name, piece in module.items()}
     for only_owned in (False, True):
         named = pick_names(live or (), only_owned)
-        if fits(named, optim, shapes):
-            return named
+        # Wrappers leave out what has no element on this tensor-parallel rank (fewer rows than ranks).
+        held = [tuple(name for name in group if count(shapes.get(name, (1,)))) for group in named]
+        for names in (named, held):
+            if fits(names, optim, shapes):
+                return names
     raise MismatchError(f"{path}: {tell_misfit(optim, model.buffers, shapes, live or ())}")
 
 

@@ -96,6 +96,26 @@ def test_tensor_parallel_models_without_a_pipeline(source: Topology, target: Top
     resume(draw_state(PLAIN, source), target, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "target", [Topology(0, 1), Topology(1, 2, tp=4), Topology(0, 1, "bf16", "fused", tp=2)], ids=lambda t: f"→{t.label}"
+)
+@pytest.mark.parametrize(
+    "source",
+    [
+        Topology(0, 1, tp=3),
+        Topology(0, 1, "bf16", "unfused", tp=3),
+        Topology(0, 1, "bf16", "fused", tp=4),
+        Topology(0, 1, "bf16", "bf16", tp=3),
+        Topology(3, 2, tp=3),
+    ],
+    ids=lambda t: t.label,
+)
+def test_ranks_that_hold_no_element_of_a_parameter(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """Fewer rows than ranks: wrappers leave the parameter out there, other ranks' optimizers own it."""
+    model = make_plain(["column", "norm", "router", "few", "row"], frozen=["router"])
+    resume(draw_state(model, source), target, tmp_path)
+
+
 @examples(120)
 @given(trip=trips())
 def test_any_topology_loads_into_any_other(trip: Trip) -> None:
