@@ -26,8 +26,8 @@ from ..errors import UnsupportedError
 UNIVERSAL_INFO = "universal_checkpoint_info"
 """Attribute of a module, and key of its model states (``deepspeed/checkpoint/constants.py``)."""
 
-CUT_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
-"""Megatron's attributes of a parameter (``core/tensor_parallel/layers.py``)."""
+CUT_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes")
+"""Megatron's attributes of a parameter (``core/tensor_parallel/layers.py``; sizes of unequal parts: ``core/ssm``)."""
 
 _PIPE_RANKS = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 

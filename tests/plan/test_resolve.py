@@ -137,3 +137,10 @@ def test_a_round_in_which_nothing_is_due_is_empty() -> None:
 
 def test_a_round_that_is_full_moves_the_next_block_behind_its_turn() -> None:
     assert rounds([[0, 0, 0, 1], [0, 0, 0, 1]], 200) == [[0, 1], [2, 3]]
+
+
+def test_what_is_staged_fills_a_round_even_where_little_of_it_is_sent() -> None:
+    """Two ranks want the first byte of each of four blocks."""
+    found = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50)
+    services = schedule(found, [np.zeros(4, np.int32)] * 2, 100).services
+    assert [(service.staged, service.sent) for service in services] == [(100, 4), (100, 4)]

@@ -86,13 +86,19 @@ def mark(parameter: torch.nn.Parameter, **marks: Any) -> torch.nn.Parameter:
 def test_megatrons_attributes_but_not_autotps_mark() -> None:
     module = torch.nn.Module()
     cut = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=True, partition_dim=0, partition_stride=2)
+    cut = mark(cut, partition_sizes=[1, 1])
     whole = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=False)
     autotp = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=True, ds_is_replaced_module=True)
     for name, parameter in {"cut": cut, "whole": whole, "autotp": autotp}.items():
         module.register_parameter(name, parameter)
     module.register_parameter("plain", torch.nn.Parameter(torch.zeros(2)))
     assert live_attributes(make_engine(module=module)) == {
-        "cut": {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2},
+        "cut": {
+            "tensor_model_parallel": True,
+            "partition_dim": 0,
+            "partition_stride": 2,
+            "partition_sizes": [1, 1],
+        },
         "whole": {"tensor_model_parallel": False},
     }
 
