@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ class Sources:
             folder = self._root / f"source{len(self._runs)}"
             self._runs[key] = save_run(training(**options), case.launch, steps, folder, self._worlds)
         return self._runs[key]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_worlds(ucp_worlds: WorldPool) -> Iterator[None]:
+    """Every engine leaves process groups whose threads keep polling: worlds end with their module."""
+    yield
+    ucp_worlds.close()
 
 
 @pytest.fixture(scope="session")
