@@ -58,7 +58,7 @@ def negotiate(
     blocks = Blocks.of(index.records, block, comm.size)
     tables, addressed = address_claims(claims, blocks)
     judgement = judge_claims(comm.swap_tables(tables), blocks, touched, comm.rank, min_direct=min_direct)
-    share = max(window // 4, block)  # staging, sending and receiving at once
+    share = max(window // 8, block)  # staged, packed, sent and received at once, by a backend with buffers of its own
     turns = take_turns(addressed, comm.swap_tables(judgement.granted), share)
     resolution = schedule(judgement, comm.swap_tables(turns), share)
     answers = comm.swap_tables(resolution.answers)

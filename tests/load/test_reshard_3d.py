@@ -159,7 +159,7 @@ def test_columns_that_many_ranks_refine_are_read_once(tmp_path: Path) -> None:
 def test_rounds_of_any_window(window: int, tmp_path: Path) -> None:
     source = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     _, ranks = resume(source, Topology(1, 2, tp=3), tmp_path, window=window)
-    share = max(window // 4, 64)
+    share = max(window // 8, 64)
     for each in (each for rank in ranks for each in (rank.plan.rounds if rank.plan else ())):
         assert each.staged <= share or len({(read.record, read.offset // 64) for read in each.reads}) == 1
 
