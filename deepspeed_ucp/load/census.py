@@ -23,13 +23,11 @@ from ..patterns import (
     settle,
 )
 from ..plan.match import Live, Match, Shape
+from ..sources.naming import CHANGING
 from ..targets import Extra, Target
 from ..targets.parallel import live_attributes, live_universal_info
 
 logger = logging.getLogger("deepspeed_ucp")
-
-CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
-"""Fields of a param group that say nothing about which group it is."""
 
 Layouts = Mapping[str, tuple[Layout, Layout]]
 """By plain saved name: how source and target cut a tensor."""

@@ -194,12 +194,11 @@ def _prepare(
         job = make_job(index, target, match, extras, layouts, with_states=with_states)
     touched = sorted(set().union(*comm.gather(_report_touched(target, job))))
     replicated = [key for key in touched if _is_replicated(layouts, index, key)]
-    if comm.rank == 0:
-        _tell(match, comm.gather(job.grown))
-    else:
-        comm.gather(job.grown)
+    grown = comm.gather(job.grown)
     with comm.together():
-        check_instances(index, census.everyone, touched, warn=comm.rank == 0)
+        if comm.rank == 0:  # every rank would read the same elements
+            _tell(match, grown)
+            check_instances(index, census.everyone, touched)
     return _Work(job, match, touched, replicated)
 
 

@@ -95,7 +95,7 @@ def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicInde
 
 
 def check_instances(
-    index: AtomicIndex, live: Iterable[tuple[str, int, int]], touched: Iterable[tuple[str, str]], *, warn: bool
+    index: AtomicIndex, live: Iterable[tuple[str, int, int]], touched: Iterable[tuple[str, str]]
 ) -> None:
     """What several pipeline stages saved under one name: equal copies, or values of their own.
 
@@ -103,7 +103,6 @@ def check_instances(
 
     Args:
         live: (name, ordinal, count) of parameters that several stages of the live engine hold.
-        warn: log it on this rank.
 
     Raises:
         CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
@@ -118,7 +117,7 @@ def check_instances(
                 "The folder mixes files of several saves."
             )
     dropped = sorted(names[0] for names in parted if counts.get(names[0], 1) != len(names))
-    if dropped and warn:
+    if dropped:
         logger.warning(
             "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
             "tied_weight_attr); where one copy remains the first stage's counts",

@@ -13,7 +13,7 @@ from .headers import FileHeader, ModelHeader, OptimHeader, Piece
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
 
-_CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
+CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
 """Fields of a param group that differ between a saved and a fresh optimizer."""
 
 
@@ -98,7 +98,7 @@ def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping
     """
     if len(saved) != len(live):
         return
-    keys = {key for group in (*saved, *live) for key in group} - set(_CHANGING)
+    keys = {key for group in (*saved, *live) for key in group} - set(CHANGING)
     shared = sorted(key for key in keys if all(key in group for group in (*saved, *live)))
     before, now = ([tuple(repr(group[key]) for key in shared) for group in groups] for groups in (saved, live))
     if before != now and sorted(before) == sorted(now):
