@@ -1,11 +1,17 @@
 """Elastic resume for DeepSpeed: ``engine.load_checkpoint`` from any topology into any topology, to the bit.
 
-Importing the package installs the hook; ``"checkpoint": {"universal": true}`` in a ds_config switches it on.
+Importing the package installs the hook, now or as soon as DeepSpeed is imported;
+``"checkpoint": {"universal": true}`` in a ds_config switches it on.
 """
 
-from .errors import CheckpointError, ConfigError, MismatchError, UcpError, UnsupportedError
-from .hook import install, uninstall
-from .load import LoadReport
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .attach import install, install_when_imported, uninstall
+from .errors import CheckpointError, ConfigError, MismatchError, StorageError, UcpError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .load import LoadReport
 
 __version__ = "0.1.0"
 
@@ -14,6 +20,7 @@ __all__ = [
     "ConfigError",
     "LoadReport",
     "MismatchError",
+    "StorageError",
     "UcpError",
     "UnsupportedError",
     "__version__",
@@ -21,4 +28,18 @@ __all__ = [
     "uninstall",
 ]
 
-install()
+_LAZY = {"LoadReport": ".load"}
+"""Public names that are imported when they are asked for, and where they are."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+install_when_imported()

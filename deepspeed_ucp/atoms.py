@@ -45,10 +45,11 @@ ITEMSIZE = {
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A checkpoint file: path and size in bytes as every rank sees it."""
+    """A checkpoint file: path and size in bytes as every rank sees it; ``header_crc`` is the CRC32 of its directory."""
 
     path: str
     size: int
+    header_crc: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,9 @@ class AtomicIndex:
             the atoms in stage order (``name``, ``name#1``, …).
         hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
             ``checkpoint_version``, ``iteration``.
+        scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
+        recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
+        dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
     """
 
     files: tuple[FileRef, ...]
@@ -168,6 +172,9 @@ class AtomicIndex:
     flats: dict[int, tuple[FlatGroup, ...]] = field(default_factory=dict)
     instances: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dropped: str = ""
 
     def resolve(self, name: str) -> str:
         """The name under which a parameter's data is held: itself, or what it is tied to."""

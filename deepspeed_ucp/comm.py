@@ -1,24 +1,34 @@
-"""What ranks tell each other: one rank alone, or the ranks of ``torch.distributed``."""
+"""What ranks tell each other: one rank alone, the ranks of ``torch.distributed``, or those of MPI.
+
+Neither torch nor mpi4py is imported before a launch calls for it.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
-from .errors import RemoteError, UcpError
+from .errors import ConfigError, RemoteError, UcpError
+
+if TYPE_CHECKING:
+    import torch
 
 NumpyArray = npt.NDArray[Any]
 
 
 class Comm:
-    """Ranks that load together; this base is the one-rank case."""
+    """Ranks that load or convert together; this base is the one-rank case.
+
+    As a context manager it ends the launch when this rank fails alone, so that no rank waits for it for ever.
+    """
 
     rank = 0
     size = 1
@@ -31,8 +41,12 @@ class Comm:
         """The ``value`` of rank ``src``, on every rank."""
         return value
 
-    def swap(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
-        """Send ``sends[r]`` bytes of ``data`` (1-D, uint8, CPU) to rank r, in rank order; what the ranks sent here."""
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+    def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+        """Send ``sends[r]`` bytes of ``data`` (1-D, uint8) to rank r, in rank order; what the ranks sent here."""
         return data
 
     def swap_tables(self, tables: list[NumpyArray]) -> list[NumpyArray]:
@@ -40,11 +54,11 @@ class Comm:
         shape, dtype = tables[0].shape[1:], tables[0].dtype
         width = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         sends = [len(table) * width for table in tables]
-        told = self.swap(torch.tensor(sends).view(torch.uint8), [8] * self.size, [8] * self.size)
-        receives = told.view(torch.int64).tolist()
+        told = self.swap(np.array(sends, np.int64).view(np.uint8), [8] * self.size, [8] * self.size)
+        receives: list[int] = told.view(np.int64).tolist()
         packed = np.concatenate([np.ascontiguousarray(table).reshape(-1).view(np.uint8) for table in tables])
-        received = self.swap(torch.from_numpy(packed), sends, receives)
-        return [part.numpy().view(dtype).reshape(-1, *shape) for part in received.split(receives)]
+        received = self.swap(packed, sends, receives)
+        return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
     def any_of(self, mask: NumpyArray) -> NumpyArray:
         """Element by element, whether some rank's ``mask`` is true."""
@@ -72,7 +86,18 @@ class Comm:
             return
         kind, text = reports[failed]
         prefix = f"[rank {failed}] " if self.size > 1 else ""
-        raise kind(f"{prefix}{text}") from error
+        told = kind(f"{prefix}{text}")
+        told.shared, told.echo = True, self.rank > 0
+        raise told from error
+
+    def __enter__(self) -> Comm:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Part from the others; after an error of this rank alone, end them too."""
 
 
 def _describe(error: Exception | None) -> tuple[type[UcpError], str] | None:
@@ -86,40 +111,118 @@ def _describe(error: Exception | None) -> tuple[type[UcpError], str] | None:
 class TorchComm(Comm):
     """The ranks of the default process group, over whatever backend the launch uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, owner: bool = False) -> None:
+        import torch.distributed as dist
+
+        self.dist = dist
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = _find_device(str(dist.get_backend()))
+        self.owner = owner
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        self.dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, src=src)
+        self.dist.broadcast_object_list(values, src=src)
         return values[0]
 
-    def swap(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+    def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+        import torch
+
         received = torch.empty(sum(receives), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(received, data.to(self.device), receives, sends)
-        return received.cpu()
+        self.dist.all_to_all_single(received, torch.from_numpy(data).to(self.device), receives, sends)
+        return received.cpu().numpy()
 
     def any_of(self, mask: NumpyArray) -> NumpyArray:
+        import torch
+
         flags = torch.from_numpy(mask.astype(np.uint8)).to(self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        self.dist.all_reduce(flags, op=self.dist.ReduceOp.MAX)
         return flags.cpu().numpy().astype(np.bool_)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Close the process group if it is ours; the launcher ends the other ranks when this process fails."""
+        if self.owner and (error is None or _is_shared(error)):
+            self.dist.destroy_process_group()
 
 
 def _find_device(backend: str) -> torch.device:
     """Where tensors have to be for a backend's collectives (``nccl``, ``gloo``, ``cpu:gloo,cuda:nccl``, …)."""
+    import torch
+
     if {"gloo", "mpi", "ccl"} & set(re.split("[:,]", backend)):
         return torch.device("cpu")
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6
     kind = accelerator.current_accelerator() if accelerator else None
     index = accelerator.current_device_index() if accelerator else torch.cuda.current_device()
     return torch.device(kind.type if kind else "cuda", index)
+
+
+class MpiComm(Comm):
+    """The ranks of ``mpirun``, by mpi4py.
+
+    Raises:
+        ConfigError: mpi4py is not installed, or finds no MPI library.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+            from mpi4py.util import pkl5
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"This launch has several MPI ranks and mpi4py cannot be used ({error}). Install deepspeed_ucp[mpi]."
+            ) from error
+        self.mpi = MPI
+        self.world = pkl5.Intracomm(MPI.COMM_WORLD)  # pickles of any size
+        self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(self.world.allgather(value))
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return self.world.bcast(value, root=src)
+
+    def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+        """Slices between pairs: the counts of ``Alltoallv`` are 32-bit integers in most MPI libraries."""
+        received = np.empty(sum(receives), np.uint8)
+        world, data = self.mpi.COMM_WORLD, np.ascontiguousarray(data)
+        pending = [world.Irecv(part, rank) for rank in range(self.size) for part in _slice(received, receives, rank)]
+        pending += [world.Isend(part, rank) for rank in range(self.size) for part in _slice(data, sends, rank)]
+        self.mpi.Request.Waitall(pending)
+        return received
+
+    def any_of(self, mask: NumpyArray) -> NumpyArray:
+        flags = np.ascontiguousarray(mask, np.bool_)
+        joined = np.empty_like(flags)
+        self.mpi.COMM_WORLD.Allreduce(flags, joined, op=self.mpi.LOR)
+        return joined
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Say what ended this rank alone, and end the others, which may wait for it for ever."""
+        if error is None or _is_shared(error):
+            return
+        sys.stderr.write(f"[rank {self.rank}] {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        self.mpi.COMM_WORLD.Abort(2)
+
+
+def _is_shared(error: BaseException) -> bool:
+    return isinstance(error, UcpError) and error.shared
+
+
+_MESSAGE = 1 << 30
+"""Bytes of one MPI message."""
+
+
+def _slice(data: NumpyArray, counts: list[int], rank: int) -> list[NumpyArray]:
+    """One rank's part of bytes that lie in rank order, as messages."""
+    low, high = sum(counts[:rank]), sum(counts[: rank + 1])
+    return [data[begin : min(begin + _MESSAGE, high)] for begin in range(low, high, _MESSAGE)]
 
 
 _SLICE = 8 << 20
@@ -131,6 +234,9 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
 
     On the CPU by broadcasts of slices: gloo's all-gather copies the whole buffer aside first.
     """
+    import torch
+    import torch.distributed as dist
+
     size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if size == 1:
         return
@@ -152,7 +258,44 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
 
 
 def connect() -> Comm:
-    """The ranks of this launch."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    """The ranks of this launch, in a process that trains."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchComm()
     return Comm()
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def join_launch(environment: Mapping[str, str] = os.environ) -> Comm:
+    """Join the ranks that ``mpirun``, ``srun`` or ``torchrun`` started; one rank alone where nothing did.
+
+    To be used as ``with join_launch() as comm``.
+
+    Raises:
+        ConfigError: several MPI ranks that mpi4py cannot join.
+    """
+    if all(name in environment for name in _TORCHRUN) and _read_size(environment, "WORLD_SIZE") > 1:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait for another's long work
+            return TorchComm(owner=True)
+        return TorchComm()
+    told = max(_read_size(environment, name) for name in _MPI_SIZES)
+    if told == 1 and "PMIX_RANK" not in environment:
+        return Comm()
+    comm = MpiComm()
+    if comm.size < told:
+        raise ConfigError(
+            f"The launcher started {told} tasks, but MPI sees {comm.size}: launcher and mpi4py belong to different MPI "
+            "libraries (with Slurm: srun --mpi=pmix)."
+        )
+    return comm if comm.size > 1 else Comm()
+
+
+def _read_size(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdigit() and int(value) else 1

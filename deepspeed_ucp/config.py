@@ -16,7 +16,9 @@ class UniversalConfig(BaseModel):
     """Options of the plugin for one engine; ``"universal": true`` takes all defaults.
 
     Attributes:
-        mode: ``direct`` reads the normal checkpoint straight into the live buffers.
+        mode: ``direct`` reads the normal checkpoint straight into the live buffers. ``atomic`` writes it as an atomic
+            checkpoint first, with all ranks of the launch, and loads that; later launches take it as it is.
+        atomic_dir: folder that atomic checkpoints go to, as ``<tag>_universal``; the checkpoint's own by default.
         verify: ``crc`` compares every byte read with the CRC32 that training wrote, before any live buffer changes.
         window_mb: staging memory per rank beyond the engine's own buffers, in MiB.
         threads: reading threads per rank; 0 chooses from the cores that the rank may use.
@@ -29,7 +31,8 @@ class UniversalConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    mode: Literal["direct"] = "direct"
+    mode: Literal["direct", "atomic"] = "direct"
+    atomic_dir: str | None = None
     verify: Literal["crc", "off"] = "crc"
     window_mb: int = Field(default=256, ge=16)
     threads: int = Field(default=0, ge=0, le=256)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class UcpError(RuntimeError):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Attributes:
+        shared: every rank of the launch raises it.
+        echo: and another rank than this one is to tell it.
+    """
+
+    shared = False
+    echo = False
 
 
 class ConfigError(UcpError):
@@ -21,6 +29,10 @@ class MismatchError(UcpError):
 
 class UnsupportedError(UcpError):
     """The checkpoint or the engine uses a feature that the plugin does not cover (yet)."""
+
+
+class StorageError(UcpError):
+    """What is to be written does not fit: the disk is full, a quota is used up, or a file would be too large."""
 
 
 class RemoteError(UcpError):

@@ -1,78 +1,42 @@
 """The hook: ``engine.load_checkpoint`` of engines that have the plugin on, and batch sizes at ``initialize``.
 
-Two methods of DeepSpeed are wrapped at class level: ``DeepSpeedEngine.load_checkpoint``, and
-``DeepSpeedConfig._configure_train_batch_size``, which sees the ds_config with the world size. A third,
-``DeepSpeedEngine._check_for_duplicates``, is where the optimizer passes by as the user made it.
+What runs in the place of three methods of DeepSpeed (:mod:`deepspeed_ucp.attach`):
+``DeepSpeedEngine.load_checkpoint``; ``DeepSpeedConfig._configure_train_batch_size``, which sees the ds_config with the
+world size; ``DeepSpeedEngine._check_for_duplicates``, where the optimizer passes by as the user made it.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import DeepSpeedEngine
-
 from .atoms import AtomicIndex
+from .attach import install, is_default_on, is_installed, uninstall
 from .collection import pause_collection
 from .comm import Comm, connect
 from .config import UniversalConfig, adapt_batch, check_batch, fit_batch, parse_config
+from .convert import ConvertOptions, ConvertReport, convert_index, default_destination
 from .errors import CheckpointError, UcpError, UnsupportedError
-from .load import LoadArguments, LoadReport, has_masters, join_groups, load_direct, read_rules
+from .load import (
+    LoadArguments,
+    LoadReport,
+    has_masters,
+    join_groups,
+    list_live_rules,
+    load_direct,
+    read_rules,
+    take_census,
+)
+from .patterns import RuleSet
 from .sources import check_tag, open_checkpoint, read_latest
 from .targets import Target, open_target
 from .targets.finish import refresh_untied_copies
-from .topology import find_differences
+from .topology import ATOMIC, find_differences
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
-_settings = {"default_on": False}
-
-
-def install(*, default_on: bool | None = None) -> None:
-    """Wrap DeepSpeed's methods; a second call changes nothing but ``default_on``, if it is given.
-
-    Args:
-        default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that).
-    """
-    if default_on is not None:
-        _settings["default_on"] = default_on
-    if not hasattr(DeepSpeedEngine, "ucp_report"):
-        DeepSpeedEngine.ucp_report = None
-    _wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
-    _wrap(DeepSpeedConfig, "_configure_train_batch_size", _configure_train_batch_size)
-    _wrap(DeepSpeedEngine, "_check_for_duplicates", _check_for_duplicates)
-
-
-def uninstall() -> None:
-    """Put DeepSpeed's own methods back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
-    _settings["default_on"] = False
-
-
-def is_installed() -> bool:
-    """Whether the hook is in place."""
-    return bool(_originals)
-
-
-def _wrap(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    if (owner, name) in _originals or not hasattr(owner, name):
-        return
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
-
-    _originals[owner, name] = original
-    setattr(owner, name, wrapper)
 
 
 def get_config(engine: Any) -> UniversalConfig | None:
@@ -82,7 +46,7 @@ def get_config(engine: Any) -> UniversalConfig | None:
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
-    options = parse_config(config._param_dict, _settings["default_on"])
+    options = parse_config(config._param_dict, is_default_on())
     config.ucp_config = options
     if options is not None:
         read_rules(options.patterns)  # what is wrong with them is told here, not hours later
@@ -163,8 +127,30 @@ def _load_checkpoint(
         return result  # type: ignore[no-any-return]
     if kwargs:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {sorted(kwargs)}.")
-    client = _run_direct(engine, choice.index, choice.target, comm, config, wanted, report)
-    return choice.index.state_file, client
+    index = choice.index
+    if config.mode == "atomic" and index.topology.wrapper != ATOMIC:
+        with report.phase("convert"):
+            index, report.converted = _convert_first(index, choice.target, folder, comm, config)
+    client = _run_direct(engine, index, choice.target, comm, config, wanted, report)
+    return index.state_file, client
+
+
+def _convert_first(
+    index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
+) -> tuple[AtomicIndex, ConvertReport]:
+    """Mode "atomic": write the checkpoint as an atomic one with all ranks, or take the one that is there; collective."""
+    rules = read_rules(config.patterns)
+    census = take_census(target, (), comm)
+    live: list[RuleSet] = []
+    with comm.together():
+        live = list_live_rules(index, census, rules)
+    parent, tag = os.path.split(os.path.abspath(folder))
+    destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
+    options = ConvertOptions(workers=config.threads, window=config.window_mb << 20, verify=config.verify == "crc")
+    converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
+    if comm.rank == 0:
+        logger.info("%s: %s", destination, "taken as it is" if converted.reused else f"{converted.atoms} atoms written")
+    return open_checkpoint(destination, comm), converted
 
 
 def _find_tag(load_dir: str, tag: Any, comm: Comm) -> str | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+ATOMIC = "atomic"
+"""Wrapper of an atomic checkpoint: whole tensors, which nothing wraps."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
@@ -32,7 +35,7 @@ class Topology:
         dp: ranks over which ZeRO partitions (sequence parallelism folded in); 1 at stage 0, where nothing is cut.
         tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
         zero_stage: 0 to 3.
-        wrapper: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused`` or ``torch``.
+        wrapper: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused``, ``torch`` or ``atomic``.
         precision: dtype of the model's parameters, as ``float32``, ``bfloat16`` or ``float16``.
         master: dtype of the master weights.
         elastic: optimizer states are saved without padding (``elastic_checkpoint``).

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
 from deepspeed_ucp.comm import Comm
 
@@ -122,14 +121,14 @@ class ThreadComm(Comm):
         said = self.world.exchange(self.rank, f"broadcast {src}", pickle.dumps(value) if self.rank == src else b"")
         return pickle.loads(said[src])
 
-    def swap(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
-        if data.dim() != 1 or data.dtype != torch.uint8 or data.numel() != sum(sends) or len(sends) != self.size:
+    def swap(self, data: np.ndarray, sends: list[int], receives: list[int]) -> np.ndarray:
+        if data.ndim != 1 or data.dtype != np.uint8 or data.size != sum(sends) or len(sends) != self.size:
             raise ValueError(f"rank {self.rank} sends {sends} of {data.shape} {data.dtype}")
-        said = self.world.exchange(self.rank, "swap", data.clone().split(sends))
+        said = self.world.exchange(self.rank, "swap", np.split(data.copy(), np.cumsum(sends)[:-1]))
         parts = [parcels[self.rank] for parcels in said]
-        if [part.numel() for part in parts] != receives:
-            raise ValueError(f"rank {self.rank} expects {receives}, gets {[part.numel() for part in parts]}")
-        return torch.cat(parts)
+        if [part.size for part in parts] != receives:
+            raise ValueError(f"rank {self.rank} expects {receives}, gets {[part.size for part in parts]}")
+        return np.concatenate(parts)
 
     def any_of(self, mask: Any) -> Any:
         return np.logical_or.reduce(self.world.exchange(self.rank, "any_of", mask.copy()))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from deepspeed_ucp.comm import Comm, connect
-from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError
+from deepspeed_ucp import comm as comm_module
+from deepspeed_ucp.comm import Comm, connect, join_launch
+from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, RemoteError
+from tests.mpi import needs_mpi, run_mpi, run_torch
 from tests.ranks import BrokenWorldError, World, run_ranks
 
 
@@ -149,7 +153,7 @@ def test_what_ranks_hear_is_their_own_copy() -> None:
 def test_bytes_are_exchanged_by_counts() -> None:
     def work(rank: int, comm: Comm) -> list[int]:
         counts = [(rank + other) % 3 for other in range(3)]
-        data = torch.full((sum(counts),), rank, dtype=torch.uint8)
+        data = np.full(sum(counts), rank, np.uint8)
         return comm.swap(data, counts, counts).tolist()
 
     assert run_ranks(3, work) == [[1, 2, 2], [0, 1, 1], [0, 0, 2]]
@@ -176,3 +180,106 @@ def test_ranks_in_different_exchanges_are_found_out() -> None:
 
     with pytest.raises(BrokenWorldError, match="different collectives"):
         run_ranks(2, work)
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+LAUNCHED = str(Path(__file__).parent / "launched.py")
+
+
+def expect(rank: int, comm: str) -> dict[str, Any]:
+    """What rank ``rank`` of two hears."""
+    return {
+        "rank": rank,
+        "comm": comm,
+        "gather": [{"rank": 0}, {"rank": 1}],
+        "broadcast": 1,
+        "swap": [[1], [0, 1, 1]][rank],
+        "slices": True,
+        "tables": [[[[10 * other + rank] * 2] * rank for other in range(2)] for rank in range(2)][rank],
+        "any": [True, True, False],
+    }
+
+
+@needs_mpi
+def test_ranks_of_mpirun() -> None:
+    done = run_mpi(2, [LAUNCHED, "well"])
+    told = sorted(map(json.loads, done.stdout.splitlines()), key=lambda each: each["rank"])
+    assert (done.returncode, told) == (0, [expect(rank, "MpiComm") for rank in range(2)]), done.stderr
+
+
+@needs_mpi
+def test_a_rank_that_fails_alone_ends_all_with_one_message() -> None:
+    done = run_mpi(2, [LAUNCHED, "alone"])
+    assert done.returncode == 2
+    assert done.stderr.count("oh") == 1
+    assert "[rank 1] ZeroDivisionError: oh" in done.stderr
+
+
+@needs_mpi
+def test_an_error_of_all_ranks_is_told_once() -> None:
+    done = run_mpi(2, [LAUNCHED, "all"])
+    assert done.returncode == 2
+    assert done.stderr.count("oh") == 1
+    assert "[rank 1] oh" in done.stderr
+
+
+def test_ranks_of_torchrun() -> None:
+    for rank, (code, out, err) in enumerate(run_torch(2, [LAUNCHED, "all"])):
+        assert json.loads(out) == expect(rank, "TorchComm")
+        assert code == 2
+        assert ("[rank 1] oh" in err) == (rank == 0)
+
+
+class Joined(Comm):
+    """Stands in for MPI's ranks."""
+
+    joined = 2
+
+    def __init__(self) -> None:
+        self.size = self.joined
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind"),
+    [
+        ({}, Comm),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "WORLD_SIZE": "1"}, Comm),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, Joined),
+        ({"PMI_SIZE": "2"}, Joined),
+        ({"PMIX_RANK": "0"}, Joined),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, Comm),  # a batch script, not what srun starts
+        ({"SLURM_STEP_NUM_TASKS": "2"}, Joined),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, Comm),
+    ],
+    ids=str,
+)
+def test_the_launcher_is_known_by_what_it_sets(
+    environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm_module, "MpiComm", Joined)
+    assert type(join_launch(environment)) is kind
+
+
+def test_tasks_that_do_not_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would convert on its own."""
+    monkeypatch.setattr(comm_module, "MpiComm", Joined)
+    monkeypatch.setattr(Joined, "joined", 1)
+    with pytest.raises(ConfigError, match="started 4 tasks, but MPI sees 1.*srun --mpi=pmix"):
+        join_launch({"SLURM_STEP_NUM_TASKS": "4"})
+    assert type(join_launch({"PMIX_RANK": "0"})) is Comm
+
+
+def test_without_mpi4py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigError, match=r"Install deepspeed_ucp\[mpi\]"):
+        join_launch({"OMPI_COMM_WORLD_SIZE": "2"})
+
+
+def test_an_error_of_all_ranks_says_who_is_to_tell_it() -> None:
+    told = (CheckpointError, "broken")
+    for rank in range(2):
+        with pytest.raises(CheckpointError) as error, Seat(rank, {1 - rank: told}).together():
+            pass
+        assert (error.value.shared, error.value.echo) == (True, rank == 1)
+    assert (CheckpointError("x").shared, CheckpointError("x").echo) == (False, False)

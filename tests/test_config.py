@@ -44,6 +44,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
     assert parse(True) == parse({}) == UniversalConfig()
     assert UniversalConfig().model_dump() == {
         "mode": "direct",
+        "atomic_dir": None,
         "verify": "crc",
         "window_mb": 256,
         "threads": 0,
@@ -55,7 +56,8 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
 
 def test_every_key_can_be_set() -> None:
     given = {
-        "mode": "direct",
+        "mode": "atomic",
+        "atomic_dir": "/fast",
         "verify": "off",
         "window_mb": 16,
         "threads": 3,
@@ -73,6 +75,7 @@ def test_every_key_can_be_set() -> None:
     [
         ({"windowmb": 64}, "windowmb"),
         ({"mode": "Direct"}, "mode"),
+        ({"atomic_dir": True}, "atomic_dir"),
         ({"verify": True}, "verify"),
         ({"verify": "md5"}, "verify"),
         ({"window_mb": "256"}, "window_mb"),

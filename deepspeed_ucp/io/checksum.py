@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from isal import isal_zlib
 
 from ..atoms import FileRef, Record
+from ..comm import Comm
 from ..errors import CheckpointError
 from ..plan.requests import Request
 from .read import read_whole_crc
@@ -26,10 +28,11 @@ class Checked:
 
 def join_checks(requests: Sequence[Request], crcs: Sequence[int]) -> list[Checked]:
     """One rank's checks, neighbours joined."""
-    return _merge(Checked(r.record, r.offset, r.nbytes, crc) for r, crc in zip(requests, crcs, strict=True))
+    return merge_checks(Checked(r.record, r.offset, r.nbytes, crc) for r, crc in zip(requests, crcs, strict=True))
 
 
-def _merge(checks: Iterable[Checked]) -> list[Checked]:
+def merge_checks(checks: Iterable[Checked]) -> list[Checked]:
+    """Checks in order, neighbours in a record joined into one."""
     merged: list[Checked] = []
     for check in sorted(checks, key=lambda c: (c.record, c.offset)):
         last = merged[-1] if merged else None
@@ -39,6 +42,13 @@ def _merge(checks: Iterable[Checked]) -> list[Checked]:
         else:
             merged.append(check)
     return merged
+
+
+def send_checks(checks: Sequence[Checked], comm: Comm) -> list[Checked]:
+    """The checks of the records that this rank answers for (every ``size``-th), from all ranks; collective."""
+    rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
+    tables = comm.swap_tables([rows[rows[:, 0] % comm.size == rank] for rank in range(comm.size)])
+    return [Checked(*row) for table in tables for row in table.tolist()]
 
 
 def verify_records(
@@ -58,7 +68,7 @@ def verify_records(
             by_record[check.record].append(check)
     for number, checks in sorted(by_record.items()):
         record = records[number]
-        merged = _merge(checks)
+        merged = merge_checks(checks)
         whole = len(merged) == 1 and merged[0].offset == 0 and merged[0].nbytes == record.nbytes
         # Bytes that two tensors share are read twice and do not add up to the record: read it once more then.
         crc = merged[0].crc if whole else read_whole_crc(files[record.file].path, record)

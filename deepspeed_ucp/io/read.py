@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,9 @@ from isal import isal_zlib
 from ..atoms import FileRef, Record
 from ..errors import CheckpointError
 from ..plan.requests import DISCARD, Part, Request
+
+_SPARE_FILES = 256
+"""What a process has open besides."""
 
 
 class Sink(Protocol):
@@ -78,7 +82,9 @@ def read_requests(
 
     with ExitStack() as stack:
         job = _Job(requests, records, files, sinks, {}, checksum, [0] * len(requests))
-        for number in sorted({records[request.record].file for request in requests}):
+        needed = sorted({records[request.record].file for request in requests})
+        allow_open_files(len(needed))
+        for number in needed:
             job.fds[number] = _open(files[number].path)
             stack.callback(os.close, job.fds[number])
 
@@ -114,7 +120,7 @@ def _read_one(job: _Job, index: int, scratch: memoryview) -> None:
     request = job.requests[index]
     record = job.records[request.record]
     views, staged = _arrange(request.parts, job.sinks, scratch)
-    _fill(job.fds[record.file], list(views), record.offset + request.offset, job.files[record.file].path)
+    fill(job.fds[record.file], list(views), record.offset + request.offset, job.files[record.file].path)
     if job.checksum:
         crc = 0
         for view in views:
@@ -141,8 +147,12 @@ def _arrange(
     return views, staged
 
 
-def _fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
-    """``preadv`` until every view is full."""
+def fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
+    """``preadv`` from byte ``offset`` until every view is full; ``views`` is used up.
+
+    Raises:
+        CheckpointError: the file cannot be read, or ends before.
+    """
     while views:
         try:
             got = os.preadv(fd, views, offset)
@@ -159,6 +169,16 @@ def _fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
             views[0] = views[0][got:]
 
 
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files where ``count`` more may not fit; as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if most > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
     """A few bytes, without read-ahead.
 
@@ -169,7 +189,7 @@ def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
     try:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_RANDOM)
         data = bytearray(nbytes)
-        _fill(fd, [memoryview(data)], offset, path)
+        fill(fd, [memoryview(data)], offset, path)
     finally:
         os.close(fd)
     return bytes(data)
@@ -182,7 +202,7 @@ def read_whole_crc(path: str, record: Record, chunk: int = 4 << 20) -> int:
     try:
         for low in range(0, record.nbytes, chunk):
             view = scratch[: min(chunk, record.nbytes - low)]
-            _fill(fd, [view], record.offset + low, path)
+            fill(fd, [view], record.offset + low, path)
             crc = isal_zlib.crc32(view, crc)
     finally:
         os.close(fd)

@@ -259,6 +259,17 @@ def _list_rules(index: AtomicIndex, census: Census, match: Match, rules: Sequenc
     return found
 
 
+def list_live_rules(index: AtomicIndex, census: Census, rules: Sequence[RuleSet]) -> list[RuleSet]:
+    """What the live engine tells of its parameters, by saved names, for a conversion before a load."""
+    found: list[RuleSet] = []
+    if census.info:
+        found.append(from_universal_info(census.info, census.tp, side="target"))
+    if census.attributes:
+        renamed = find_renamed(index, census, rules, tell=False)
+        found.append(from_attributes({renamed.get(name, name): told for name, told in census.attributes.items()}))
+    return found
+
+
 def read_rules(patterns: Any) -> tuple[RuleSet, ...]:
     """The user's ``patterns``.
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
@@ -21,8 +20,9 @@ from ..collection import pause_collection
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
-from ..io.checksum import Checked, join_checks, verify_records, verify_whole
+from ..io.checksum import join_checks, send_checks, verify_records, verify_whole
 from ..plan.match import Match, match_groups, match_parameters
+from ..sources.samples import check_samples
 from ..targets import Extra, Target
 from ..targets.finish import (
     find_extra_states,
@@ -42,7 +42,6 @@ from .negotiate import negotiate
 from .reader import Reader
 from .replicas import check_instances, check_replicas
 from .report import LoadReport
-from .samples import check_samples
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -280,19 +279,12 @@ def _verify(index: AtomicIndex, reader: Reader, work: _Work, comm: Comm) -> None
         CheckpointError: bytes are damaged, or of another run.
         MismatchError: replicas differ.
     """
-    checks = _send_checks(join_checks(*reader.checked()), comm)
+    checks = send_checks(join_checks(*reader.checked()), comm)
     with comm.together():
         verify_records(checks, index.records, index.files, comm.rank, comm.size)
     check_replicas([index.atoms[key] for key in work.replicated], index, comm)
     if reader.checksum:
         check_samples(index, [index.atoms[key] for key in work.touched], comm)
-
-
-def _send_checks(checks: list[Checked], comm: Comm) -> list[Checked]:
-    """The checks of the records that this rank answers for; collective."""
-    rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
-    tables = comm.swap_tables([rows[rows[:, 0] % comm.size == rank] for rank in range(comm.size)])
-    return [Checked(*row) for table in tables for row in table.tolist()]
 
 
 def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:

@@ -14,6 +14,7 @@ from ..errors import MismatchError, shorten
 from ..patterns import Layout
 from ..plan import View, Want
 from ..plan.geometry import Cut
+from ..plan.locate import find_shards
 from ..plan.match import Match, pick_weight
 from ..targets import Extra, Flat, Target
 from ..targets.base import flatten
@@ -294,16 +295,6 @@ class _JobMaker:
             buffer = self._add_sink(TensorSink(extra.tensor, atom.dtype, fresh=False))
             cut = Cut(extra.name, extra.start, extra.tensor.numel(), 0)
             self._want(atom, cut, extra.tensor, buffer, False)
-
-
-def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
-    """Source shards that a target shard is made from."""
-    if source.replicated:
-        return (0,)
-    alike = source.view[1:] == target.view[1:] and source.claims is None and rank < len(source.shards)
-    if alike and source.shards[rank] == target.shards[rank]:
-        return (rank,)
-    return tuple(range(len(source.shards)))
 
 
 def _complement(spans: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:

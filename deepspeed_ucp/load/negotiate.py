@@ -22,11 +22,8 @@ from ..plan import (
     schedule,
     take_turns,
 )
-from ..plan.resolve import MIN_DIRECT
+from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
 from .sinks import TensorSink
-
-BLOCK = 4 << 20
-"""Bytes per block: the unit of ownership, and the largest read."""
 
 
 def negotiate(
@@ -58,7 +55,7 @@ def negotiate(
     blocks = Blocks.of(index.records, block, comm.size)
     tables, addressed = address_claims(claims, blocks)
     judgement = judge_claims(comm.swap_tables(tables), blocks, touched, comm.rank, min_direct=min_direct)
-    share = max(window // 8, block)  # staged, packed, sent and received at once, by a backend with buffers of its own
+    share = find_share(window, block)
     turns = take_turns(addressed, comm.swap_tables(judgement.granted), share)
     resolution = schedule(judgement, comm.swap_tables(turns), share)
     answers = comm.swap_tables(resolution.answers)

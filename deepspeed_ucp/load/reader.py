@@ -135,8 +135,8 @@ class Reader:
         ]
         data = self._pack(sends)
         receives = [sum(claim.nbytes for claim in one) for one in claims]
-        received = self.comm.swap(data, [sum(send.nbytes for send in one) for one in sends], receives)
-        self._scatter([claim for one in claims for claim in one], received)
+        received = self.comm.swap(data.numpy(), [sum(send.nbytes for send in one) for one in sends], receives)
+        self._scatter([claim for one in claims for claim in one], memoryview(received))
 
     def _pack(self, sends: Sequence[Sequence[Send]]) -> torch.Tensor:
         packed = _allocate(sum(send.nbytes for one in sends for send in one))
@@ -149,8 +149,7 @@ class Reader:
             position += send.nbytes
         return packed
 
-    def _scatter(self, claims: Sequence[Claim], received: torch.Tensor) -> None:
-        data = memoryview(received.numpy())
+    def _scatter(self, claims: Sequence[Claim], data: memoryview) -> None:
         position = 0
         for claim in claims:
             for part in claim.parts:

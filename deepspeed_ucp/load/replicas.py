@@ -11,7 +11,7 @@ import torch
 from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
-from ..io.read import read_bytes
+from ..sources.samples import read_elements
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -79,19 +79,6 @@ def _refuse(gap: _Gap) -> None:
         f"different values: the largest difference is {gap.size:.3e} at element {gap.element}. If the mean is what "
         f'counts, say so: "patterns": {{"rules": [{{"match": "{gap.name.partition("#")[0]}", "pattern": "partial"}}]}}.'
     )
-
-
-def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicIndex) -> bytearray:
-    """Elements [low, high) of a flattened shard."""
-    itemsize = ITEMSIZE[atom.dtype]
-    data = bytearray()
-    for fragment in atom.shards[shard].fragments:
-        first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
-        if first < last:
-            record = index.records[fragment.record]
-            offset = record.offset + fragment.offset + (first - fragment.start) * itemsize
-            data += read_bytes(index.files[record.file].path, offset, (last - first) * itemsize)
-    return data
 
 
 def check_instances(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class LoadReport:
         bytes_again: bytes that it took from the page cache a second time, after everything had been verified.
         requests: reads that it issued.
         state_bytes: bytes of state that all ranks together restored.
+        converted: in mode "atomic", the :class:`~deepspeed_ucp.convert.ConvertReport` of the conversion before.
     """
 
     direct: bool
@@ -29,6 +31,7 @@ class LoadReport:
     bytes_again: int = 0
     requests: int = 0
     state_bytes: int = 0
+    converted: Any = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from .files import list_families
 from .kinds import VOCABULARY_HINT, Kept, Pattern, Replicate, Unique, check_shapes
 from .layout import Layout, Shape
 from .rules import RuleSet, suggest_rule
+from .spread import spread_shapes
 
 SHAPES = "the shapes"
 _TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
@@ -58,6 +59,8 @@ def settle(
     target: Mapping[str, tuple[Shape, ...]] | None,
     rule_sets: Sequence[RuleSet],
     hints: Mapping[str, Any] | None = None,
+    *,
+    degree: int | None = None,
 ) -> Settled:
     """Layouts of all parameters on both sides.
 
@@ -67,13 +70,14 @@ def settle(
         rule_sets: in order; the first that says something about a parameter counts. What the live engine says of
             its own shards (``side`` "target") counts for the target before all but the user's, and for the source last.
         hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
+        degree: of a target whose shapes are not known (then ``target`` is None): the ones that the patterns give it.
 
     Raises:
         MismatchError: shapes that differ or contradict a rule, rules that disagree, and everything that nothing
             settles, in one message, with rules to paste.
     """
     orders = {side: _order(rule_sets, side) for side in ("source", "target")}
-    return _Settler(source, target, rule_sets, orders, hints or {}).run(names)
+    return _Settler(source, target, rule_sets, orders, hints or {}, degree).run(names)
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class _Settler:
     rule_sets: Sequence[RuleSet]
     orders: Mapping[str, Sequence[RuleSet]]
     hints: Mapping[str, Any]
+    degree: int | None = None
     settled: Settled = field(default_factory=Settled)
     faults: list[str] = field(default_factory=list)
     opened: list[_Open] = field(default_factory=list)
@@ -107,12 +112,52 @@ class _Settler:
     def _settle(self, name: str) -> None:
         source, target = self.source[name], None if self.target is None else self.target[name]
         try:
-            if target == source or (target is None and len(source) == 1):
+            if self.degree is not None:
+                self._foresee(name, source, self.degree)
+            elif target is None and len(source) == 1:
+                self._note(name, source)
+            elif target == source:
                 self._keep(name, Unique() if len(source) == 1 else Kept(), "the same shards", source, target)
             else:
                 self._look_up(name, source, target)
         except MismatchError as error:
             self.faults.append(f"{name}: {error}")
+
+    def _note(self, name: str, source: tuple[Shape, ...]) -> None:
+        """What is whole needs no pattern; what a rule says of it is kept for whoever cuts it later."""
+        self.facts = replace(self.facts, values=self._measure(source))
+        try:
+            found = self._find(name)
+            if found:
+                self._keep(name, *found[0], source, None)
+                return
+        except MismatchError:
+            if any(each.user for each in self.rule_sets):
+                raise
+        self._keep(name, Unique(), "the same shards", source, None)
+
+    def _foresee(self, name: str, source: tuple[Shape, ...], degree: int) -> None:
+        """Settle for a target of which only the degree is known."""
+        if degree == len(source):
+            self._keep(name, Unique() if degree == 1 else Kept(), "the same shards", source, source)
+            return
+        self.facts = replace(self.facts, values=self._measure(source))
+        found = self._find(name)
+        if found:
+            (have, origin), (want, other) = found
+            target = spread_shapes(want, have.join(source).shape, degree, self._pad_unit())
+            self._store(name, (have, want), origin if origin == other else f"{origin}; {other}", source, target)
+        else:
+            self._open(name, source, None)
+
+    def _pad_unit(self) -> int | None:
+        """What Megatron pads the vocabulary to, times the degree."""
+        unit = self.facts.args.get("make_vocab_size_divisible_by")
+        return unit if isinstance(unit, int) and unit > 0 else None
+
+    def _open(self, name: str, source: tuple[Shape, ...], target: tuple[Shape, ...] | None) -> None:
+        why = tuple(f"{each.name}: {each.hints[name]}" for each in self.rule_sets if name in each.hints)
+        self.opened.append(_Open(name, source, target, why))
 
     def _keep(
         self, name: str, pattern: Pattern, origin: str, source: Sequence[Shape], target: Sequence[Shape] | None
@@ -149,8 +194,7 @@ class _Settler:
         elif _prove_replicated(name, source, target):
             self._keep(name, Replicate(), SHAPES, source, target)
         else:
-            why = tuple(f"{each.name}: {each.hints[name]}" for each in self.rule_sets if name in each.hints)
-            self.opened.append(_Open(name, source, target, why))
+            self._open(name, source, target)
 
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Logical sizes if a dimension is cut, and the vocabulary: what expressions may ask for."""

@@ -61,6 +61,16 @@ class Piece:
         return self.run.count == 1 or self.run.src_step == self.run.width
 
 
+def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
+    """Source shards that a target shard is made from."""
+    if source.replicated:
+        return (0,)
+    alike = source.view[1:] == target.view[1:] and source.claims is None and rank < len(source.shards)
+    if alike and source.shards[rank] == target.shards[rank]:
+        return (rank,)
+    return tuple(range(len(source.shards)))
+
+
 def locate(want: Want) -> Iterator[Piece]:
     """The pieces that hold a want, source shard by source shard, in element order."""
     itemsize = ITEMSIZE[want.atom.dtype]

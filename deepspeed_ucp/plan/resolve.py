@@ -14,8 +14,16 @@ from .claims import GRANTED, Blocks, Table
 Row = tuple[int, int, tuple[int, ...]]
 """A claim: its rank, its number in that rank's table, its columns."""
 
+BLOCK = 4 << 20
+"""Bytes per block: the unit of ownership, and the largest read."""
+
 MIN_DIRECT = 256 << 10
 """Bytes from which on a rank reads a part of a block for itself: below, the pages at its ends would weigh."""
+
+
+def find_share(window: int, block: int) -> int:
+    """Bytes per round of exchange: staged, packed, sent and received at once, by a backend with buffers of its own."""
+    return max(window // 8, block)
 
 
 @dataclass(frozen=True, slots=True)

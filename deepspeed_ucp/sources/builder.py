@@ -42,6 +42,7 @@ class Builder:
         self.files: list[FileRef] = []
         self.records: list[Record] = []
         self.scalars: dict[str, dict[str, Any]] = {}
+        self.scalar_dtypes: dict[str, str] = {}
         self.irregular: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
         self._file_ids: dict[str, int] = {}
@@ -55,7 +56,7 @@ class Builder:
         path = f"{self.folder}/{header.name}"
         if path not in self._file_ids:
             self._file_ids[path] = len(self.files)
-            self.files.append(FileRef(path, header.size))
+            self.files.append(FileRef(path, header.size, header.crc))
         return self._file_ids[path]
 
     def record(self, file: int, blob: Blob) -> int:
@@ -144,6 +145,9 @@ class Builder:
                 self.add_cuts(seat, state, cuts, file, piece, seat.shapes)
         for state, kind in holder.other.items():
             self.mark_irregular(seat, cuts, state, kind)
+        for scalar, piece in holder.zero_dim.items():
+            if scalar in holder.scalars:
+                self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for cut in cuts:
             self.add_scalars(seat.renamed.get(cut.name, cut.name), holder.scalars, file)
 

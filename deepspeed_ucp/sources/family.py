@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,28 @@ def name_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
     model = first[0].model
     if model is None:
         return []
+    expected = expect_files(listing, first)
+    if absent := [name for found, name in expected if found is None]:
+        pp, tp = find_degrees(listing, model)
+        dp = int(model.counters.get("dp_world_size", 1))
+        ranks = f"{dp} data-parallel ranks" + (f" of {pp * tp} model-parallel ones" if pp * tp > 1 else "")
+        raise CheckpointError(
+            f"{listing.folder}: {shorten(absent)} missing; the checkpoint was saved by {ranks} and "
+            "needs all of their files. Copy them here or load another tag."
+        )
+    known = {header.name for header in first}
+    return [found for found, _ in expected if found is not None and found not in known]
+
+
+def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[tuple[str | None, str]]:
+    """(name in the folder or None, name that is expected) of every file of the save that ``first`` belongs to.
+
+    Raises:
+        CheckpointError: a pipeline's layer files are of no save, or of two.
+    """
+    model = first[0].model
+    if model is None:
+        return []
     pp, tp = find_degrees(listing, model)
     dp = int(model.counters.get("dp_world_size", 1))
     expected = _name_models(listing, first[0], pp * tp, dp)
@@ -101,14 +123,7 @@ def name_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
         ]
     if model.module is None:
         expected += _name_layers(listing, tp)
-    if absent := [name for found, name in expected if found is None]:
-        ranks = f"{dp} data-parallel ranks" + (f" of {pp * tp} model-parallel ones" if pp * tp > 1 else "")
-        raise CheckpointError(
-            f"{listing.folder}: {shorten(absent)} missing; the checkpoint was saved by {ranks} and "
-            "needs all of their files. Copy them here or load another tag."
-        )
-    known = {header.name for header in first}
-    return [found for found, _ in expected if found is not None and found not in known]
+    return expected
 
 
 def _name_models(listing: Listing, first: FileHeader, ranks: int, dp: int) -> list[tuple[str | None, str]]:
@@ -176,30 +191,38 @@ def check_family(save: Save) -> None:
     Raises:
         CheckpointError: a file of another step, run or world size.
     """
+    for _, text in find_strangers(save):
+        raise CheckpointError(text)
+
+
+def find_strangers(save: Save) -> Iterator[tuple[str, str]]:
+    """(file, what tells it) of every file of another step, run or world size; held against the first rank's files."""
     reference = save.model(0)
     for header in (header for models in save.models for header in models):
         model = header.model
         if model is None or (model.counters, model.degrees) != (reference.counters, reference.degrees):
             found = f"{model.counters} {model.degrees or ''}" if model else "none"
-            raise CheckpointError(
+            yield (
+                header.name,
                 f"{save.path(header)}: has counters {found}, {save.main.name} has {reference.counters} "
-                f"{reference.degrees or ''}. The file belongs to another step or run; put the right one back."
+                f"{reference.degrees or ''}. The file belongs to another step or run; put the right one back.",
             )
     for mp, shards in enumerate(save.shards):
         for rank, header in enumerate(shards):
             fault = _find_stranger(save, header, mp, rank)
             if reference.config and header.config and header.config != reference.config:
                 fault = fault or f"its ds_config differs from that of {save.main.name}"
-            _refuse(save, header, fault)
+            yield from _tell_stranger(save, header, fault)
     for mp, models in enumerate(save.models[1:], 1):
-        _refuse(save, models[0], _compare_wrappers(save, mp))
+        yield from _tell_stranger(save, models[0], _compare_wrappers(save, mp))
 
 
-def _refuse(save: Save, header: FileHeader, fault: str) -> None:
+def _tell_stranger(save: Save, header: FileHeader, fault: str) -> Iterator[tuple[str, str]]:
     if fault:
-        raise CheckpointError(
+        yield (
+            header.name,
             f"{save.path(header)}: {fault}. The file belongs to another step, run or world size; put the right one "
-            "back."
+            "back.",
         )
 
 

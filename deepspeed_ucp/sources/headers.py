@@ -124,3 +124,4 @@ class FileHeader:
     optim: OptimHeader | None = None
     config: dict[str, Any] = field(default_factory=dict)
     layer: dict[str, Piece] | None = None
+    crc: int | None = None

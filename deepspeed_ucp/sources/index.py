@@ -77,6 +77,7 @@ def build_index(
         client_records=client,
         flats=flats,
         instances={**stages.instances, **instances},
+        scalar_dtypes=builder.scalar_dtypes,
         hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
     )
 

@@ -51,14 +51,14 @@ def _read_file(path: str, name: str) -> FileHeader:
         raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
     reader = _Reader(file)
     if is_layer_file(name):
-        return FileHeader(name, file.size, layer=reader.read_tensors(file.tree))
+        return FileHeader(name, file.size, layer=reader.read_tensors(file.tree), crc=file.crc)
     if "model_states" in name:
-        return FileHeader(name, file.size, model=reader.read_model(file.tree))
+        return FileHeader(name, file.size, model=reader.read_model(file.tree), crc=file.crc)
     state = file.tree.get("optimizer_state_dict")
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: has no optimizer_state_dict.")
     config = _pick_config(file.tree.get("ds_config"))
-    return FileHeader(name, file.size, optim=reader.read_optim(state), config=config)
+    return FileHeader(name, file.size, optim=reader.read_optim(state), config=config, crc=file.crc)
 
 
 def _pick_config(config: Any) -> dict[str, Any]:

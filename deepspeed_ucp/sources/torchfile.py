@@ -35,13 +35,21 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A file's header: object tree, storages by key, size, and the name that it was saved under (None: not kept)."""
+    """A file's header.
+
+    Attributes:
+        tree: its object tree.
+        blobs: storages by key.
+        saved_as: the name that it was saved under; None where that is not kept.
+        crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
+    """
 
     path: str
     size: int
     tree: Any
     blobs: dict[str, Blob]
     saved_as: str | None
+    crc: int = 0
 
 
 def read_header(path: str) -> TorchFile:
@@ -92,7 +100,9 @@ def _read_zip(path: str, stream: BinaryIO, size: int) -> TorchFile:
             blobs[name[len(prefix) :]] = _locate(path, stream, info, size, checked)
     tree = _ScalarFiller(path, stream, blobs).fill(load_skeleton(io.BytesIO(pickle_bytes), path))
     saved_as = root.rstrip("/")
-    return TorchFile(path, size, tree, blobs, None if saved_as in _ARCHIVE_NAMES else saved_as)
+    stream.seek(archive.start_dir)
+    crc = isal_zlib.crc32(stream.read())
+    return TorchFile(path, size, tree, blobs, None if saved_as in _ARCHIVE_NAMES else saved_as, crc)
 
 
 def _has_checksums(entries: dict[str, zipfile.ZipInfo]) -> bool:
@@ -146,6 +156,7 @@ def _read_legacy(path: str, stream: BinaryIO, size: int) -> TorchFile:
     storages: dict[str, StorageRef] = {}
     tree = load_skeleton(stream, path, storages)
     keys = load_skeleton(stream, path)
+    crc = _sum_legacy_header(stream)
     blobs = {}
     for key in keys:
         count = stream.read(8)
@@ -157,7 +168,14 @@ def _read_legacy(path: str, stream: BinaryIO, size: int) -> TorchFile:
             raise CheckpointError(f"{path}: storage {key} ends beyond the file ({size} bytes); it is truncated.")
         blobs[str(key)] = Blob(offset, nbytes, None)
         stream.seek(nbytes, os.SEEK_CUR)
-    return TorchFile(path, size, _ScalarFiller(path, stream, blobs).fill(tree), blobs, None)
+    return TorchFile(path, size, _ScalarFiller(path, stream, blobs).fill(tree), blobs, None, crc)
+
+
+def _sum_legacy_header(stream: BinaryIO) -> int:
+    """CRC32 of the pickles in front of the storages."""
+    end = stream.tell()
+    stream.seek(0)
+    return isal_zlib.crc32(stream.read(end))
 
 
 class _ScalarFiller:

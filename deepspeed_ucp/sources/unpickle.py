@@ -7,12 +7,11 @@ callables is really called, all of them ours or plain containers.
 from __future__ import annotations
 
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
-
-import torch
 
 from ..atoms import count
 from ..errors import CheckpointError
@@ -103,7 +102,7 @@ class SafeUnpickler(pickle.Unpickler):
         known = _KNOWN.get((module, name))
         if known is not None:
             return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        if module == "torch" and _DTYPE.fullmatch(name):
             return name
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return _StorageType(name)
@@ -202,6 +201,9 @@ class _Sealed:
     def __setstate__(self, _state: Any) -> None:
         raise pickle.UnpicklingError("the pickle tries to change a function")
 
+
+_DTYPE = re.compile(r"bool|b?float\d+\w*|complex\d+|q?u?int\d+(x\d+)?|bits\d+(x\d+)?")
+"""Names of torch's dtypes as it pickles them; torch itself takes seconds to import."""
 
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 """Modules by the names of Python 2, which the pickle protocol of ``torch.save`` writes."""

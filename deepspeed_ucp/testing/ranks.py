@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +39,6 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
         torch.save(state, Path(folder) / _REFERENCE)
     losses = train(training, steps[1])
     stop(training, engine)
-    del training, engine
-    gc.collect()  # DeepSpeed's Python writer flushes its last file only when it is collected
     return losses
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..atoms import COPY, MASTER, Atom, AtomicIndex, Fragment
+from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
-from .replicas import read_elements
+from ..io.read import read_bytes
 
 _PER_FILE = 48
 _TOLERATED = 0.1
@@ -85,3 +85,16 @@ def _spread(entries: list[_Entry]) -> Iterator[tuple[_Entry, int]]:
 def _read_element(index: AtomicIndex, atom: Atom, shard: int, position: int) -> torch.Tensor:
     data = read_elements(atom, shard, position, position + 1, index)
     return torch.frombuffer(data, dtype=getattr(torch, atom.dtype))
+
+
+def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicIndex) -> bytearray:
+    """Elements [low, high) of a flattened shard."""
+    itemsize = ITEMSIZE[atom.dtype]
+    data = bytearray()
+    for fragment in atom.shards[shard].fragments:
+        first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
+        if first < last:
+            record = index.records[fragment.record]
+            offset = record.offset + fragment.offset + (first - fragment.start) * itemsize
+            data += read_bytes(index.files[record.file].path, offset, (last - first) * itemsize)
+    return data

@@ -1,0 +1,110 @@
+"""Attaches the hook to DeepSpeed's classes as soon as they exist; DeepSpeed itself is not imported for that.
+
+Three methods are wrapped at class level (:mod:`deepspeed_ucp.hook`). The wrappers import the hook when they are first
+called: by then DeepSpeed and torch are there, whichever was imported first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_ENGINE = "deepspeed.runtime.engine"
+"""The module whose import brings all classes that are wrapped."""
+
+_METHODS = (
+    (_ENGINE, "DeepSpeedEngine", "load_checkpoint", "_load_checkpoint"),
+    ("deepspeed.runtime.config", "DeepSpeedConfig", "_configure_train_batch_size", "_configure_train_batch_size"),
+    (_ENGINE, "DeepSpeedEngine", "_check_for_duplicates", "_check_for_duplicates"),
+)
+"""Module, class, method, and the hook's function that takes its place."""
+
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+_settings = {"default_on": False, "wanted": False, "awaited": False}
+
+
+def install(*, default_on: bool | None = None) -> None:
+    """Import DeepSpeed and wrap its methods; a second call changes nothing but ``default_on``, if it is given.
+
+    Args:
+        default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that).
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    if default_on is not None:
+        _settings["default_on"] = default_on
+    _settings["wanted"] = True
+    _attach(importlib.import_module(_ENGINE))
+
+
+def install_when_imported() -> None:
+    """Wrap DeepSpeed's methods now if it has been imported, else as soon as it is."""
+    _settings["wanted"] = True
+    module = sys.modules.get(_ENGINE)
+    if module is None:
+        _await()
+    elif _is_initializing(importlib.import_module(_ENGINE)):  # another thread's import has ended here, our own has not
+        logger.warning("deepspeed_ucp was imported by DeepSpeed's own import: call deepspeed_ucp.install() after it.")
+    else:
+        _attach(module)
+
+
+def _await() -> None:
+    if not _settings["awaited"]:
+        _settings["awaited"] = True
+        register_post_import_hook(_attach, _ENGINE)
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def uninstall() -> None:
+    """Put DeepSpeed's own methods back; if it has not been imported yet, leave it alone."""
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
+    _originals.clear()
+    _settings.update(default_on=False, wanted=False)
+
+
+def is_installed() -> bool:
+    """Whether the hook is in place."""
+    return bool(_originals)
+
+
+def is_default_on() -> bool:
+    """Whether engines whose ds_config says nothing have the plugin on."""
+    return _settings["default_on"]
+
+
+def _attach(module: ModuleType) -> None:
+    if not _settings["wanted"]:
+        return
+    for home, owner, name, replacement in _METHODS:
+        _wrap(getattr(importlib.import_module(home), owner), name, replacement)
+    if not hasattr(module.DeepSpeedEngine, "ucp_report"):
+        module.DeepSpeedEngine.ucp_report = None
+
+
+def _wrap(owner: type, name: str, replacement: str) -> None:
+    if (owner, name) in _originals or not hasattr(owner, name):
+        return
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = importlib.import_module(f"{__package__}.hook")
+        return getattr(hook, replacement)(original, self, *args, **kwargs)
+
+    _originals[owner, name] = original
+    setattr(owner, name, wrapper)

@@ -1,0 +1,329 @@
+"""A conversion from beginning to end: settle, stage, write, verify, commit.
+
+The output is staged aside, its manifest is written last, and it is renamed into place when every byte of the source has
+been held against the checksum that training wrote. An attempt that was stopped is gone on with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from isal import isal_zlib
+
+from ..atoms import AtomicIndex
+from ..comm import Comm
+from ..errors import CheckpointError, MismatchError, StorageError, UnsupportedError, shorten
+from ..io.checksum import Checked
+from ..io.staging import MANIFEST, Staging, check_space, write_atomically, write_latest
+from ..patterns import RuleSet
+from ..plan.conversion import ALIGNMENT, RANGE, Range, plan_conversion
+from ..sources.manifest import AtomRecord, Manifest, fingerprint, make_manifest, read_manifest
+from ..sources.samples import check_samples
+from .checks import verify_source
+from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
+from .outputs import list_files, list_outputs, list_steps, make_folders, write_file
+from .progress import Bar, default_workers, no_bar
+from .reading import RangeReader
+from .report import ConvertReport
+from .states import StateFile, write_states
+from .wholes import Wholes, plain_name, settle_wholes
+
+logger = logging.getLogger("deepspeed_ucp")
+
+FORMAT = 1
+"""Of the bytes that a conversion writes; a staging folder of another one is thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How to convert.
+
+    Attributes:
+        workers: threads per node; 0 chooses from its cores.
+        window: bytes of memory per node for data on its way.
+        verify: hold every byte of the source against its CRC32.
+        overwrite: replace another atomic checkpoint at the destination.
+        latest: let ``latest_universal`` beside the destination name it.
+        bar: makes a progress bar of so many bytes.
+    """
+
+    workers: int = 0
+    window: int = 256 << 20
+    verify: bool = True
+    overwrite: bool = False
+    latest: bool = True
+    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
+
+
+@dataclass(slots=True)
+class _Work:
+    """One conversion under way."""
+
+    index: AtomicIndex
+    comm: Comm
+    options: ConvertOptions
+    staging: Staging
+    report: ConvertReport
+    wholes: Wholes
+    files: list[OutputFile]
+    steps: dict[str, bytes] = field(default_factory=dict)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+
+def convert_index(
+    index: AtomicIndex,
+    source: str,
+    destination: str,
+    comm: Comm,
+    options: ConvertOptions,
+    *,
+    rules: Sequence[RuleSet] = (),
+    live: Sequence[RuleSet] = (),
+) -> ConvertReport:
+    """Write a checkpoint's atoms as an atomic checkpoint; collective.
+
+    Args:
+        index: the checkpoint.
+        source: its folder.
+        destination: folder to be made.
+        rules: how tensor parallelism cuts parameters, by the user.
+        live: the same by a live engine.
+
+    Raises:
+        UcpError: the same on every rank; the source is untouched and the destination as it was.
+    """
+    report, begin = ConvertReport(source, destination, nodes=comm.size), time.perf_counter()
+    work, identity = None, {}
+    with report.phase("plan"), comm.together():
+        _refuse(index)
+        wholes = settle_wholes(index, rules, live=live)
+        if wholes.unused and comm.rank == 0:
+            logger.warning("patterns: rules that match no parameter: %s", shorten(wholes.unused))
+        identity = _identify(index, wholes)
+        work = _Work(index, comm, options, Staging(destination), report, wholes, list_files(wholes))
+        work.steps = list_steps(index)
+    if work is None:
+        raise CheckpointError(f"{source}: was not planned.")
+    with ExitStack() as stack:
+        reused = False
+        with comm.together():
+            if comm.rank == 0:
+                stack.enter_context(work.staging.lock())
+                reused = _reuse(work, identity)
+                work.entries = [] if reused else work.staging.begin(identity)
+        reused, work.entries = comm.broadcast((reused, work.entries))
+        if reused:
+            report.reused = True
+        else:
+            _convert(work)
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _refuse(index: AtomicIndex) -> None:
+    if index.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+        raise UnsupportedError(
+            f"{index.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
+            "contiguous tensors."
+        )
+    if index.irregular:
+        listed = [f"{name} ({what})" for name, what in sorted(index.irregular.items())]
+        raise UnsupportedError(
+            f"{index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be united: "
+            f"{shorten(listed)}. The weights alone can be had with `ds_ucp export`."
+        )
+
+
+def _identify(index: AtomicIndex, wholes: Wholes) -> dict[str, Any]:
+    """What decides the output's bytes."""
+    patterns = {name: repr(pattern) for name, pattern in sorted(wholes.patterns.items())}
+    return {
+        "format": FORMAT,
+        "fingerprint": fingerprint(index),
+        "patterns": int(isal_zlib.crc32(repr(patterns).encode())),
+    }
+
+
+def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
+    """Whether the destination is the same conversion, complete; rank 0 alone.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    staging = work.staging
+    manifest = read_manifest(staging.destination)
+    if manifest is not None and manifest.fingerprint == identity["fingerprint"]:
+        fault = _find_fault(staging.destination, manifest, work)
+        if not fault:
+            if work.options.latest:
+                write_latest(staging.parent, staging.name)
+            return True
+        logger.warning("%s: is not reused: %s", staging.destination, fault)
+    staging.check_destination(work.report.source, work.options.overwrite)
+    return False
+
+
+def _find_fault(folder: str, manifest: Manifest, work: _Work) -> str:
+    """Why an existing output of the same source does not do."""
+    expected = {file.path: (file.image.size, file.whole.shape) for file in work.files}
+    found = {record.file: (record.offset + record.nbytes, record.shape) for record in manifest.atoms}
+    if set(expected) != set(found) or any(found[path][1] != shape for path, (_, shape) in expected.items()):
+        return "it was united by other patterns"
+    for path, (size, _) in expected.items():
+        try:
+            if os.stat(os.path.join(folder, path)).st_size != size:
+                return f"{path} has another size"
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+    return ""
+
+
+def _convert(work: _Work) -> None:
+    comm, report = work.comm, work.report
+    try:
+        done, kept = _take_up(work)
+        outcome = _write(work, done)
+        written = [w for part in comm.gather([*outcome.written, *kept.written]) for w in part]
+        checks = [*outcome.checks, *kept.checks]
+    except StorageError:  # what is there is of no use before there is room
+        _discard(work)
+        raise
+    try:
+        with report.phase("verify"):
+            if work.options.verify:
+                report.bytes_read += verify_source(work.index, checks, comm, threads=report.workers)
+                check_samples(work.index, [whole.atom for whole in work.wholes.atoms.values()], comm)
+        _finish(work, sorted(written))
+    except (StorageError, CheckpointError, MismatchError):
+        _discard(work)
+        raise
+    report.bytes_read = sum(comm.gather(report.bytes_read))
+    report.atoms, report.state_bytes = len(work.files), work.wholes.nbytes
+
+
+def _discard(work: _Work) -> None:
+    if work.comm.rank == 0:
+        work.staging.discard()
+
+
+def _take_up(work: _Work) -> tuple[list[Range], Outcome]:
+    """What an earlier attempt wrote and is still there, to the bit; each rank looks at a part of it; collective.
+
+    Returns:
+        the ranges that are done, on every rank; and this rank's part of them.
+    """
+    numbers = {file.path: number for number, file in enumerate(work.files)}
+    kept = Outcome()
+    with work.report.phase("resume"), work.comm.together():
+        for entry in work.entries[work.comm.rank :: work.comm.size]:
+            ranges = [Written(Range(numbers[path], start, numel), crc) for path, start, numel, crc in entry["ranges"]]
+            if all(is_intact(work.files[each.range.output], each, work.staging.folder) for each in ranges):
+                kept.add(ranges, [Checked(*row) for row in entry["checks"]])
+    done = sorted({each.range for part in work.comm.gather(kept.written) for each in part})
+    work.report.resumed_bytes = sum(each.numel * work.files[each.output].whole.itemsize for each in done)
+    return done, kept
+
+
+def _write(work: _Work, done: Sequence[Range]) -> Outcome:
+    """Read and write this node's batches; collective."""
+    comm, report, options = work.comm, work.report, work.options
+    report.workers = options.workers or default_workers()
+    most = max(min(RANGE, options.window // (2 * report.workers)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    outcome = Outcome()
+    with report.phase("write"), comm.together():
+        if comm.rank == 0:
+            check_space(work.staging.folder, sum(file.image.size for file in work.files))
+        make_folders(work.staging.folder, [*(file.path for file in work.files), *work.steps])
+        plan = plan_conversion(list_outputs(work.files), comm.size, most=most, done=done)
+        with (
+            RangeReader(work.index, checksum=options.verify) as reader,
+            work.staging.journal(comm.rank) as journal,
+            options.bar(plan.shares[comm.rank]) as bar,
+        ):
+            outcome = run_batches(
+                plan.nodes[comm.rank],
+                work.files,
+                work.staging.folder,
+                reader,
+                journal,
+                workers=report.workers,
+                progress=bar.add,
+            )
+            report.bytes_read = reader.nbytes
+    return outcome
+
+
+def _finish(work: _Work, written: Sequence[Written]) -> None:
+    """Close files, write what is small, and commit; collective."""
+    comm, staging = work.comm, work.staging
+    states: list[StateFile] = []
+    crcs: dict[int, int] = {}
+    with work.report.phase("finish"), comm.together():
+        crcs = join_ranges(written, work.files)
+        split = sorted(
+            {each.range.output for each in written if each.range.numel < work.files[each.range.output].whole.numel}
+        )
+        for number in split[comm.rank :: comm.size]:
+            close_file(work.files[number], crcs[number], staging.folder)
+        for path in sorted(work.steps)[comm.rank :: comm.size]:
+            write_file(staging.folder, path, work.steps[path])
+        if comm.rank == 0:
+            states = write_states(work.index, staging.folder)
+    with work.report.phase("sync"), comm.together():
+        staging.sync()
+    with work.report.phase("commit"), comm.together():
+        if comm.rank == 0:
+            manifest = make_manifest(
+                work.index, list(_list_records(work, crcs)), work.wholes.patterns, work.wholes.origin, states
+            )
+            text = manifest.to_json().encode()
+            write_atomically(staging.path(MANIFEST), text)
+            sizes = [file.image.size for file in work.files] + [len(data) for data in work.steps.values()]
+            work.report.bytes_written = sum(sizes) + sum(state.size for state in states) + len(text)
+            staging.commit(staging.name if work.options.latest else None, overwrite=work.options.overwrite)
+    work.report.bytes_written = comm.broadcast(work.report.bytes_written)
+
+
+def _list_records(work: _Work, crcs: dict[int, int]) -> Iterable[AtomRecord]:
+    for number, file in enumerate(work.files):
+        whole = file.whole
+        pattern = work.wholes.patterns.get(plain_name(whole.name))
+        yield AtomRecord(
+            name=whole.name,
+            state=whole.state,
+            dtype=whole.dtype,
+            shape=whole.shape,
+            vocab=pattern.vocab if pattern is not None else None,
+            file=file.path,
+            offset=file.image.data_offset,
+            nbytes=whole.nbytes,
+            crc=crcs[number],
+        )
+
+
+def join_ranges(written: Iterable[Written], files: Sequence[OutputFile]) -> dict[int, int]:
+    """Each output's CRC32 from those of its ranges.
+
+    Raises:
+        CheckpointError: ranges are missing.
+    """
+    sums: dict[int, tuple[int, int]] = {}
+    # The longest of those that begin at one place first: attempts may have cut an output in different ways.
+    for each in sorted(written, key=lambda w: (w.range.output, w.range.start, -w.range.numel)):
+        end, crc = sums.get(each.range.output, (0, 0))
+        if each.range.start < end:
+            continue
+        nbytes = each.range.numel * files[each.range.output].whole.itemsize
+        joined = isal_zlib.crc32_combine(crc, each.crc, nbytes) if end else each.crc
+        sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, int(joined))
+    lacking = [file.path for number, file in enumerate(files) if sums.get(number, (-1, 0))[0] != file.whole.numel]
+    if lacking:
+        raise CheckpointError(f"not written as a whole: {shorten(lacking)}.")
+    return {number: crc for number, (_, crc) in sums.items()}

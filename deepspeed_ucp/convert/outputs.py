@@ -1,0 +1,92 @@
+"""The files of an atomic checkpoint: which atom goes where, and what surrounds its bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from ..atoms import AtomicIndex
+from ..errors import UnsupportedError, shorten
+from ..io.disk import write_at
+from ..io.torchzip import ScalarTensor, dump_value, make_image
+from ..plan.conversion import Output
+from .execute import OutputFile, create
+from .upstream import upstream_keys
+from .wholes import Whole, Wholes, plain_name
+
+ZERO = "zero"
+STEP = "step"
+
+
+def list_files(wholes: Wholes) -> list[OutputFile]:
+    """The atoms' files, in a fixed order.
+
+    Raises:
+        UnsupportedError: a name that cannot be a folder or a file; checkpoints are not trusted.
+    """
+    check_names({part for key in wholes.atoms for part in key})
+    return [_make_file(wholes, wholes.atoms[key]) for key in sorted(wholes.atoms)]
+
+
+def _make_file(wholes: Wholes, whole: Whole) -> OutputFile:
+    pattern = wholes.patterns.get(plain_name(whole.name))
+    shape = whole.shape
+    if pattern is not None and pattern.vocab is not None:  # upstream sees the vocabulary, we the padding rows as well
+        shape = (min(pattern.vocab, shape[0]), *shape[1:])
+    image = make_image(upstream_keys(pattern, whole.shape, whole.name), whole.dtype, whole.numel, shape)
+    return OutputFile(whole, f"{ZERO}/{whole.name}/{whole.state}.pt", image)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of parameters and states that would lead out of their folder.
+
+    Raises:
+        UnsupportedError: naming them.
+    """
+    odd = sorted(
+        name
+        for name in names
+        if "\0" in name or any(part in ("", ".", "..") for part in name.replace(os.sep, "/").split("/"))
+    )
+    if odd:
+        raise UnsupportedError(f"names that cannot be names of files: {shorten(map(repr, odd))}.")
+
+
+def list_outputs(files: Iterable[OutputFile]) -> list[Output]:
+    """The files as the plan sees them."""
+    return [Output(file.whole.numel, file.whole.itemsize, file.whole.place) for file in files]
+
+
+def list_steps(index: AtomicIndex) -> dict[str, bytes]:
+    """Relative path → content of every parameter's ``step.pt``."""
+    made: dict[object, bytes] = {}
+    found = {}
+    for name, scalars in sorted(index.scalars.items()):
+        if STEP not in scalars:
+            continue
+        step = scalars[STEP]
+        if step not in made:
+            dtype = index.scalar_dtypes.get(STEP)
+            made[step] = dump_value(step if dtype is None else ScalarTensor(dtype, step))
+        found[f"{ZERO}/{name}/{STEP}.pt"] = made[step]
+    return found
+
+
+def make_folders(folder: str, paths: Iterable[str]) -> None:
+    """The folders that files lie in."""
+    for parent in sorted({os.path.dirname(path) for path in paths}):
+        os.makedirs(os.path.join(folder, parent), exist_ok=True)
+
+
+def write_file(folder: str, path: str, data: bytes) -> None:
+    """Write a small file.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    fd = create(os.path.join(folder, path))
+    try:
+        write_at(fd, data, 0)
+        os.ftruncate(fd, len(data))
+    finally:
+        os.close(fd)

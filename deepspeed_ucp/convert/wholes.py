@@ -1,0 +1,178 @@
+"""Logical atoms: how the shards of a source make up whole tensors where no live engine tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
+from ..patterns import Layout, Pattern, Replicate, RuleSet, Unique, from_universal_info, settle
+from ..patterns.layout import Shape
+from ..patterns.recorded import from_recorded
+from ..plan import View
+from ..plan.locate import Want
+
+EQUAL = "the same bytes on every tensor-parallel rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One logical atom.
+
+    Attributes:
+        atom: its shards.
+        shape: of the logical tensor, rows of vocabulary padding included.
+        view: how the shards make it up; None where the one shard is the whole.
+    """
+
+    atom: Atom
+    shape: Shape
+    view: View | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter or buffer (``name#1`` for a later pipeline stage's own values)."""
+        return self.atom.name
+
+    @property
+    def state(self) -> str:
+        """Name of the state."""
+        return self.atom.state
+
+    @property
+    def dtype(self) -> str:
+        """Element type as stored."""
+        return self.atom.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.atom.dtype]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the logical tensor."""
+        return count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logical tensor."""
+        return self.numel * self.itemsize
+
+    @property
+    def mean(self) -> bool:
+        """The logical value is the mean of the shards (Partial)."""
+        return self.view is not None and self.view.source.mean
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Record and byte offset of the first fragment; the order in which a source is read."""
+        return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.fragments), (0, 0))
+
+    def want(self, start: int, numel: int, buffer: int, shard: int | None = None) -> Want:
+        """Elements [start, start + numel) of the logical tensor, for ``plan.locate``; of one replica if asked for."""
+        view = self.view if shard is None or self.view is None else replace(self.view, shards=(shard,))
+        return Want(self.atom, start, numel, buffer, 0, view)
+
+
+@dataclass(slots=True)
+class Wholes:
+    """The logical atoms of a source.
+
+    Attributes:
+        atoms: by (name, state).
+        patterns: by plain name, where a rule told one.
+        origin: what told it.
+        unused: rules of the user's that match nothing.
+    """
+
+    atoms: dict[tuple[str, str], Whole] = field(default_factory=dict)
+    patterns: dict[str, Pattern] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logical atoms."""
+        return sum(whole.nbytes for whole in self.atoms.values())
+
+
+def settle_wholes(
+    index: AtomicIndex,
+    rules: Sequence[RuleSet] = (),
+    *,
+    states: Callable[[str], bool] | None = None,
+    live: Sequence[RuleSet] = (),
+) -> Wholes:
+    """Unite the shards of every parameter and buffer.
+
+    Copies of parameters that have a master are left out: they are made from it.
+
+    Args:
+        rules: the user's.
+        states: which states are wanted; None takes all.
+        live: rule sets of a live engine.
+
+    Raises:
+        MismatchError: parameters whose pattern nothing settles, or shapes that contradict it; all in one message.
+    """
+    weights = {plain_name(name): atom for (name, _), atom in _list_weights(index)}
+    shapes = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
+    equal = {name for name in shapes if name in index.buffers and _is_equal(index, weights[name])}
+    asked = sorted(set(shapes) - equal)
+    settled = settle(asked, shapes, None, list_rules(index, rules, live), index.hints)
+    layouts = {name: have for name, (have, _) in settled.layouts.items()}
+    layouts |= {name: Replicate().join(shapes[name]) for name in equal}
+    patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
+    found = Wholes(
+        patterns={**patterns, **{name: Replicate() for name in equal}},
+        origin={**settled.origin, **dict.fromkeys(equal, EQUAL)},
+        unused=settled.unused,
+    )
+    for (name, state), atom in index.atoms.items():
+        if (states is None or states(state)) and not (state == COPY and (name, MASTER) in index.atoms):
+            found.atoms[name, state] = make_whole(atom, layouts[plain_name(name)])
+    return found
+
+
+def list_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
+    """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's."""
+    found = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
+    info = index.hints.get("universal_checkpoint_info")
+    if info:
+        found.append(from_universal_info(info, index.topology.tp))
+    return [*found, *live]
+
+
+def make_whole(atom: Atom, layout: Layout) -> Whole:
+    """A logical atom from its shards' layout."""
+    if len(layout.shards) == 1:
+        return Whole(atom, layout.shape)
+    full = tuple(((0, size),) for size in layout.view)
+    target = Layout(layout.shape, layout.view, (full,), (layout.shape,))
+    shards = (0,) if layout.replicated and not layout.mean else tuple(range(len(layout.shards)))
+    return Whole(atom, layout.shape, View(layout, target, 0, shards))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the number of a pipeline stage's own instance."""
+    return name.partition("#")[0]
+
+
+def _list_weights(index: AtomicIndex) -> Iterable[tuple[tuple[str, str], Atom]]:
+    """One atom per name: its master, else the module's own tensor, else whatever there is."""
+    order = {MASTER: 0, MODULE: 1, COPY: 2}
+    best: dict[str, tuple[str, str]] = {}
+    for name, state in index.atoms:
+        known = best.get(name)
+        if known is None or order.get(state, 3) < order.get(known[1], 3):
+            best[name] = (name, state)
+    return ((key, index.atoms[key]) for key in best.values())
+
+
+def _is_equal(index: AtomicIndex, atom: Atom) -> bool:
+    """A buffer that every tensor-parallel rank has in one shape with one checksum: a replica."""
+    records = [index.records[fragment.record] for shard in atom.shards for fragment in shard.fragments]
+    sums = {(record.nbytes, record.crc) for record in records}
+    alike = len({shard.shape for shard in atom.shards}) == 1 and len(records) == len(atom.shards)
+    return len(atom.shards) > 1 and alike and len(sums) == 1 and None not in {crc for _, crc in sums}

@@ -1,0 +1,208 @@
+"""Writing that survives: free space, ``pwrite`` until done, files replaced atomically, folders made durable."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+from ..errors import StorageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SYNC_THREADS = 16
+
+
+def check_space(folder: str, nbytes: int) -> None:
+    """Refuse before the first byte what does not fit; quotas show only while writing.
+
+    Args:
+        folder: need not exist; what it already holds counts as written.
+        nbytes: of everything that it is to hold in the end.
+
+    Raises:
+        StorageError: with both figures.
+    """
+    needed = nbytes - _count_allocated(folder)
+    present = folder
+    while not os.path.isdir(present):
+        present = os.path.dirname(os.path.abspath(present))
+    free = _count_free(present)
+    if needed > free:
+        raise StorageError(
+            f"{folder}: disk full: needs {_show(needed)}, has {_show(free)} free. Make room, or write elsewhere."
+        )
+
+
+def _count_allocated(folder: str) -> int:
+    """Bytes that the files of a folder take up; holes of sparse files do not."""
+    files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(os.lstat(path).st_blocks * 512 for path in files)
+
+
+def _count_free(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def _show(nbytes: int) -> str:
+    return f"{nbytes:,} bytes" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+@contextmanager
+def explain_full(path: str) -> Iterator[None]:
+    """Turn "no space", "quota exceeded" and "file too large" into one clear error.
+
+    Raises:
+        StorageError: instead of those; other errors pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise StorageError(
+            f"{path}: disk full ({error.strerror}); {_describe_space(path)}. Make room, then run it again."
+        ) from error
+
+
+def _describe_space(path: str) -> str:
+    folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    try:
+        return f"the file system has {_show(_count_free(folder))} free"
+    except OSError:
+        return "its free space is unknown"
+
+
+def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
+    """Write all of ``data`` at byte ``offset``; several threads may write one file.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    rest = memoryview(data).cast("B")
+    try:
+        while rest:
+            done = os.pwrite(fd, rest, offset)
+            rest, offset = rest[done:], offset + done
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = os.fstatvfs(fd)
+        raise StorageError(
+            f"{_find_name(fd)}: disk full ({error.strerror}): needs {_show(len(rest))} at byte {offset}, "
+            f"the file system has {_show(free.f_bavail * free.f_frsize)} free. Make room, then run it again."
+        ) from error
+
+
+def write_parts(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
+    """Write parts one behind the other from byte ``offset`` on, in one request where the system takes it so.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    total = sum(memoryview(part).nbytes for part in parts)
+    with explain_full(_find_name(fd)):
+        done = os.pwritev(fd, parts, offset)
+    for part in parts if done < total else ():
+        nbytes = memoryview(part).nbytes
+        if done < nbytes:
+            write_at(fd, memoryview(part).cast("B")[max(done, 0) :], offset + max(done, 0))
+        offset, done = offset + nbytes, done - nbytes
+
+
+def _find_name(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return f"file descriptor {fd}"
+
+
+def write_atomically(path: str, data: bytes, *, temporary: str | None = None) -> None:
+    """Replace a file: after a crash there is the old one or the new one.
+
+    Args:
+        temporary: written first, then renamed; beside ``path`` unless given. One writer at a time.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    aside = temporary or os.path.join(folder, f".{name}.ucp-tmp")
+    try:
+        with explain_full(path):
+            _write_durably(aside, data)
+            os.replace(aside, path)
+            sync_folder(folder)
+    except StorageError:
+        with suppress(FileNotFoundError):
+            os.unlink(aside)
+        raise
+
+
+def _write_durably(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        write_at(fd, data, 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # file systems without fsync of folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def sync_tree(folder: str) -> None:
+    """Make everything below a folder durable that this node wrote: one ``syncfs``, else ``fsync`` of each file.
+
+    Raises:
+        StorageError: the disk turned out to be full.
+    """
+    with explain_full(folder):
+        if not _sync_filesystem(folder):
+            _sync_each(folder)
+
+
+def _sync_filesystem(folder: str) -> bool:
+    """One ``syncfs``; False where there is none that reports errors (Linux before 5.8)."""
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    if call is None or release < (5, 8):
+        return False
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if call(fd) == 0:
+            return True
+        code = ctypes.get_errno()
+    finally:
+        os.close(fd)
+    if code in (errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(code, os.strerror(code), folder)
+
+
+def _sync_each(folder: str) -> None:
+    tree = list(os.walk(folder))
+    files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
+    with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="ucp-sync") as pool:
+        list(pool.map(_sync_file, files))
+        list(pool.map(sync_folder, [parent for parent, _, _ in tree]))
+
+
+def _sync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,311 @@
+"""Writing ``torch.save`` files without torch: the zip (records stored, a CRC32 each) around bytes that others write.
+
+Layout as PyTorch writes it (caffe2/serialize/inline_container.cc): ``data.pkl``, ``byteorder``, ``version``, then the
+storages as ``data/<key>``, aligned by padding in their local headers. A storage's CRC32 stands behind its bytes (the
+zip's data descriptor) and in the directory, so that a file's parts can be written in any order.
+Nothing in a file depends on when or where it was written.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+from isal import isal_zlib
+
+from ..atoms import ITEMSIZE, count
+from ..errors import CheckpointError
+from .opcodes import Global, Node, call, write_pickle
+
+PAGE: Final = 4096
+"""Alignment of an atom's bytes: ranges that start at multiples of it share no page of the file."""
+
+ROOT: Final = "archive"
+"""Folder inside the zip, as ``torch.save`` names it where it writes into a stream."""
+
+_ALIGNMENT = 64
+_STREAMED, _UTF8 = 0x0008, 0x0800
+_ZIP64_LIMIT = 0xFFFFFFFF
+_DATE = 0x21  # 1980-01-01
+_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""dtypes that have a storage class; the others are written as untyped bytes (torch/storage.py ``_new_dtypes``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarTensor:
+    """A 0-dim tensor: its dtype and value."""
+
+    dtype: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A storage's bytes in pieces: ``nbytes`` in all."""
+
+    nbytes: int
+    pieces: Iterable[bytes | memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A record of the zip: where its local header starts; ``crc`` None: told behind the bytes."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int | None = None
+
+    @property
+    def wide(self) -> bool:
+        return self.nbytes >= _ZIP64_LIMIT
+
+    def local(self, align: int = 1) -> bytes:
+        """The local header, padded so that the bytes start at a multiple of ``align``."""
+        name = self.name.encode()
+        crc, size = (0, 0) if self.crc is None else (self.crc, self.nbytes)
+        extra = b""
+        if self.wide:
+            extra, size = struct.pack("<2H2Q", 1, 16, size, size), _ZIP64_LIMIT
+        if align > 1:
+            padding = -(self.offset + 30 + len(name) + len(extra) + 4) % align
+            extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
+        fixed = (self._version(), self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
+        return struct.pack("<4s5H3I2H", b"PK\x03\x04", *fixed) + name + extra
+
+    def describe(self, crc: int) -> bytes:
+        """The data descriptor, which follows the bytes of a record whose local header does not tell the CRC32."""
+        return struct.pack("<4sI2Q" if self.wide else "<4s3I", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
+
+    def directory(self, crc: int) -> bytes:
+        """The record's entry in the directory at the end of the zip."""
+        name, extra, size, offset = self.name.encode(), b"", self.nbytes, self.offset
+        if self.wide:
+            extra, size = struct.pack("<2Q", self.nbytes, self.nbytes), _ZIP64_LIMIT
+        if self.offset >= _ZIP64_LIMIT:
+            extra, offset = extra + struct.pack("<Q", self.offset), _ZIP64_LIMIT
+        if extra:
+            extra = struct.pack("<2H", 1, len(extra)) + extra
+        version = 45 if extra else 20
+        fixed = (
+            version,
+            version,
+            self._flags(),
+            0,
+            0,
+            _DATE,
+            crc,
+            size,
+            size,
+            len(name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            offset,
+        )
+        return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *fixed) + name + extra
+
+    def _flags(self) -> int:
+        return _UTF8 | (_STREAMED if self.crc is None else 0)
+
+    def _version(self) -> int:
+        return 45 if self.wide else 20
+
+
+def _close(directory: bytes, entries: int, offset: int) -> bytes:
+    """What follows the directory, which starts at byte ``offset``."""
+    size, wide = len(directory), b""
+    if offset >= _ZIP64_LIMIT or entries >= 0xFFFF or size >= _ZIP64_LIMIT:
+        fixed = (44, 45, 45, 0, 0, entries, entries, size, offset)
+        wide = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", *fixed)
+        wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + size, 1)
+    entries, size, offset = min(entries, 0xFFFF), min(size, _ZIP64_LIMIT), min(offset, _ZIP64_LIMIT)
+    return wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries, entries, size, offset, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ZipImage:
+    """A ``torch.save`` file with one large storage, as bytes around a hole.
+
+    Attributes:
+        head: bytes [0, data_offset) of the file.
+        data_offset: where the storage's bytes start, a multiple of ``PAGE``.
+        nbytes: how many they are; :meth:`tail` follows them.
+    """
+
+    head: bytes
+    data_offset: int
+    nbytes: int
+    entries: tuple[_Entry, ...]
+
+    def tail(self, crc: int) -> bytes:
+        """What follows the storage's bytes, at ``data_offset + nbytes``; ``crc`` is the CRC32 of these."""
+        return self.entries[-1].describe(crc) + self._directory(crc)
+
+    def directory_crc(self, crc: int) -> int:
+        """CRC32 of the zip's directory, as a reader of the file's header tells it (``FileRef.header_crc``)."""
+        return int(isal_zlib.crc32(self._directory(crc)))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_offset + self.nbytes + len(self.tail(0))
+
+    def _directory(self, crc: int) -> bytes:
+        last = self.entries[-1]
+        start = self.data_offset + self.nbytes + len(last.describe(crc))
+        listed = b"".join(entry.directory(crc if entry.crc is None else entry.crc) for entry in self.entries)
+        return listed + _close(listed, len(self.entries), start)
+
+
+def make_image(
+    tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: tuple[int, ...], *, root: str = ROOT
+) -> ZipImage:
+    """The file that ``torch.save({"param": tensor, **tree})`` makes, but for the tensor's bytes.
+
+    Args:
+        tree: further entries of the dictionary: plain values, :class:`~.opcodes.Node` and :class:`~.opcodes.Global`.
+        dtype: name of the element type, a key of ``ITEMSIZE``.
+        storage_numel: elements of the storage.
+        shape: of the tensor, a view of the storage's first elements.
+
+    Raises:
+        CheckpointError: the dtype is unknown, or the storage is too small.
+    """
+    if dtype not in ITEMSIZE or count(shape) > storage_numel:
+        raise CheckpointError(
+            f"a tensor of dtype {dtype} and shape {shape} in a storage of {storage_numel} elements cannot be written; "
+            f"dtypes: {', '.join(ITEMSIZE)}"
+        )
+    tensor = make_tensor("0", dtype, storage_numel, shape)
+    head, entries = _begin(write_pickle({"param": tensor, **tree}), root)
+    data = _Entry(f"{root}/data/0", len(head), storage_numel * ITEMSIZE[dtype])
+    head += data.local(PAGE)
+    return ZipImage(head, len(head), data.nbytes, (*entries, data))
+
+
+def _begin(pickled: bytes, root: str) -> tuple[bytes, list[_Entry]]:
+    """The records in front of the storages."""
+    head, entries = b"", []
+    for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
+        entry = _Entry(f"{root}/{name}", len(head), len(data), isal_zlib.crc32(data))
+        head += entry.local(_ALIGNMENT) + data
+        entries.append(entry)
+    return head, entries
+
+
+def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> Node:
+    """A tensor in row-major order, at the start of storage ``key``, as ``torch.save`` pickles it."""
+    numel = storage_numel if dtype in _STORAGES else storage_numel * ITEMSIZE[dtype]
+    kind = Global("torch", _STORAGES[dtype]) if dtype in _STORAGES else Global("torch.storage", "UntypedStorage")
+    storage = Node("persid", [("storage", kind, key, "cpu", numel)])
+    view = (storage, 0, tuple(shape), _make_strides(shape), False, call("collections", "OrderedDict"))
+    if dtype in _STORAGES:
+        return call("torch._utils", "_rebuild_tensor_v2", *view)
+    return call("torch._utils", "_rebuild_tensor_v3", *view, Global("torch", dtype))
+
+
+def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+_SCALARS = {
+    "float64": "<d",
+    "float32": "<f",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "int8": "<b",
+    "uint8": "<B",
+    "bool": "<?",
+}
+
+
+def dump_value(value: Any) -> bytes:
+    """The whole file that ``torch.save(value)`` makes, for ``step.pt``.
+
+    Args:
+        value: a :class:`ScalarTensor`, or any plain value.
+
+    Raises:
+        CheckpointError: a 0-dim tensor of a dtype that optimizers do not count in.
+    """
+    stream = io.BytesIO()
+    if not isinstance(value, ScalarTensor):
+        _write_file(stream, write_pickle(value), {}, ROOT, "")
+    elif value.dtype not in _SCALARS:
+        raise CheckpointError(f"a 0-dim tensor of dtype {value.dtype} cannot be written; known: {', '.join(_SCALARS)}")
+    else:
+        data = struct.pack(_SCALARS[value.dtype], value.value)
+        _write_file(stream, write_pickle(make_tensor("0", value.dtype, 1, ())), {"0": data}, ROOT, "")
+    return stream.getvalue()
+
+
+def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream], *, root: str = ROOT) -> int:
+    """Write a whole file, storages in the given order; not made durable, and not atomically.
+
+    Args:
+        pickled: ``data.pkl``.
+        storages: by key; those of a :class:`Stream` are taken piece by piece.
+
+    Returns:
+        CRC32 of the zip's directory.
+
+    Raises:
+        CheckpointError: a stream had another length than it said.
+        OSError: as the system tells it.
+    """
+    with open(path, "wb") as file:
+        return _write_file(file, pickled, storages, root, path)
+
+
+def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | Stream], root: str, path: str) -> int:
+    head, entries = _begin(pickled, root)
+    crcs = [entry.crc or 0 for entry in entries]
+    file.write(head)
+    for key, data in storages.items():
+        stream = data if isinstance(data, Stream) else Stream(len(data), (data,))
+        entry = _Entry(f"{root}/data/{key}", file.tell(), stream.nbytes)
+        crcs.append(_write_record(file, entry, stream, path))
+        entries.append(entry)
+    start = file.tell()
+    listed = b"".join(entry.directory(crc) for entry, crc in zip(entries, crcs, strict=True))
+    closing = listed + _close(listed, len(entries), start)
+    file.write(closing)
+    return int(isal_zlib.crc32(closing))
+
+
+def _write_record(file: BinaryIO, entry: _Entry, stream: Stream, path: str) -> int:
+    file.write(entry.local(_ALIGNMENT))
+    crc, written = 0, 0
+    for piece in stream.pieces:
+        file.write(piece)
+        crc = isal_zlib.crc32(piece, crc)
+        written += memoryview(piece).nbytes
+    if written != stream.nbytes:
+        raise CheckpointError(f"{path}: record {entry.name} was to have {stream.nbytes} bytes, {written} came.")
+    file.write(entry.describe(crc))
+    return crc

@@ -1,0 +1,364 @@
+"""A dry run: whether a checkpoint can be resumed at some topology, and what every rank would do, without an engine.
+
+The loader's own planning runs for all ranks in one process; where that would take long, for a sample of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, count
+from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
+from ..errors import ConfigError, MismatchError, shorten
+from ..patterns import Layout, Replicate, RuleSet, from_universal_info, settle
+from ..plan.claims import make_claims
+from ..plan.degrees import Degrees
+from ..plan.estimate import RankFigures, Totals, measure_plan, measure_sampled
+from ..plan.everyone import plan_everyone
+from ..plan.locate import locate
+from ..plan.match import Shape
+from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
+from ..plan.sample import Sampler
+from ..plan.split import Stages, place_stages
+from ..plan.virtual import FRESH, VirtualTarget, list_extras, list_groups, make_virtual, plain
+from ..sources.files import list_sizes
+from ..sources.torchfile import read_header
+from ..topology import find_differences
+
+Layouts = Mapping[str, tuple[Layout, Layout]]
+
+MOST_RANKS, MOST_CLAIMS = 64, 100_000
+"""Up to which all ranks are planned exactly; beyond, a sample is."""
+SAMPLES = 5
+DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Batch sizes of the saved ds_config and whether the target's data-parallel ranks can make them."""
+
+    train: int | None
+    micro: int | None
+    gas: int | None
+    fits: bool
+    text: str = ""
+
+
+@dataclass(slots=True)
+class DryRun:
+    """What a resume would be.
+
+    Attributes:
+        degrees: of the target.
+        obstacles: why it is not possible; empty where it is.
+        loader: who loads: ``deepspeed_ucp``, or ``DeepSpeed`` where the topology is the saved one.
+        differences: what differs between the topologies.
+        batch: of the saved ds_config.
+        assumed: what only the live model tells, and what was assumed instead.
+        origin: what settled the patterns → how many parameters.
+        ranks: figures of the ranks that were planned.
+        exact: all ranks were planned.
+        totals: all ranks together; None where nothing was planned.
+    """
+
+    degrees: Degrees
+    obstacles: list[str] = field(default_factory=list)
+    loader: str = OURS
+    differences: list[str] = field(default_factory=list)
+    batch: Batch = field(default_factory=lambda: Batch(None, None, None, True))
+    assumed: list[str] = field(default_factory=list)
+    origin: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankFigures] = field(default_factory=list)
+    exact: bool = True
+    totals: Totals | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether the resume is possible."""
+        return not self.obstacles
+
+
+def dry_run(
+    index: AtomicIndex,
+    degrees: Degrees,
+    rules: Sequence[RuleSet] = (),
+    *,
+    config: UniversalConfig | None = None,
+    train_batch: int | None = None,
+    exact: bool | None = None,
+    samples: int = SAMPLES,
+) -> DryRun:
+    """Plan a resume at other degrees.
+
+    Args:
+        index: the checkpoint.
+        degrees: of the target.
+        rules: the user's.
+        config: window and threads.
+        train_batch: a ``train_batch_size`` to take instead of the saved one.
+        exact: plan all ranks (True), or a sample of them (False); None chooses by the amount of work.
+        samples: how many ranks a sample has.
+
+    Raises:
+        CheckpointError: the state file cannot be read.
+    """
+    run, config = DryRun(degrees), config or UniversalConfig()
+    run.obstacles += degrees.refused
+    run.obstacles += find_faults(index)
+    run.batch = check_batch_size(read_saved_config(index), degrees.dp, train_batch)
+    if not run.batch.fits:
+        run.obstacles.append(run.batch.text)
+    run.differences = find_differences(replace(index.topology, flats=()), degrees.topology(index.topology))
+    if not run.differences:
+        run.loader = DEEPSPEED
+        return run
+    if degrees.refused:
+        return run
+    try:
+        target = make_target(index, degrees, rules, run=run)
+    except MismatchError as error:
+        run.obstacles.append(str(error))
+        return run
+    measure(index, target, run, config, exact=exact, samples=samples)
+    return run
+
+
+def find_faults(index: AtomicIndex) -> list[str]:
+    """What in the checkpoint no other topology can take."""
+    faults = []
+    if index.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+        faults.append(f"Tensors whose bytes cannot be cut: {shorten(listed)}.")
+    if index.irregular:
+        listed = [f"{name} ({what})" for name, what in sorted(index.irregular.items())]
+        faults.append(
+            f"{index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be cut for "
+            f"another topology: {shorten(listed)}. Weights only (load_optimizer_states=False) can be loaded."
+        )
+    return faults
+
+
+def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
+    """The ds_config of the run that saved; empty where the file has none.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    tree = read_header(index.state_file).tree
+    config = tree.get("ds_config") if isinstance(tree, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None) -> Batch:
+    """Whether ``dp`` data-parallel ranks can make the saved batch (or ``train``)."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = [value if isinstance(value := saved.get(key), int) and value > 0 else None for key in keys]
+    if train is not None:
+        sizes = [train, None, None]
+    batch, micro, gas = sizes
+    if batch is None or fit_batch(batch, micro, gas, dp):
+        return Batch(batch, micro, gas, True)
+    universal = (saved.get("checkpoint") or {}).get("universal")
+    keeps = isinstance(universal, Mapping) and bool(universal.get("preserve_batch_size"))
+    if keeps and (fit := adapt_batch(batch, micro, dp)):
+        text = f"micro batch {micro} → {fit[0]}, gradient accumulation {gas} → {fit[1]} (preserve_batch_size)"
+        return Batch(batch, micro, gas, True, text)
+    try:
+        check_batch(batch, micro, gas, dp)
+    except ConfigError as error:
+        return Batch(batch, micro, gas, False, str(error))
+    return Batch(batch, micro, gas, True)
+
+
+def make_target(
+    index: AtomicIndex,
+    degrees: Degrees,
+    rules: Sequence[RuleSet] = (),
+    *,
+    shapes: Mapping[str, tuple[Shape, ...]] | None = None,
+    stages: Stages | None = None,
+    run: DryRun | None = None,
+) -> VirtualTarget:
+    """The virtual target of a checkpoint.
+
+    Args:
+        shapes: per name the local shapes of a live model, where they are known.
+        stages: which pipeline stages hold which names, where that is known.
+        run: gets the assumptions and what settled the patterns.
+
+    Raises:
+        MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers.
+    """
+    run = run or DryRun(degrees)
+    names = [name for group in list_groups(index) for name in group] + list_extras(index)
+    found, layouts = settle_target(index, degrees, names, rules, shapes, run)
+    if stages is None:
+        stages, how = place_stages(index, names, _weigh(index, names), degrees.pp)
+        if how:
+            run.assumed.append(f"Pipeline stages are unknown without the model; taken are {how}.")
+    run.assumed.append("Parameters lie in the flat buffers in the order in which they were saved.")
+    return make_virtual(index, degrees, found, layouts, stages)
+
+
+def _weigh(index: AtomicIndex, names: Iterable[str]) -> dict[str, int]:
+    weights = dict.fromkeys(names, 0)
+    for (name, state), atom in index.atoms.items():
+        if state != COPY and name in weights:
+            weights[name] += atom.nbytes
+    return weights
+
+
+def settle_target(
+    index: AtomicIndex,
+    degrees: Degrees,
+    names: Sequence[str],
+    rules: Sequence[RuleSet],
+    shapes: Mapping[str, tuple[Shape, ...]] | None,
+    run: DryRun,
+) -> tuple[dict[str, tuple[Shape, ...]], Layouts]:
+    """Local shapes on every tensor-parallel rank of the target, and how both sides cut each parameter.
+
+    Raises:
+        MismatchError: as the loader's; listing every parameter that nothing settles, with rules to paste.
+    """
+    source = {name: _local_shapes(index, name) for name in names}
+    if index.topology.tp == degrees.tp == 1:
+        return dict(shapes or source), {}
+    equal = {name for name in names if name in index.buffers and _is_equal(index, name, degrees.tp)}
+    asked = sorted(name for name in names if name not in equal)
+    sets = list(rules)
+    if info := index.hints.get("universal_checkpoint_info"):
+        sets.append(from_universal_info(info, index.topology.tp))
+    settled = settle(asked, source, shapes, sets, index.hints, degree=degrees.tp if shapes is None else None)
+    layouts = {name: (have, want) for name, (have, want) in settled.layouts.items() if want is not None}
+    for name in equal:
+        have = source[name]
+        layouts[name] = (Replicate().join(have), Replicate().cut(have[0], have[:1] * degrees.tp))
+    run.origin = dict(Counter(settled.origin.values()))
+    if index.topology.tp != degrees.tp and shapes is None:
+        run.assumed.append("Tensor-parallel ranks hold equal parts; the live model's own shapes count in the load.")
+    return {name: want.local_shapes for name, (_, want) in layouts.items()}, layouts
+
+
+def _local_shapes(index: AtomicIndex, name: str) -> tuple[Shape, ...]:
+    atom = index.atoms.get((name, MASTER)) or index.atoms[name, MODULE]
+    return tuple(shard.shape for shard in atom.shards)
+
+
+def _is_equal(index: AtomicIndex, name: str, tp: int) -> bool:
+    """A buffer with the same bytes on all ranks is held whole by every rank of another degree."""
+    shards = index.atoms[name, MODULE].shards if (name, MODULE) in index.atoms else ()
+    records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
+    sums = {(record.nbytes, record.crc) for record in records}
+    alike = len({shard.shape for shard in shards}) == 1 and len(records) == len(shards)
+    return len(shards) != tp and alike and len(sums) == 1 and None not in next(iter(sums))
+
+
+def measure(
+    index: AtomicIndex,
+    target: VirtualTarget,
+    run: DryRun,
+    config: UniversalConfig,
+    *,
+    exact: bool | None = None,
+    samples: int = SAMPLES,
+    block: int = BLOCK,
+    min_direct: int = MIN_DIRECT,
+) -> None:
+    """Fill in the figures of ranks and the totals."""
+    window = config.window_mb << 20
+    share = find_share(window, block)
+    threads = min(config.threads or 32, max(window // (4 * BLOCK), 1))
+    sampler = Sampler(index, target, block, min_direct)
+    run.exact = is_cheap(target, block) if exact is None else exact
+    if run.exact:
+        run.ranks = _measure_all(index, target, share, threads, block, min_direct)
+    else:
+        for rank in choose_ranks(target.ranks, samples):
+            found = measure_sampled(sampler.sample(rank), threads, share)
+            run.ranks.append(_place(target, rank, found))
+    run.totals = _sum_up(index, target, run, sampler)
+
+
+def is_cheap(target: VirtualTarget, block: int = BLOCK) -> bool:
+    """Whether planning all ranks takes seconds."""
+    if target.ranks > MOST_RANKS:
+        return False
+    claims = 0
+    for rank in range(target.ranks):
+        wants = list(target.wants(rank))
+        shards = sum(len(want.view.shards) if want.view else 1 for want in wants)
+        claims += shards + sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants) // block
+        if claims > MOST_CLAIMS:
+            return False
+    return True
+
+
+def choose_ranks(world: int, samples: int) -> list[int]:
+    """The first, the last, and some between."""
+    count = max(min(samples, world), 1)
+    return sorted({at * (world - 1) // max(count - 1, 1) for at in range(count)})
+
+
+def _measure_all(
+    index: AtomicIndex, target: VirtualTarget, share: int, threads: int, block: int, min_direct: int
+) -> list[RankFigures]:
+    claims = [
+        make_claims((p for want in target.wants(rank) for p in locate(want)), lambda buffer: buffer == FRESH, block)
+        for rank in range(target.ranks)
+    ]
+    everyone = plan_everyone(claims, index.records, block=block, share=share, min_direct=min_direct, stage=FRESH + 1)
+    files = [record.file for record in index.records]
+    found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(everyone.plans))
+    return [_place(target, rank, figures) for rank, figures in enumerate(found)]
+
+
+def _place(target: VirtualTarget, rank: int, found: Mapping[str, int]) -> RankFigures:
+    stage, dp_rank, tp_rank = target.place(rank)
+    return RankFigures(
+        rank=rank,
+        stage=stage,
+        dp_rank=dp_rank,
+        tp_rank=tp_rank,
+        needed=target.measure_needed(rank),
+        engine=target.measure_engine(rank),
+        **found,
+    )
+
+
+def _sum_up(index: AtomicIndex, target: VirtualTarget, run: DryRun, sampler: Sampler) -> Totals:
+    sizes = list_checkpoint(index)
+    sampled = sum(rank.received for rank in run.ranks)
+    exchanged = sampled if run.exact else sampled * target.ranks // len(run.ranks)
+    return Totals(
+        checkpoint=sum(sizes),
+        files=len(sizes),
+        state=sum(atom.nbytes for name in sampler.users for atom in target.states[name]),
+        read=sampler.count_bytes(),
+        needed=sum(target.measure_needed(rank) for rank in range(target.ranks)),
+        exchanged=exchanged,
+        replicas=_count_replicas(target, sampler.users),
+        headers=min(2, len(sizes)) + -(-max(len(sizes) - 2, 0) // target.ranks),
+    )
+
+
+def list_checkpoint(index: AtomicIndex) -> list[int]:
+    """Sizes of the checkpoint's files."""
+    if index.topology.wrapper == "atomic":
+        return [file.size for file in index.files]
+    return [size for size in list_sizes(os.path.dirname(index.state_file)).values() if size >= 0]
+
+
+def _count_replicas(target: VirtualTarget, names: Iterable[str]) -> int:
+    """Bytes that are read to compare replicas: both of every pair."""
+    total = 0
+    for name in names:
+        layouts = target.layouts.get(plain(name))
+        for atom in target.states[name]:
+            if layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1:
+                total += 2 * (len(atom.shards) - 1) * count(atom.shape) * ITEMSIZE[atom.dtype]
+    return total

@@ -1,0 +1,100 @@
+"""Patterns as plain data, as an atomic checkpoint's manifest holds them, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..errors import MismatchError
+from .affine import Mapped
+from .kinds import Kept, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
+from .layout import Layout
+from .metadata import Viewed
+from .rules import Rule, RuleSet
+
+ORIGIN = "the atomic checkpoint's manifest"
+
+_KINDS: dict[str, type[Any]] = {
+    "unique": Unique,
+    "replicate": Replicate,
+    "partial": Partial,
+    "shard-h": ShardH,
+    "shard-v": ShardV,
+    "shard-hy": ShardHy,
+    "shard-nc": ShardNC,
+    "kept": Kept,
+    "viewed": Viewed,
+    "mapped": Mapped,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def record_pattern(pattern: Pattern) -> dict[str, Any]:
+    """A pattern as plain data: its ``kind``, and those of its fields that are not the default."""
+    told: dict[str, Any] = {"kind": _NAMES[type(pattern)]}
+    for field in fields(pattern):  # type: ignore[arg-type]
+        value = getattr(pattern, field.name)
+        if value != field.default:
+            told[field.name] = _record(value)
+    return told
+
+
+def _record(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return record_pattern(value) if type(value) in _NAMES else value
+
+
+def read_pattern(told: Mapping[str, Any]) -> Pattern:
+    """The pattern that :func:`record_pattern` has told.
+
+    Raises:
+        MismatchError: data of another form.
+    """
+    kind = _KINDS.get(str(told.get("kind")))
+    if kind is None:
+        raise MismatchError(f"a recorded pattern is of unknown kind: {dict(told)!r}; update deepspeed_ucp")
+    try:
+        made = kind(**{key: _read(key, value) for key, value in told.items() if key != "kind"})
+    except (TypeError, ValueError) as error:
+        raise MismatchError(f"a recorded pattern cannot be read ({error}): {dict(told)!r}") from error
+    return made  # type: ignore[no-any-return]
+
+
+def _read(key: str, value: Any) -> Any:
+    if key == "layout":
+        return Layout(**{name: _freeze(item) for name, item in value.items()})
+    if key == "general" and value is not None:
+        return read_pattern(value)
+    return _freeze(value)
+
+
+def _freeze(value: Any) -> Any:
+    """Lists, as JSON has them, are tuples in a pattern."""
+    return tuple(_freeze(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGIN) -> RuleSet:
+    """Rules from the patterns by which an atomic checkpoint's tensors were united.
+
+    A tensor that one rank held whole tells nothing about how another topology cuts it, only of its vocabulary.
+
+    Args:
+        recorded: per parameter its pattern as plain data (``AtomicIndex.recorded``).
+        origin: name of the rule set.
+
+    Raises:
+        MismatchError: data of another form.
+    """
+    literal: dict[str, tuple[Rule, ...]] = {}
+    vocabs = set()
+    for name, told in recorded.items():
+        pattern = read_pattern(told)
+        vocabs.add(pattern.vocab)
+        if not isinstance(pattern, (Unique, Kept)):
+            literal[name] = (Rule(name, re.compile(re.escape(name)), pattern=pattern),)
+    vocabs.discard(None)
+    vocab = vocabs.pop() if len(vocabs) == 1 else None
+    return RuleSet(origin, literal=literal, vocab=vocab, reported=False)

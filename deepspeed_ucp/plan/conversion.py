@@ -1,0 +1,144 @@
+"""Which worker writes which part of an atomic checkpoint, as data (Lian et al., ATC'25, section 4.3).
+
+The paper's nested parallel reconfiguration without its temporary files: atoms are cut into ranges of bounded size,
+ranges into batches, batches are dealt to nodes by bytes, and a node's workers take them one by one. Everything is a
+function of the sizes, so that every rank computes the same plan; the bytes written do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+ALIGNMENT = 1 << 20
+"""Bytes; ranges of one file begin at multiples of it, so that no two workers write to one page."""
+
+RANGE = 16 << 20
+"""Bytes; the largest range, and what small atoms are bundled to."""
+
+GRAIN = 40
+"""Batches per node at least, where the alignment allows: the last one is a small part of a node's share."""
+
+MAX_RANGES = 256
+"""Ranges per batch: what bounds the small files that one batch keeps open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An atom to be written: its elements, their size, and where its first byte lies in the source (for the order)."""
+
+    numel: int
+    itemsize: int
+    place: tuple[int, int] = (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the atom."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Range:
+    """Elements [start, start + numel) of an output."""
+
+    output: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Ranges that one worker reads together and writes: one range of a large atom, or several small atoms whole."""
+
+    ranges: tuple[Range, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """Batches per node, in the order in which its workers take them."""
+
+    nodes: tuple[tuple[Batch, ...], ...]
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Bytes per node."""
+        return tuple(sum(batch.nbytes for batch in batches) for batches in self.nodes)
+
+
+def plan_conversion(
+    outputs: Sequence[Output], nodes: int, *, most: int = RANGE, done: Iterable[Range] = ()
+) -> ConversionPlan:
+    """Deal outputs to nodes.
+
+    Batches stay in the order of the source, and each node gets a run of them: it reads its part of the storage from
+    front to back, and at most two nodes share a file that is not larger than a node's share.
+
+    Args:
+        outputs: what is to be written.
+        nodes: how many nodes.
+        most: bytes of a batch at most; not below ``ALIGNMENT``.
+        done: ranges that an earlier attempt has written.
+    """
+    most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
+    kept = cut_batches(outputs, most, done)
+    total = sum(batch.nbytes for batch in kept)
+    dealt: list[list[Batch]] = [[] for _ in range(nodes)]
+    for batch, end in zip(kept, accumulate(batch.nbytes for batch in kept), strict=True):
+        middle = end - batch.nbytes / 2
+        dealt[min(int(middle * nodes / total), nodes - 1) if total else 0].append(batch)
+    return ConversionPlan(tuple(tuple(batches) for batches in dealt))
+
+
+def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Range] = ()) -> list[Batch]:
+    """Cut what is not done of the outputs into batches of at most ``most`` bytes, in the order of the source."""
+    step = max(most // ALIGNMENT, 1) * ALIGNMENT
+    written = _sort_done(done)
+    batches: list[Batch] = []
+    bundle: list[Range] = []
+    size = 0
+    for number in sorted(range(len(outputs)), key=lambda number: (outputs[number].place, number)):
+        output = outputs[number]
+        if is_split(output, most):
+            spans = _complement(written.get(number, []), output.numel)
+            batches += [Batch((each,), each.numel * output.itemsize) for each in _cut(number, output, step, spans)]
+        elif number not in written:
+            if bundle and (size + output.nbytes > step or len(bundle) == MAX_RANGES):
+                batches.append(Batch(tuple(bundle), size))
+                bundle, size = [], 0
+            bundle.append(Range(number, 0, output.numel))
+            size += output.nbytes
+    return [*batches, Batch(tuple(bundle), size)] if bundle else batches
+
+
+def is_split(output: Output, most: int = RANGE) -> bool:
+    """Whether an output is written in several ranges."""
+    return output.nbytes > max(most // ALIGNMENT, 1) * ALIGNMENT
+
+
+def _sort_done(done: Iterable[Range]) -> dict[int, list[Range]]:
+    found: dict[int, list[Range]] = {}
+    for each in sorted(done):
+        found.setdefault(each.output, []).append(each)
+    return found
+
+
+def _complement(done: Iterable[Range], numel: int) -> Iterator[tuple[int, int]]:
+    position = 0
+    for each in done:
+        if each.start > position:
+            yield position, each.start
+        position = max(position, each.start + each.numel)
+    if position < numel:
+        yield position, numel
+
+
+def _cut(number: int, output: Output, step: int, spans: Iterable[tuple[int, int]]) -> Iterator[Range]:
+    """Ranges that end where a multiple of ``step`` bytes of the file's data does, or where a span does."""
+    width = step // output.itemsize
+    for low, high in spans:
+        while low < high:
+            end = min((low // width + 1) * width, high)
+            yield Range(number, low, end - low)
+            low = end

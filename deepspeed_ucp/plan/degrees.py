@@ -1,0 +1,198 @@
+"""The topology that a plan is asked for, from a line such as ``dp=3,tp=2,pp=1,zero=3``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigError
+from ..topology import Topology
+
+SUB_GROUP = 1_000_000_000
+"""ZeRO 3's default ``sub_group_size``."""
+
+_PRECISIONS = {
+    **{name: name for name in ("float32", "bfloat16", "float16")},
+    **{"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+}
+_WRAPPERS = {
+    "zero12": ((1, 2), ("float32", "bfloat16", "float16")),
+    "zero3": ((3,), ("float32", "bfloat16", "float16")),
+    "bf16": ((0, 1), ("bfloat16",)),
+    "fp16_fused": ((0,), ("bfloat16", "float16")),
+    "fp16_unfused": ((0,), ("bfloat16", "float16")),
+    "torch": ((0,), ("float32",)),
+}
+_NUMBERS = ("dp", "tp", "pp", "sp", "zero", "sub_group")
+_TEXTS = ("precision", "wrapper")
+_NOT_COVERED = {
+    "ep": "expert parallelism",
+    "cp": "context parallelism",
+    "etp": "expert tensor parallelism",
+    "edp": "expert data parallelism",
+    "hpz": "ZeRO++'s secondary partitions",
+    "mics": "MiCS",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """A topology by its degrees.
+
+    Attributes:
+        dp, tp, pp, sp: data, tensor, pipeline and sequence parallel degrees.
+        zero: ZeRO stage.
+        wrapper, precision, master: as in :class:`~deepspeed_ucp.topology.Topology`.
+        sub_group: ZeRO 3's ``sub_group_size`` in elements of one partition.
+        refused: what of the request DeepSpeed, or this package, does not do, in words.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    zero: int = 0
+    wrapper: str = "torch"
+    precision: str = "float32"
+    master: str = "float32"
+    sub_group: int = SUB_GROUP
+    refused: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.sp * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that ZeRO partitions over (replicas at stage 0): sequence parallelism is folded in."""
+        return self.dp * self.sp
+
+    @property
+    def partitions(self) -> bool:
+        """Whether masters are cut over data-parallel ranks."""
+        return self.zero > 0 or self.wrapper == "bf16"
+
+    def describe(self) -> str:
+        """One short phrase: ``ZeRO-3 dp=384 bfloat16 (zero3), 384 ranks``."""
+        degrees = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp") if getattr(self, key) > 1)
+        ranks = f"{self.world} rank{'s' * (self.world > 1)}"
+        return f"ZeRO-{self.zero} dp={self.dp}{degrees} {self.precision} ({self.wrapper}), {ranks}"
+
+    def topology(self, source: Topology) -> Topology:
+        """In the words of a checkpoint; what was not asked for is as in ``source``. Without flat buffers."""
+        return replace(
+            source,
+            zero_stage=self.zero,
+            wrapper=self.wrapper,
+            precision=self.precision,
+            dp=self.shards if self.partitions else 1,
+            tp=self.tp,
+            pp=self.pp,
+            master=self.master,
+            elastic=source.elastic and self.wrapper == "zero12",
+            flats=(),
+        )
+
+
+def parse_degrees(text: str, source: Topology, *, world: int | None = None, sub_group: int | None = None) -> Degrees:
+    """Read ``dp=…,tp=…,pp=…,sp=…,zero=…,precision=…,wrapper=…``; what is left out is 1, or as in ``source``.
+
+    Args:
+        source: topology of the checkpoint.
+        world: number of ranks, from which ``dp`` follows where it is left out.
+        sub_group: the saved ``sub_group_size``.
+
+    Raises:
+        ConfigError: an unknown key, a value that is no positive number, a wrapper that does not fit.
+    """
+    told = _split(text)
+    refused = tuple(
+        f"{name} ({key}={told[key]}) is not covered by this release"
+        for key, name in _NOT_COVERED.items()
+        if told.get(key, "1") != "1"
+    )
+    numbers = {key: _number(key, told[key]) for key in _NUMBERS if key in told}
+    zero = numbers.get("zero", source.zero_stage)
+    precision = _PRECISIONS.get(told.get("precision", source.precision))
+    if precision is None:
+        raise ConfigError(f"--target: precision {told['precision']!r} is unknown; valid: {', '.join(_PRECISIONS)}.")
+    pp = numbers.get("pp", 1)
+    found = Degrees(
+        dp=1,
+        tp=numbers.get("tp", 1),
+        pp=pp,
+        sp=numbers.get("sp", 1),
+        zero=zero,
+        wrapper=told.get("wrapper") or _choose_wrapper(zero, precision, pp, source),
+        precision=precision,
+        master=source.master if source.wrapper != "torch" else "float32",
+        sub_group=numbers.get("sub_group", sub_group or SUB_GROUP),
+        refused=refused,
+    )
+    _check_wrapper(found)
+    if pp > 1 and zero > 1:
+        refused += ("ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism (DeepSpeed refuses them together)",)
+    return replace(found, dp=_find_dp(numbers.get("dp"), found, world), refused=refused)
+
+
+def _split(text: str) -> dict[str, str]:
+    told: dict[str, str] = {}
+    valid = (*_NUMBERS, *_TEXTS)
+    for item in (each.strip() for each in text.split(",") if each.strip()):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not value or key in told or key not in (*valid, *_NOT_COVERED):
+            raise ConfigError(
+                f"--target: {item!r} in {text!r} is not understood. It is a list such as "
+                f"dp=3,tp=2,pp=1,zero=3; keys: {', '.join(valid)}, each once."
+            )
+        told[key] = value
+    return told
+
+
+def _number(key: str, value: str) -> int:
+    least = 0 if key == "zero" else 1
+    number = int(value) if value.isdecimal() else -1
+    if number < least or (key == "zero" and number > 3):
+        span = "0 to 3" if key == "zero" else "a positive integer"
+        raise ConfigError(f"--target: {key} is {span}, found {value!r}.")
+    return number
+
+
+def _choose_wrapper(zero: int, precision: str, pp: int, source: Topology) -> str:
+    """What DeepSpeed takes (engine.py ``_do_optimizer_sanity_check``); the saved one where there is a choice."""
+    if source.wrapper in _WRAPPERS:
+        stages, precisions = _WRAPPERS[source.wrapper]
+        if zero in stages and source.zero_stage == zero and precision in precisions and (zero or pp == 1):
+            return source.wrapper
+    if zero:
+        return "zero3" if zero == 3 else "zero12"
+    if precision == "float32":
+        return "torch"
+    return "bf16" if precision == "bfloat16" and pp > 1 else "fp16_fused"
+
+
+def _check_wrapper(found: Degrees) -> None:
+    if found.wrapper not in _WRAPPERS:
+        raise ConfigError(f"--target: wrapper {found.wrapper!r} is unknown; valid: {', '.join(_WRAPPERS)}.")
+    stages, precisions = _WRAPPERS[found.wrapper]
+    if found.zero not in stages or found.precision not in precisions:
+        raise ConfigError(
+            f"--target: wrapper {found.wrapper} is for ZeRO {' or '.join(map(str, stages))} in "
+            f"{' or '.join(precisions)}, not for ZeRO {found.zero} in {found.precision}."
+        )
+
+
+def _find_dp(dp: int | None, found: Degrees, world: int | None) -> int:
+    """The data-parallel degree, which the number of ranks may tell."""
+    others = found.tp * found.pp * found.sp
+    if world is None:
+        if dp is None:
+            raise ConfigError("--target: dp is missing (or the number of ranks: --nodes and --ranks-per-node).")
+        return dp
+    if world % others or (dp is not None and dp * others != world):
+        told = f"dp={dp} × " if dp is not None else ""
+        raise ConfigError(
+            f"--target: {world} ranks are not {told}tp={found.tp} × pp={found.pp} × sp={found.sp}"
+            f"{'' if dp is not None else ' × a whole dp'}."
+        )
+    return world // others

@@ -1,0 +1,268 @@
+"""One rank's reads among any number of ranks, exactly, without the other ranks' plans.
+
+What a rank reads is decided block by block: by the claims on the blocks that it wants something of, and by the claims
+on those that it owns. So these blocks are followed back to the elements of target shards that lie in them, and only
+those elements are located, of whichever ranks hold them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, Fragment
+from ..patterns import Run, copy_runs
+from .claims import Blocks, Claim, make_claims
+from .claims import address_claims as address
+from .locate import Piece, Want, cut_blocks, find_shards, locate
+from .resolve import MIN_DIRECT, SharedBlock, judge_claims
+from .virtual import FRESH, LIVE, VirtualExtra, VirtualFlat, VirtualPart, VirtualTarget, plain
+
+Block = tuple[int, int]
+"""(record, number of the block in it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one rank does.
+
+    Attributes:
+        needed: bytes that it wants.
+        read: bytes that it asks storage for.
+        requests: reads.
+        files: files that it opens.
+        largest: bytes of the largest read.
+        received, sent: bytes that come from other ranks, and go to them.
+        staged: bytes that it reads for others, or as an owner, in rounds of exchange.
+    """
+
+    needed: int
+    read: int
+    requests: int
+    files: int
+    largest: int
+    received: int
+    sent: int
+    staged: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen(Blocks):
+    """The blocks of all records, of which a few are judged, whoever owns them."""
+
+    chosen: tuple[Block, ...] = ()
+
+    def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[Block]:
+        return self.chosen
+
+
+class Sampler:
+    """Works out what single ranks of a target do.
+
+    Args:
+        index: the checkpoint.
+        target: of any number of ranks.
+        block: bytes per block.
+        min_direct: see :func:`~.resolve.judge_claims`.
+    """
+
+    def __init__(self, index: AtomicIndex, target: VirtualTarget, block: int, min_direct: int = MIN_DIRECT) -> None:
+        self.index, self.target, self.block, self.min_direct = index, target, block, min_direct
+        self.blocks = Blocks.of(index.records, block, target.ranks)
+        self.users = self._find_users()
+        self.homes = [_find_homes(part) for part in target.parts]
+        self.held = self._list_fragments()
+        self.touched = np.array(sorted(self.held), np.int64)
+
+    def _find_users(self) -> dict[str, list[int]]:
+        """Model-parallel ranks that hold each atom's parameter."""
+        users: dict[str, list[int]] = defaultdict(list)
+        for number, part in enumerate(self.target.parts):
+            for name in part.atoms.values():
+                users[name].append(number)
+        return users
+
+    def _list_fragments(self) -> dict[int, list[tuple[int, int, Atom, int, Fragment, int]]]:
+        """Per record (first byte, behind the last, atom, shard, fragment, buffer), of what some rank wants."""
+        held: dict[int, list[tuple[int, int, Atom, int, Fragment, int]]] = defaultdict(list)
+        for name in self.users:
+            for number, atom in enumerate(self.target.states[name]):
+                for shard in self._find_shards(name, atom):
+                    for fragment in atom.shards[shard].fragments:
+                        end = fragment.offset + fragment.numel * ITEMSIZE[atom.dtype]
+                        entry = (fragment.offset, end, atom, shard, fragment, FRESH if number else LIVE)
+                        held[fragment.record].append(entry)
+        for entries in held.values():
+            entries.sort(key=lambda entry: entry[:2])
+        return held
+
+    def _find_shards(self, name: str, atom: Atom) -> list[int]:
+        """Source shards of which some target shard takes something."""
+        layouts = self.target.layouts.get(plain(name))
+        if layouts is None:
+            return [0]
+        if layouts[0].mean:
+            return list(range(len(atom.shards)))
+        return sorted({shard for rank in range(self.target.degrees.tp) for shard in find_shards(*layouts, rank)})
+
+    def count_bytes(self) -> int:
+        """Bytes that all ranks together read: those of every record of which some rank wants something."""
+        return int(self.blocks.nbytes[self.touched].sum())
+
+    def sample(self, rank: int) -> Sampled:
+        """What a rank does, exactly."""
+        mine = make_claims((p for want in self.target.wants(rank) for p in locate(want)), _is_fresh, self.block)
+        owned = list(self.blocks.owned(rank, self.touched))
+        others = sorted({(claim.record, claim.offset // self.block) for claim in mine} - set(owned))
+        granted, shared, free, sent = self._judge(owned, rank)
+        elsewhere = self._judge(others, rank)
+        served = sum(claim.nbytes for claim in mine) - sum(c.nbytes for c in (*granted, *elsewhere[0]))
+        own = sum(row[2] * row[4] for block in shared for who, _, row in block.served if who == rank)
+        reads = [(c.record, c.nbytes) for c in (*granted, *elsewhere[0])] + [(r, high - low) for r, low, high in free]
+        return Sampled(
+            needed=sum(claim.nbytes for claim in mine),
+            read=sum(nbytes for _, nbytes in reads),
+            requests=len(reads),
+            files=len({self.index.records[record].file for record, _ in reads}),
+            largest=max((nbytes for _, nbytes in reads), default=0),
+            received=served - own,
+            sent=sent,
+            staged=sum(block.high - block.low for block in shared),
+        )
+
+    def _judge(
+        self, chosen: list[Block], rank: int
+    ) -> tuple[list[Claim], list[SharedBlock], list[tuple[int, int, int]], int]:
+        """Judge blocks.
+
+        Returns:
+            The rank's claims that are granted, blocks whose owner sends, (record, low, high) of what their owners read
+            themselves, and bytes that are sent to other ranks than ``rank``.
+        """
+        claims = self._claim(chosen)
+        ranks = sorted(claims)
+        if rank not in ranks:
+            ranks = sorted([*ranks, rank])
+        one = Blocks(self.blocks.first, self.blocks.nbytes, self.block, 1)
+        tables = [address(claims.get(each, []), one)[0][0] for each in ranks]
+        some = _Chosen(self.blocks.first, self.blocks.nbytes, self.block, self.target.ranks, tuple(chosen))
+        judgement = judge_claims(tables, some, self.touched, rank, min_direct=self.min_direct)
+        at = ranks.index(rank)
+        flags = judgement.granted[at].tolist()
+        granted = [claim for claim, flag in zip(claims.get(rank, []), flags, strict=True) if flag]
+        free = [(span.record, span.low, span.high) for span in judgement.unclaimed]
+        free += [(block.record, low, high) for block in judgement.shared for low, high in block.free()]
+        for block in judgement.shared:
+            block.served = [(ranks[number], position, row) for number, position, row in block.served]
+        sent = sum(row[2] * row[4] for block in judgement.shared for who, _, row in block.served if who != rank)
+        return granted, judgement.shared, free, sent
+
+    def _claim(self, chosen: Iterable[Block]) -> dict[int, list[Claim]]:
+        """All ranks' claims on some blocks."""
+        wanted = set(chosen)
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for rank, want in self._find_wants(wanted):
+            for whole in locate(want):
+                for piece in cut_blocks(whole, self.block):
+                    if (piece.record, piece.run.src * piece.itemsize // self.block) in wanted:
+                        pieces[rank].append(piece)
+        return {rank: make_claims(held, _is_fresh, self.block) for rank, held in pieces.items()}
+
+    def _find_wants(self, wanted: set[Block]) -> Iterator[tuple[int, Want]]:
+        """Parts of ranks' wants among which are all that these blocks hold, each element once."""
+        spans: dict[tuple[str, str, int], list[tuple[int, int]]] = defaultdict(list)
+        atoms: dict[tuple[str, str], tuple[Atom, int]] = {}
+        for record, number in wanted:
+            low = number * self.block
+            for atom, shard, first, last, buffer in self._cut_fragments(record, low, low + self.block):
+                atoms[atom.name, atom.state] = atom, buffer
+                for tp_rank, span in self._trace(atom, shard, first, last):
+                    spans[atom.name, atom.state, tp_rank].append(span)
+        for (name, state, tp_rank), found in spans.items():
+            for low, high in _join(found):
+                yield from self._assign(*atoms[name, state], tp_rank, low, high)
+
+    def _cut_fragments(self, record: int, low: int, high: int) -> Iterator[tuple[Atom, int, int, int, int]]:
+        """(atom, shard, first element, behind the last, buffer) of what lies in bytes [low, high) of a record."""
+        entries = self.held[record]
+        at = bisect_left(entries, low, key=lambda entry: entry[1])
+        for first, last, atom, shard, fragment, buffer in entries[at:]:
+            if first >= high:
+                return
+            itemsize = ITEMSIZE[atom.dtype]
+            begin = (max(first, low) - first) // itemsize + fragment.start
+            end = -(-(min(last, high) - first) // itemsize) + fragment.start
+            if begin < end:
+                yield atom, shard, begin, end, buffer
+
+    def _trace(self, atom: Atom, shard: int, low: int, high: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        """(target shard, span of its elements) that elements [low, high) of a source shard go to."""
+        layouts = self.target.layouts.get(plain(atom.name))
+        if layouts is None:
+            yield 0, (low, high)
+            return
+        source, target = layouts[0], replace(layouts[1], claims=None)
+        for tp_rank in range(self.target.degrees.tp):
+            if not source.mean and shard not in find_shards(source, target, tp_rank):
+                continue
+            runs = copy_runs(target, tp_rank, source, shard, low, high)
+            if runs:
+                yield tp_rank, (min(run.src for run in runs), max(map(_end, runs)))
+
+    def _assign(self, atom: Atom, buffer: int, tp_rank: int, low: int, high: int) -> Iterator[tuple[int, Want]]:
+        """The wants of every rank that holds some of elements [low, high) of a target shard."""
+        tp = self.target.degrees.tp
+        for number in self.users[atom.name]:
+            if number % tp != tp_rank:
+                continue
+            for dp_rank, first, last in self._find_holders(number, atom.name, low, high):
+                rank = (number // tp * self.target.degrees.shards + dp_rank) * tp + tp_rank
+                for want in self.target.want_atom(atom, first, last - first, tp_rank, buffer):
+                    yield rank, want
+
+    def _find_holders(self, number: int, name: str, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """(data-parallel rank, first, behind the last element) of those that hold elements of a parameter."""
+        shards = self.target.degrees.shards
+        home = self.homes[number].get(name)
+        if isinstance(home, VirtualExtra):
+            for rank in range(shards):
+                start, numel = home.cut(rank)
+                first, last = max(low, start), min(high, start + numel)
+                if first < last:
+                    yield rank, first, last
+        elif home is not None:
+            flat, place = home
+            for rank, first, last in flat.find_holders(place, low, high):
+                for copy in range(rank, shards, flat.dp):
+                    yield copy, first, last
+
+
+def _find_homes(part: VirtualPart) -> dict[str, VirtualExtra | tuple[VirtualFlat, int]]:
+    """Per atom name where a model-parallel rank holds it: a flat buffer and the place in it, or a tensor of its own."""
+    homes: dict[str, VirtualExtra | tuple[VirtualFlat, int]] = {part.atoms[e.name]: e for e in part.extras}
+    for flat in part.flats:
+        homes.update({part.atoms[name]: (flat, place) for place, name in enumerate(flat.names)})
+    return homes
+
+
+def _is_fresh(buffer: int) -> bool:
+    return buffer == FRESH
+
+
+def _end(run: Run) -> int:
+    return run.src + (run.count - 1) * run.src_step + run.width
+
+
+def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+        else:
+            joined.append((low, high))
+    return joined

@@ -1,0 +1,294 @@
+"""A target of any topology as pure data: what each rank's buffers would hold of a checkpoint, without an engine.
+
+What only a live model tells is assumed: parameters in the saved order, tensor-parallel parts of equal size, pipeline
+stages as saved or of near equal bytes (:mod:`.split`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
+from ..patterns import Layout
+from .degrees import Degrees
+from .geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
+from .locate import View, Want, find_shards
+from .match import Shape, pick_instance
+from .split import Stages
+
+LIVE, FRESH = 0, 1
+"""Buffer numbers of wants: memory that is part of the engine, memory that is not yet (optimizer states)."""
+
+ALIGNMENT = 2
+"""ZeRO 1/2 and BF16_Optimizer pad flat buffers to this times dp elements (``nccl_start_alignment_factor``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualFlat:
+    """One flat buffer of a model-parallel rank, over all its data-parallel ranks.
+
+    Attributes:
+        group: its param group.
+        names, numels, offsets: parameters in order; offsets in the whole buffer (ZeRO 3: in a partition).
+        partition: elements that one data-parallel rank holds, padding included.
+        dp: over how many ranks it is cut; 1 where every rank holds the whole.
+        by_parameter: every parameter is cut over the ranks (ZeRO 3), not the buffer.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    partition: int
+    dp: int
+    by_parameter: bool = False
+
+    def cuts(self, dp_rank: int) -> list[Cut]:
+        """What a data-parallel rank holds."""
+        if self.by_parameter:
+            return cut_sub_group(self.names, self.numels, dp_rank, self.dp)
+        low = (dp_rank % self.dp) * self.partition
+        first = max(bisect_right(self.offsets, low) - 1, 0)
+        last = bisect_left(self.offsets, low + self.partition)
+        some = slice(first, last)
+        return cut_flat(self.names[some], self.numels[some], self.offsets[some], low, low + self.partition)
+
+    def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """(rank of the ``dp``, first, behind the last) of those that hold elements [low, high) of a parameter."""
+        part = part_numel(self.numels[place], self.dp) if self.by_parameter else self.partition
+        base = 0 if self.by_parameter else self.offsets[place]
+        while low < high and part:
+            rank = (base + low) // part
+            end = min((rank + 1) * part - base, high)
+            yield rank, low, end
+            low = end
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualExtra:
+    """A tensor that no optimizer owns, with its local shape; ``dp`` > 1: ranks hold parts of it (ZeRO 3)."""
+
+    name: str
+    shape: Shape
+    dp: int
+
+    def cut(self, dp_rank: int) -> tuple[int, int]:
+        """(first element, elements) that a data-parallel rank holds."""
+        return cut_parameter(count(self.shape), dp_rank % self.dp, self.dp)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualPart:
+    """What one model-parallel rank holds.
+
+    Attributes:
+        atoms: name → name of its atoms, an instance's where several stages hold the parameter.
+        flats, extras: its buffers.
+    """
+
+    atoms: Mapping[str, str]
+    flats: tuple[VirtualFlat, ...]
+    extras: tuple[VirtualExtra, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualTarget:
+    """A run of any topology; ranks are numbered by pipeline stage, then data-, then tensor-parallel rank.
+
+    Attributes:
+        degrees: its topology.
+        parts: by model-parallel rank ``stage * tp + tp_rank``.
+        layouts: how source and target cut each parameter, by plain name; empty where neither cuts any.
+        states: per atom name its states, the weight first.
+    """
+
+    degrees: Degrees
+    parts: tuple[VirtualPart, ...]
+    layouts: Mapping[str, tuple[Layout, Layout]]
+    states: Mapping[str, tuple[Atom, ...]]
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.degrees.world
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline stage, rank among those that ZeRO partitions over, tensor-parallel rank)."""
+        rest, tp_rank = divmod(rank, self.degrees.tp)
+        stage, dp_rank = divmod(rest, self.degrees.shards)
+        return stage, dp_rank, tp_rank
+
+    def part(self, rank: int) -> VirtualPart:
+        """What its model-parallel rank holds."""
+        stage, _, tp_rank = self.place(rank)
+        return self.parts[stage * self.degrees.tp + tp_rank]
+
+    def wants(self, rank: int) -> Iterator[Want]:
+        """What a rank needs of the checkpoint."""
+        part = self.part(rank)
+        _, dp_rank, tp_rank = self.place(rank)
+        for flat in part.flats:
+            for cut in flat.cuts(dp_rank):
+                yield from self.want(part.atoms[cut.name], cut.start, cut.numel, tp_rank)
+        for extra in part.extras:
+            start, numel = extra.cut(dp_rank)
+            if numel:
+                yield from self.want(part.atoms[extra.name], start, numel, tp_rank)
+
+    def want(self, name: str, start: int, numel: int, tp_rank: int) -> Iterator[Want]:
+        """Elements [start, start + numel) of a tensor-parallel rank's shard of a parameter, all states of it."""
+        for number, atom in enumerate(self.states[name]):
+            for want in self.want_atom(atom, start, numel, tp_rank, FRESH if number else LIVE):
+                yield want
+
+    def want_atom(self, atom: Atom, start: int, numel: int, tp_rank: int, buffer: int) -> Iterator[Want]:
+        """The same of one atom."""
+        layouts = self.layouts.get(plain(atom.name))
+        if layouts is None:
+            yield Want(atom, start, numel, buffer, 0)
+        elif layouts[0].mean:
+            for shard in range(len(atom.shards)):
+                yield Want(atom, start, numel, FRESH, 0, View(*layouts, tp_rank, (shard,)))
+        else:
+            yield Want(atom, start, numel, buffer, 0, View(*layouts, tp_rank, find_shards(*layouts, tp_rank)))
+
+    def measure_needed(self, rank: int) -> int:
+        """Bytes of the checkpoint that a rank needs."""
+        part = self.part(rank)
+        _, dp_rank, _ = self.place(rank)
+        total = 0
+        for flat in part.flats:
+            total += sum(cut.numel * self._weigh(part.atoms[cut.name]) for cut in flat.cuts(dp_rank))
+        return total + sum(extra.cut(dp_rank)[1] * self._weigh(part.atoms[extra.name]) for extra in part.extras)
+
+    def _weigh(self, name: str) -> int:
+        """Bytes per element of a parameter over its states; every replica whose mean is taken counts."""
+        layouts = self.layouts.get(plain(name))
+        times = len(self.states[name][0].shards) if layouts is not None and layouts[0].mean else 1
+        return sum(ITEMSIZE[atom.dtype] for atom in self.states[name]) * times
+
+    def measure_engine(self, rank: int) -> int:
+        """Bytes of the engine's own buffers on a rank: masters, optimizer states, the model's copies, extras."""
+        part = self.part(rank)
+        degrees = self.degrees
+        total = 0
+        for flat in part.flats:
+            states: dict[str, int] = {}
+            for name in flat.names:
+                states.update({a.state: ITEMSIZE[a.dtype] for a in self.states[part.atoms[name]][1:]})
+            total += flat.partition * (ITEMSIZE[degrees.master] + sum(states.values()))
+            if degrees.wrapper != "torch":
+                whole = flat.partition if flat.by_parameter else flat.partition * flat.dp
+                total += whole * ITEMSIZE[degrees.precision]
+        for extra in part.extras:
+            total += part_numel(count(extra.shape), extra.dp) * ITEMSIZE[self.states[part.atoms[extra.name]][0].dtype]
+        return total
+
+
+def plain(name: str) -> str:
+    """A parameter's name without the number of the stage's own copy."""
+    return name.partition("#")[0]
+
+
+def make_virtual(
+    index: AtomicIndex,
+    degrees: Degrees,
+    shapes: Mapping[str, tuple[Shape, ...]],
+    layouts: Mapping[str, tuple[Layout, Layout]],
+    stages: Stages,
+) -> VirtualTarget:
+    """The target of a checkpoint at given degrees.
+
+    Args:
+        shapes: per name the local shape on each tensor-parallel rank of the target.
+        layouts: how both sides cut each parameter; empty where neither cuts any.
+        stages: which pipeline stages hold which names.
+    """
+    states = _list_states(index)
+    groups = list_groups(index)
+    extras = list_extras(index)
+    parts = []
+    for stage in range(degrees.pp):
+        held = {name: stages[name].index(stage) for name in shapes if stage in stages[name]}
+        atoms = {name: pick_instance(index, name, at, len(stages[name])) for name, at in held.items()}
+        for tp_rank in range(degrees.tp):
+            local = {name: shapes[name][tp_rank] for name in held}
+            flats = [flat for n, names in enumerate(groups) for flat in _lay_group(n, names, local, degrees)]
+            dp = degrees.shards if degrees.zero == 3 else 1
+            others = [VirtualExtra(n, local[n], 1 if n in index.buffers else dp) for n in extras if n in local]
+            parts.append(VirtualPart(atoms, tuple(flats), tuple(others)))
+    return VirtualTarget(degrees, tuple(parts), layouts, states)
+
+
+def _list_states(index: AtomicIndex) -> dict[str, tuple[Atom, ...]]:
+    """What a load takes of each parameter: the master and the states, or the module's tensor."""
+    found: dict[str, list[Atom]] = {}
+    for (name, state), atom in index.atoms.items():
+        if state != COPY and not (state == MODULE and (name, MASTER) in index.atoms):
+            found.setdefault(name, []).append(atom)
+    return {name: tuple(sorted(held, key=lambda atom: atom.state != MASTER)) for name, held in found.items()}
+
+
+def list_groups(index: AtomicIndex) -> list[list[str]]:
+    """Trained parameters per param group in the saved order, by plain names."""
+    further = _list_further(index)
+    trained = {name for name, state in index.atoms if state == MASTER} - further
+    groups = [[name for name in group.names if name in trained] for group in index.groups] or [[]]
+    groups[-1] += sorted(trained - {name for group in groups for name in group})
+    return groups
+
+
+def list_extras(index: AtomicIndex) -> list[str]:
+    """Frozen and unoptimized parameters, and buffers."""
+    further = _list_further(index)
+    return [
+        name
+        for name, state in index.atoms
+        if state == MODULE and (name, MASTER) not in index.atoms and name not in further
+    ]
+
+
+def _list_further(index: AtomicIndex) -> set[str]:
+    return {name for names in index.instances.values() for name in names[1:]}
+
+
+def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], degrees: Degrees) -> Iterator[VirtualFlat]:
+    """The flat buffers of a param group on a model-parallel rank."""
+    held = tuple(name for name in names if name in local and count(local[name]))
+    numels = tuple(count(local[name]) for name in held)
+    if not held:
+        return
+    if degrees.wrapper == "zero3":
+        yield from _lay_sub_groups(group, held, numels, degrees)
+    elif degrees.wrapper in ("zero12", "bf16"):
+        unit = ALIGNMENT * degrees.shards
+        partition = -(-sum(numels) // unit) * ALIGNMENT
+        yield VirtualFlat(group, held, numels, tuple(accumulate_offsets(numels)), partition, degrees.shards)
+    elif degrees.wrapper == "fp16_fused":
+        yield VirtualFlat(group, held, numels, tuple(accumulate_offsets(numels)), sum(numels), 1)
+    else:
+        for name, numel in zip(held, numels, strict=True):
+            yield VirtualFlat(group, (name,), (numel,), (0,), numel, 1)
+
+
+def _lay_sub_groups(
+    group: int, names: Sequence[str], numels: Sequence[int], degrees: Degrees
+) -> Iterator[VirtualFlat]:
+    """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches its size."""
+    parts = [part_numel(numel, degrees.shards) for numel in numels]
+    begin = size = 0
+    for at, part in enumerate(parts):
+        size += part
+        if size >= degrees.sub_group or at == len(parts) - 1:
+            some = slice(begin, at + 1)
+            offsets = tuple(accumulate_offsets(parts[some]))
+            yield VirtualFlat(group, tuple(names[some]), tuple(numels[some]), offsets, size, degrees.shards, True)
+            begin, size = at + 1, 0
+
+
+def narrow(want: Want, low: int, high: int) -> Want | None:
+    """The part of a want that lies in elements [low, high) of the target shard."""
+    first, last = max(low, want.start), min(high, want.start + want.numel)
+    return replace(want, start=first, numel=last - first) if first < last else None

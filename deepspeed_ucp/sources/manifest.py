@@ -1,0 +1,248 @@
+"""The manifest of an atomic checkpoint: all that its index needs, and where it comes from, in one JSON file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+from ..atoms import AtomicIndex
+from ..errors import CheckpointError
+from ..patterns import Pattern
+from ..patterns.recorded import record_pattern
+from .plainjson import dump_json, load_json
+
+NAME = "ucp_manifest.json"
+FORMAT = 1
+_KIND = "deepspeed_ucp atomic checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class AtomRecord:
+    """One atom as it lies in an atomic checkpoint.
+
+    Attributes:
+        name, state, dtype: the atom's.
+        shape: logical shape, rows of vocabulary padding included.
+        vocab: rows that mean something where dimension 0 is a padded vocabulary.
+        file: path of its file, relative to the checkpoint's folder.
+        offset, nbytes, crc: where its elements lie in the file, and their CRC32.
+    """
+
+    name: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    vocab: int | None
+    file: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRecord:
+    """A state file: path relative to the folder, bytes, CRC32 of its zip directory."""
+
+    name: str
+    size: int
+    crc: int
+
+
+class StateLike(Protocol):
+    """What :func:`make_manifest` asks of a state file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def crc(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An atomic checkpoint's description. Fields that are not described here are those of ``AtomicIndex``.
+
+    Attributes:
+        version: of the format.
+        package: version of deepspeed_ucp that wrote it.
+        fingerprint: of the source, see :func:`fingerprint`.
+        source: the source's topology as data, without its flat buffers.
+        atoms: by (name, state).
+        states: state files.
+        state_file: the one that carries scheduler, counters and client state.
+        patterns: name → {"pattern": as data, "origin": what told it}.
+    """
+
+    version: int
+    package: str
+    fingerprint: dict[str, Any]
+    source: dict[str, Any]
+    atoms: tuple[AtomRecord, ...]
+    states: tuple[StateRecord, ...]
+    state_file: str
+    patterns: dict[str, dict[str, Any]]
+    scalars: dict[str, dict[str, Any]]
+    scalar_dtypes: dict[str, str]
+    groups: tuple[dict[str, Any], ...]
+    aliases: dict[str, str]
+    buffers: tuple[str, ...]
+    counters: dict[str, Any]
+    scaler: dict[str, Any]
+    clip_grad: float | None
+    optimizer: str | None
+    instances: dict[str, tuple[str, ...]]
+    hints: dict[str, Any]
+    dropped: str = ""
+    kind: str = field(default=_KIND)
+
+    def to_json(self) -> str:
+        """One line of ASCII, the same for equal manifests; its ``digest`` is the SHA-256 of the rest."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        told["atoms"] = [asdict(atom) for atom in self.atoms]
+        told["states"] = [asdict(state) for state in self.states]
+        told["digest"] = _sum(told)
+        return dump_json(told) + "\n"
+
+
+def _sum(told: Mapping[str, Any]) -> str:
+    return hashlib.sha256(dump_json(dict(told)).encode()).hexdigest()
+
+
+def parse_manifest(text: str, path: str) -> Manifest:
+    """A manifest from its file's text; ``path`` is for messages.
+
+    Raises:
+        CheckpointError: not a manifest, of an unknown format, or damaged.
+    """
+    try:
+        told = load_json(text)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: is not the manifest that was written ({error}); the file is damaged."
+        ) from error
+    if not isinstance(told, dict) or told.get("kind") != _KIND:
+        raise CheckpointError(f"{path}: is no manifest of an atomic checkpoint.")
+    if told.get("version") != FORMAT:
+        raise CheckpointError(
+            f"{path}: is of format {told.get('version')!r}, this release reads format {FORMAT}. It was written by "
+            f"deepspeed_ucp {told.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again."
+        )
+    digest = told.pop("digest", None)
+    known = {each.name for each in fields(Manifest)}
+    if odd := sorted(known ^ set(told)):
+        raise CheckpointError(f"{path}: has no or unknown {', '.join(odd)}; the file is damaged or was edited.")
+    if digest != _sum(told):
+        raise CheckpointError(
+            f"{path}: its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. Restore "
+            "it from a copy, or convert again."
+        )
+    try:
+        return _build(told)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: an entry is of another form than expected ({error}).") from error
+
+
+def _build(told: dict[str, Any]) -> Manifest:
+    told["atoms"] = tuple(AtomRecord(**atom) for atom in told["atoms"])
+    told["states"] = tuple(StateRecord(**state) for state in told["states"])
+    return Manifest(**told)
+
+
+def read_manifest(folder: str) -> Manifest | None:
+    """The manifest in a folder; None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    path = os.path.join(folder, NAME)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return parse_manifest(stream.read(), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+
+
+def make_manifest(
+    index: AtomicIndex,
+    records: Iterable[AtomRecord],
+    patterns: Mapping[str, Pattern],
+    origin: Mapping[str, str],
+    states: Sequence[StateLike],
+) -> Manifest:
+    """The manifest of an atomic checkpoint that was made from ``index``.
+
+    Args:
+        index: the source.
+        records: every atom that was written.
+        patterns: per parameter how it was united.
+        origin: per parameter what told so.
+        states: the state files that were written; the first one carries scheduler, counters and client state.
+
+    Raises:
+        UnsupportedError: a param group, or what the client tells, holds something that is not plain data.
+        CheckpointError: no state file.
+    """
+    from .. import __version__
+
+    if not states:
+        raise CheckpointError(f"{index.state_file}: an atomic checkpoint needs a state file.")
+    topology = {each.name: getattr(index.topology, each.name) for each in fields(index.topology)}
+    topology.pop("flats")
+    return Manifest(
+        version=FORMAT,
+        package=__version__,
+        fingerprint=fingerprint(index),
+        source=topology,
+        atoms=tuple(sorted(records, key=lambda atom: (atom.name, atom.state))),
+        states=tuple(StateRecord(state.name, state.size, state.crc) for state in states),
+        state_file=states[0].name,
+        patterns={
+            name: {"pattern": record_pattern(pattern), "origin": origin.get(name, "")}
+            for name, pattern in patterns.items()
+        },
+        scalars=index.scalars,
+        scalar_dtypes=index.scalar_dtypes,
+        groups=tuple({"names": group.names, "hyper": _keep_plain(group.hyper)} for group in index.groups),
+        aliases=index.aliases,
+        buffers=tuple(sorted(index.buffers)),
+        counters=index.counters,
+        scaler=index.scaler,
+        clip_grad=index.clip_grad,
+        optimizer=index.optimizer,
+        instances=index.instances,
+        hints=index.hints,
+        dropped=index.dropped,
+    )
+
+
+def _keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that a load gives back: plain data; objects stay the live optimizer's in any case."""
+    return {key: value for key, value in hyper.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def fingerprint(index: AtomicIndex) -> dict[str, Any]:
+    """What tells a checkpoint from every other: its files with sizes and header CRCs, and a SHA-256 over them.
+
+    Names are relative to the state file's folder, so that a moved checkpoint keeps its fingerprint.
+    """
+    folder = os.path.dirname(index.state_file)
+    files = sorted(
+        (
+            {"name": os.path.relpath(each.path, folder or "."), "size": each.size, "header_crc": each.header_crc}
+            for each in index.files
+        ),
+        key=lambda each: str(each["name"]),
+    )
+    return {"files": files, "digest": hashlib.sha256(dump_json(files).encode()).hexdigest()}

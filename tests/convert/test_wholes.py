@@ -1,0 +1,192 @@
+"""What wholes give back is what the shards were cut from, for every pattern, topology and range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert.checks import find_gaps, verify_source
+from deepspeed_ucp.convert.reading import Item, RangeReader
+from deepspeed_ucp.convert.wholes import Whole, settle_wholes
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.patterns import ShardH, from_config
+from tests.ranks import run_ranks
+from tests.reshard import examples, open_for, temporary_folder
+from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
+from tests.synth import Topology, write_files
+from tests.synth.files import build_local_files
+
+
+def open_held(held: Held, folder: Path) -> AtomicIndex:
+    """Write and open, with the names that a stage-0 source needs."""
+    held.write(folder)
+    targets = held.make_targets()
+    return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]
+
+
+def rules_of(held: Held) -> Any:
+    return from_config(make_config(held.model).patterns)
+
+
+def read_whole(reader: RangeReader, whole: Whole, step: int | None = None) -> torch.Tensor:
+    """A logical tensor, read in ranges of ``step`` elements."""
+    data = bytearray(whole.nbytes)
+    view = memoryview(data)
+    step = step or max(whole.numel, 1)
+    for start in range(0, whole.numel, step):
+        numel = min(step, whole.numel - start)
+        reader.read(whole, start, numel, view[start * whole.itemsize : (start + numel) * whole.itemsize])
+    if not data:
+        return torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
+    return torch.frombuffer(data, dtype=getattr(torch, whole.dtype)).view(whole.shape)
+
+
+def check_atoms(reader: RangeReader, wholes: Mapping[tuple[str, str], Whole], held: Held, step: int | None) -> int:
+    """Every atom that the run holds and the files keep is there, to the bit."""
+    seen = 0
+    for name, states in held.state.atoms.items():
+        for state, value in states.items():
+            whole = wholes.get((name, state))
+            if whole is None or not value.numel():
+                continue
+            found = read_whole(reader, whole, step)
+            assert found.shape == value.shape, (name, state)
+            assert torch.equal(found.view(torch.uint8), value.contiguous().view(torch.uint8)), (name, state)
+            seen += 1
+    return seen
+
+
+@given(trip=trips(), step=st.sampled_from((None, 1, 5, 64)))
+@examples(120)
+def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
+    with temporary_folder() as folder:
+        index = open_held(trip.source, folder)
+        wholes = settle_wholes(index, rules_of(trip.source))
+        assert not any(state == COPY and (name, MASTER) in index.atoms for name, state in wholes.atoms)
+        with RangeReader(index) as reader:
+            assert check_atoms(reader, wholes.atoms, trip.source, step) > 0
+            checks = reader.take_checks()
+        verify_source(index, checks, Comm())
+
+
+def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "column")) -> Held:
+    return draw_state(make_plain(kinds), Topology(1, 2, tp=tp))
+
+
+def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
+    held = make_plain_source(2)
+    index = open_held(held, tmp_path)
+    wholes = settle_wholes(index, rules_of(held))
+    with RangeReader(index) as reader:
+        for whole in wholes.atoms.values():
+            read_whole(reader, whole, 7)
+        checks = reader.take_checks()
+        touched = {check.record for check in checks}
+        rest = sum(request.nbytes for request in find_gaps(checks, index.records))
+        assert reader.nbytes == sum(check.nbytes for check in checks)
+        assert reader.nbytes + rest == sum(index.records[number].nbytes for number in touched)
+
+
+def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parameters that lie side by side in a partition."""
+    held = draw_state(make_plain(("norm", "column", "bias")), Topology(1, 1))
+    index = open_held(held, tmp_path)
+    wholes = settle_wholes(index)
+    calls: list[int] = []
+    from deepspeed_ucp.convert import reading
+
+    real = reading.fill
+    monkeypatch.setattr(reading, "fill", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])
+    items = [
+        Item(whole, 0, whole.numel, memoryview(bytearray(whole.nbytes)))
+        for whole in sorted(wholes.atoms.values(), key=lambda whole: whole.place)
+        if whole.state == MASTER
+    ]
+    with RangeReader(index) as reader:
+        reader.read_items(items)
+    groups = len({(index.records[item.whole.place[0]].file, item.whole.place[0]) for item in items})
+    assert len(calls) == groups < len(items)
+
+
+def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
+    held = make_plain_source(2)
+    locals_ = held.locals
+    locals_[1].state.atoms["body.norm"]["fp32"][3] += 1
+    write_files(tmp_path, build_local_files(locals_, held.topology))
+    targets = held.make_targets()
+    index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
+    wholes = settle_wholes(index, rules_of(held))
+    with (
+        RangeReader(index) as reader,
+        pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
+    ):
+        read_whole(reader, wholes.atoms["body.norm", MASTER])
+
+
+def test_partial_is_the_mean(tmp_path: Path) -> None:
+    held = make_plain_source(2)
+    locals_ = held.locals
+    locals_[1].state.atoms["body.norm"]["fp32"] += 1
+    write_files(tmp_path, build_local_files(locals_, held.topology))
+    targets = held.make_targets()
+    index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
+    patterns = dict(make_config(held.model).patterns or {})
+    patterns["rules"] = [
+        {"match": r".*\.norm", "pattern": "partial"} if rule["match"] == r".*\.norm" else rule
+        for rule in patterns["rules"]
+    ]
+    wholes = settle_wholes(index, from_config(patterns))
+    with RangeReader(index) as reader:
+        found = read_whole(reader, wholes.atoms["body.norm", MASTER])
+    both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
+    assert torch.equal(found, torch.stack(both).double().mean(0).float())
+
+
+def test_what_nothing_settles_is_refused_with_rules_to_paste(tmp_path: Path) -> None:
+    index = open_held(make_plain_source(2), tmp_path)
+    with pytest.raises(MismatchError, match=r"body\.row.*not known|not known.*body\.row"):
+        settle_wholes(index)
+
+
+def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
+    """Whoever cuts the atoms later wants to know it."""
+    held = make_plain_source(1)
+    wholes = settle_wholes(open_held(held, tmp_path), rules_of(held))
+    assert wholes.patterns["body.row"] == ShardH()
+    assert wholes.atoms["body.row", MASTER].view is None
+
+
+def test_a_rule_of_the_users_that_contradicts_a_whole_shape_is_told(tmp_path: Path) -> None:
+    index = open_held(make_plain_source(1), tmp_path)
+    with pytest.raises(MismatchError, match=r"body\.norm"):
+        settle_wholes(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
+
+
+@pytest.mark.parametrize("place", ["atom", "padding"])
+def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
+    """In an atom's bytes, and in padding that no atom holds."""
+    held = draw_state(make_plain(("norm",)), Topology(1, 2))
+    index = open_held(held, tmp_path)
+    whole = settle_wholes(index).atoms["body.norm", MASTER]
+    fragments = sorted(whole.atom.shards[0].fragments, key=lambda f: f.start)
+    last = fragments[-1]
+    record = index.records[last.record]
+    offset = last.offset if place == "atom" else record.nbytes - 1
+    assert place == "atom" or last.offset + last.numel * 4 < record.nbytes, "the last partition is padded"
+    path = Path(index.files[record.file].path)
+    data = bytearray(path.read_bytes())
+    data[record.offset + offset] ^= 1
+    path.write_bytes(data)
+    with RangeReader(index) as reader:
+        read_whole(reader, whole)
+        checks = reader.take_checks()
+    with pytest.raises(CheckpointError, match="CRC32"):
+        verify_source(index, checks, Comm())

@@ -1,0 +1,203 @@
+"""The dry run against the loader: every rank's bytes, requests, files and exchange, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.load import dryrun
+from deepspeed_ucp.load.dryrun import DryRun, check_batch_size, dry_run, make_target, measure
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.plan.degrees import Degrees, parse_degrees
+from deepspeed_ucp.plan.estimate import RankFigures, measure_plan
+from deepspeed_ucp.plan.resolve import find_share
+from deepspeed_ucp.plan.sample import Sampler
+from deepspeed_ucp.plan.virtual import VirtualTarget
+from tests.ranks import run_ranks
+from tests.reshard import PATIENT, FakeTarget, Loaded, Options, make_targets, open_for, prepare, read
+from tests.reshard3d import draw_state, expect, make_config, make_pipeline, make_plain
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+WRAPPERS = {"raw": "torch", "fused": "fp16_fused", "unfused": "fp16_unfused", "bf16": "bf16"}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MODEL = Model(
+    (
+        Param("wte", (40, 9)),
+        Param("h.0.norm", (9,), group=1),
+        Param("h.0.attn", (27, 9)),
+        Param("h.0.frozen", (5, 7), frozen=True),
+        Param("h.1.norm", (9,), group=1),
+        Param("h.1.attn", (27, 9)),
+        Param("head", (40, 9), alias_of="wte"),
+        Param("ln", (11,), group=1),
+    ),
+    {"count": torch.arange(3), "mask": torch.linspace(0, 1, 5)},
+)
+
+
+def degrees_of(topology: Topology) -> Degrees:
+    """The virtual counterpart of a synthesised topology."""
+    kind = topology.kind
+    wrapper = WRAPPERS.get(kind, "zero3" if topology.stage == 3 else "zero12")
+    sub_group = topology.sub_group_size or 1_000_000_000
+    return Degrees(
+        topology.dp, topology.tp, topology.pp, 1, topology.stage, wrapper, PRECISIONS[topology.precision],
+        sub_group=sub_group,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Small:
+    """How to load."""
+
+    chunk: int = 64
+    window: int = 2048
+    min_direct: int = 16
+
+
+def predict(index: AtomicIndex, target: VirtualTarget, small: Small, monkeypatch: pytest.MonkeyPatch) -> DryRun:
+    run = DryRun(target.degrees)
+    share = find_share(small.window, small.chunk)
+    monkeypatch.setattr(dryrun, "find_share", lambda _window, _block: share)
+    config = UniversalConfig(threads=1)
+    measure(index, target, run, config, exact=True, block=small.chunk, min_direct=small.min_direct)
+    return run
+
+
+def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: VirtualTarget, small: Small) -> None:
+    """What the loader did is what was foretold, rank by rank, by the plan of all and by samples."""
+    files = [record.file for record in index.records]
+    sampler = Sampler(index, target, small.chunk, small.min_direct)
+    assert len(ranks) == len(run.ranks) == target.ranks
+    for number, (rank, foretold) in enumerate(zip(ranks, run.ranks, strict=True)):
+        assert rank.plan is not None
+        done = measure_plan(rank.plan, number, files, 1)
+        assert {key: getattr(foretold, key) for key in done} == done, rank.target.label
+        assert foretold.needed == count_wanted(rank), rank.target.label
+        sampled = sampler.sample(number)
+        told = (sampled.needed, sampled.read, sampled.requests, sampled.files, sampled.received, sampled.sent)
+        assert told == tuple(
+            getattr(foretold, key) for key in ("needed", "read", "requests", "files", "received", "sent")
+        ), rank.target.label
+    assert run.totals is not None
+    assert run.totals.read == sum(rank.plan.nbytes for rank in ranks if rank.plan)
+    assert run.totals.state == sum(index.atoms[key].nbytes for key in ranks[0].work.touched)
+    assert run.totals.exchanged == sum(rank.received for rank in run.ranks) == sum(rank.sent for rank in run.ranks)
+
+
+def load(
+    folder: Path, targets: Sequence[FakeTarget], small: Small, config: UniversalConfig = PATIENT
+) -> tuple[AtomicIndex, list[Loaded]]:
+    """Open, plan and read on every rank with the loader's own code, which counts what it reads."""
+    options = Options(small.chunk, small.window, small.min_direct, config=config)
+
+    def work(number: int, comm: Comm) -> tuple[AtomicIndex, Loaded]:
+        index = open_for(folder, targets[number], comm)
+        rank = prepare(index, targets[number], comm, options)
+        read(index, rank, options)
+        return index, rank
+
+    results = run_ranks(len(targets), work)
+    return results[0][0], [rank for _, rank in results]
+
+
+def count_wanted(rank: Loaded) -> int:
+    return sum(want.numel * ITEMSIZE[want.atom.dtype] for want in rank.job.wants)
+
+
+PAIRS = [
+    (Topology(1, 4, "bf16"), Topology(1, 2, "bf16")),
+    (Topology(1, 4, "bf16"), Topology(3, 3, "bf16")),
+    (Topology(2, 2), Topology(2, 5)),
+    (Topology(2, 3, "fp16"), Topology(0, 2, "fp16")),
+    (Topology(3, 4), Topology(3, 3)),
+    (Topology(3, 3, "bf16", sub_group_size=100), Topology(2, 4, "bf16")),
+    (Topology(3, 2), Topology(3, 7, sub_group_size=30)),
+    (Topology(1, 3, "bf16", "bf16"), Topology(1, 4, "bf16", "bf16")),
+    (Topology(1, 3, "bf16", "bf16"), Topology(3, 2, "bf16")),
+    (Topology(0, 1, "bf16", "fused"), Topology(2, 3, "bf16")),
+    (Topology(0, 2), Topology(3, 4)),
+    (Topology(0, 1, "fp16", "unfused"), Topology(1, 3, "fp16")),
+    (Topology(2, 4, round_robin=True), Topology(3, 2)),
+    (Topology(1, 2, parameter_alignment=True), Topology(1, 3)),
+    (Topology(2, 3, elastic=True), Topology(0, 3, "fp32")),
+]
+
+
+@pytest.mark.parametrize("small", [Small(), Small(1024, 65536, 1 << 20)], ids=["blocks64", "blocks1024"])
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda topology: topology.label)
+def test_it_foretells_what_every_rank_does(
+    source: Topology, target: Topology, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = random_state(MODEL, 1, precision=source.precision)
+    folder = write_checkpoint(tmp_path, MODEL, state, source)
+    targets = make_targets(MODEL, target)
+    index, ranks = load(folder, targets, small)
+    virtual = make_target(index, degrees_of(target))
+    compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
+
+
+BLOCKS = [("column", "norm", "row", "qkv"), ("column", "gate_up", "bias"), ("column", "router", "experts"), ("column",)]
+PIPELINE = make_pipeline(BLOCKS, frozen=("router",))
+PLAIN = make_plain(("column", "norm", "row", "qkv", "gate_up", "experts", "word", "router"), frozen=("router",))
+PAIRS_3D = [
+    (PIPELINE, Topology(1, 2, tp=2, pp=2), Topology(1, 1, tp=2, pp=2)),
+    (PIPELINE, Topology(1, 2, tp=2, pp=2), Topology(1, 2, tp=1, pp=1)),
+    (PIPELINE, Topology(1, 2, tp=2, pp=2), Topology(3, 3)),
+    (PIPELINE, Topology(1, 1, "bf16", "bf16", tp=3, pp=2), Topology(1, 2, "bf16", tp=2, pp=3)),
+    (PIPELINE, Topology(1, 2, pp=3), Topology(0, 2, tp=2)),
+    (PIPELINE, Topology(1, 1), Topology(1, 2, tp=2, pp=2)),
+    (PIPELINE, Topology(1, 2, tp=2), Topology(1, 3, tp=4, pp=2)),
+    (PLAIN, Topology(3, 2, tp=2), Topology(3, 3, tp=2)),
+    (PLAIN, Topology(3, 2, tp=4), Topology(2, 2, tp=2)),
+    (PLAIN, Topology(2, 2, tp=2), Topology(3, 5)),
+    (PLAIN, Topology(0, 1, tp=2), Topology(3, 2, tp=1)),
+]
+
+
+def label_pair(value: Any) -> str:
+    return value.label if isinstance(value, Topology) else "pipeline" if value is PIPELINE else "plain"
+
+
+@pytest.mark.parametrize("small", [Small(), Small(512, 16384, 64)], ids=["blocks64", "blocks512"])
+@pytest.mark.parametrize(("model", "source", "target"), PAIRS_3D, ids=label_pair)
+def test_it_foretells_what_every_rank_of_a_3d_target_does(
+    model: Model, source: Topology, target: Topology, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = draw_state(model, source)
+    wanted = expect(held, target)
+    targets = wanted.make_targets()
+    config = make_config(model)
+    index, ranks = load(held.write(tmp_path), targets, small, config)
+    rules = from_config(config.patterns)
+    virtual = make_target(index, degrees_of(target), rules, shapes=live_shapes(targets), stages=live_stages(targets))
+    compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
+
+
+def live_shapes(targets: Sequence[FakeTarget]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Local shapes of the engine's tensors per tensor-parallel rank."""
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for target in targets:
+        for name, shape in target.owned_shapes().items():
+            found.setdefault(name, {})[target.place.tp_rank] = shape
+        for extra in target.extras():
+            found.setdefault(extra.name, {})[target.place.tp_rank] = extra.shape
+    return {name: tuple(shapes[rank] for rank in sorted(shapes)) for name, shapes in found.items()}
+
+
+def live_stages(targets: Sequence[FakeTarget]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each tensor."""
+    found: dict[str, set[int]] = {}
+    for target in targets:
+        for name in (*target.owned_shapes(), *(extra.name for extra in target.extras())):
+            found.setdefault(name, set()).add(target.place.pp_rank)
+    return {name: tuple(sorted(stages)) for name, stages in found.items()}

@@ -1,0 +1,104 @@
+"""Every element of every output is written exactly once, whatever the nodes; batches stay within bounds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.plan.conversion import (
+    ALIGNMENT,
+    MAX_RANGES,
+    ConversionPlan,
+    Output,
+    Range,
+    cut_batches,
+    is_split,
+    plan_conversion,
+)
+from tests.reshard import examples
+
+MIB = 1 << 20
+
+outputs_of = st.lists(
+    st.builds(
+        Output,
+        st.sampled_from((0, 1, 7, 1000, MIB // 4, MIB, 5 * MIB + 3)),
+        st.sampled_from((1, 2, 4, 8)),
+        st.tuples(st.integers(0, 3), st.integers(0, 100)),
+    ),
+    max_size=40,
+)
+
+
+def list_ranges(plan: ConversionPlan) -> list[Range]:
+    return [each for batches in plan.nodes for batch in batches for each in batch.ranges]
+
+
+def check_cover(ranges: list[Range], outputs: list[Output]) -> None:
+    by_output: dict[int, list[Range]] = defaultdict(list)
+    for each in ranges:
+        by_output[each.output].append(each)
+    assert sorted(by_output) == list(range(len(outputs)))
+    for number, held in by_output.items():
+        position = 0
+        for each in sorted(held):
+            assert each.start == position
+            position += each.numel
+        assert position == outputs[number].numel
+
+
+@given(outputs=outputs_of, nodes=st.integers(1, 5), most=st.sampled_from((MIB, 4 * MIB, 16 * MIB)))
+@examples(150)
+def test_each_element_once(outputs: list[Output], nodes: int, most: int) -> None:
+    plan = plan_conversion(outputs, nodes, most=most)
+    check_cover(list_ranges(plan), outputs)
+    assert len(plan.nodes) == nodes
+    for batch in (batch for batches in plan.nodes for batch in batches):
+        assert batch.nbytes == sum(each.numel * outputs[each.output].itemsize for each in batch.ranges) <= most
+        assert len(batch.ranges) <= MAX_RANGES
+
+
+@given(outputs=outputs_of, nodes=st.integers(1, 4), taken=st.data())
+@examples(100)
+def test_what_is_done_is_left_out(outputs: list[Output], nodes: int, taken: st.DataObject) -> None:
+    """Of an attempt with other nodes and another memory bound."""
+    before = list_ranges(plan_conversion(outputs, 2, most=2 * MIB))
+    done = taken.draw(st.sets(st.sampled_from(before))) if before else set()
+    after = list_ranges(plan_conversion(outputs, nodes, most=MIB, done=done))
+    assert not done & set(after) or all(not each.numel for each in done & set(after))
+    check_cover([*done, *after], outputs)
+
+
+@given(outputs=outputs_of, most=st.sampled_from((MIB, 3 * MIB)))
+@examples(60)
+def test_ranges_of_a_file_share_no_page(outputs: list[Output], most: int) -> None:
+    for batch in cut_batches(outputs, most):
+        for each in batch.ranges:
+            assert each.start * outputs[each.output].itemsize % ALIGNMENT == 0
+            assert len(batch.ranges) == 1 or each.numel == outputs[each.output].numel
+            assert is_split(outputs[each.output], most) == (each.numel < outputs[each.output].numel)
+
+
+def test_nodes_follow_the_source() -> None:
+    """Each node reads its part of the storage from front to back."""
+    outputs = [Output(MIB, 4, (file, place)) for place in range(8) for file in range(2)]
+    plan = plan_conversion(outputs, 2)
+    for node, batches in enumerate(plan.nodes):
+        places = [outputs[each.output].place for batch in batches for each in batch.ranges]
+        assert places == sorted(places)
+        assert {file for file, _ in places} == {node}
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64])
+def test_nodes_get_equal_shares(nodes: int) -> None:
+    """One table larger than a share, matrices, many small vectors."""
+    h = 1024
+    outputs = [Output(250 * h * h, 4)]
+    outputs += [
+        Output(size, 4, (1, 13 * layer + number)) for layer in range(70) for number, size in enumerate((4 * h * h, h))
+    ]
+    plan = plan_conversion(outputs, nodes)
+    assert max(plan.shares) <= 1.05 * sum(plan.shares) / nodes
