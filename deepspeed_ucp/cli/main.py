@@ -1,40 +1,65 @@
-"""Entry point of ``ds_ucp``."""
+"""Entry point of ``ds_ucp``: loads the command that is asked for, and turns errors into lines and exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import logging
-import runpy
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 
-_EXAMPLES = """\
-examples:
-  deepspeed --no_python ds_ucp run train.py --deepspeed_config ds_config.json
-  torchrun --nproc-per-node 8 --no-python ds_ucp run train.py
-  mpirun -np 8 ds_ucp run train.py
+from ..errors import UcpError
+from .common import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, find_rank, tell
+
+COMMANDS = ("run", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
+"""Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
+
+_EPILOG = """\
+exit codes:
+  0    done; nothing wrong was found
+  1    a fault or a difference was found, or a plan is impossible
+  2    an error: bad usage, unreadable or refused input
+  130  interrupted
+
+`ds_ucp COMMAND --help` shows a command's options and examples.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The command line, of all commands or of some."""
     parser = argparse.ArgumentParser(
-        prog="ds_ucp", description="Elastic resume for DeepSpeed checkpoints.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser(
-        "run",
-        help="run a training script with the plugin on",
-        description="Run SCRIPT with the plugin installed and on for every engine whose ds_config does not say "
-        '"checkpoint": {"universal": false}. The script itself needs no change.',
-        epilog=_EXAMPLES,
+        prog="ds_ucp",
+        description="Elastic resume for DeepSpeed checkpoints: convert, look into, check, compare and export them.",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name, as for python -m")
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed to the script")
+    parser.add_argument("--version", action="version", version=f"ds_ucp {_find_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name in names:
+        if _exists(name):
+            load_command(name).add_parser(commands)
     return parser
+
+
+def _exists(name: str) -> bool:
+    return importlib.util.find_spec(f"{__package__}.{name}") is not None
+
+
+def load_command(name: str) -> ModuleType:
+    """A command's module; only it is imported, so that the others' needs cost nothing."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _find_version() -> str:
+    from .. import __version__
+
+    return __version__
 
 
 def split_launcher_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -48,34 +73,61 @@ def split_launcher_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run a command; returns the exit code.
+
+    Raises:
+        SystemExit: the command line is wrong, or asks for help.
+    """
     launcher, ours = split_launcher_arguments(sys.argv[1:] if argv is None else argv)
-    options = build_parser().parse_args(ours)
-    run_script(options.script, [*launcher, *options.args], is_module=options.module)
-    return 0
+    names = tuple(name for name in COMMANDS if ours[:1] == [name])
+    options = build_parser(names or COMMANDS).parse_args(ours)
+    options.launcher = launcher
+    command: Callable[[argparse.Namespace], int] = load_command(options.command).run
+    if options.command == "run":
+        return command(options)
+    with _show_warnings(quiet=getattr(options, "quiet", False)):
+        return guard(command, options)
 
 
-def run_script(script: str, args: Sequence[str], *, is_module: bool) -> None:
-    """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
-    import deepspeed_ucp
+def guard(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command; an error becomes a line on stderr and an exit code (``--debug``: a traceback too)."""
+    try:
+        code = command(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # What is left in the buffer would raise again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        _report("interrupted", options)
+        return INTERRUPTED
+    except (UcpError, OSError) as error:
+        if options.debug or not (isinstance(error, UcpError) and error.echo):
+            _report(f"error: {error}", options)
+    except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
+        hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
+        _report(f"error: {type(error).__name__}: {error}{hint}", options)
+    return ERROR
 
-    show_decisions()
-    deepspeed_ucp.install(default_on=True)
-    sys.argv = [script, *args]
-    if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    import os
 
-    sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
-    runpy.run_path(script, run_name="__main__")
+def _report(text: str, options: argparse.Namespace) -> None:
+    if options.debug:
+        tell(traceback.format_exc().rstrip())
+    tell(f"ds_ucp: {text}")
 
 
-def show_decisions() -> None:
-    """Let the plugin's INFO lines through, whatever the script does about logging."""
+@contextmanager
+def _show_warnings(*, quiet: bool) -> Iterator[None]:
+    """The package's log as short lines on rank 0's stderr while a command runs."""
     log = logging.getLogger("deepspeed_ucp")
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ucp] %(message)s"))
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    before, propagate, handler = log.level, log.propagate, Lines()
+    log.addHandler(handler)
+    log.propagate = False
+    log.setLevel(logging.ERROR if quiet or find_rank() else logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+        log.setLevel(before)

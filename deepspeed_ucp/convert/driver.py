@@ -286,7 +286,8 @@ def _finish(work: _Work, written: Sequence[Written]) -> None:
             text = manifest.to_json().encode()
             write_atomically(staging.path(MANIFEST), text)
             sizes = [file.image.size for file in work.files] + [len(data) for data in work.steps.values()]
-            work.report.bytes_written = sum(sizes) + sum(state.size for state in states) + len(text)
+            inodes = {os.stat(staging.path(state.name)).st_ino: state.size for state in states}  # hard links once
+            work.report.bytes_written = sum(sizes) + sum(inodes.values()) + len(text)
             staging.commit(staging.name if work.options.latest else None, overwrite=work.options.overwrite)
     work.report.bytes_written = comm.broadcast(work.report.bytes_written)
 

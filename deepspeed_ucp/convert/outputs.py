@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..atoms import AtomicIndex
 from ..errors import UnsupportedError, shorten
-from ..io.disk import write_at
+from ..io.disk import explain_full, write_at
 from ..io.torchzip import ScalarTensor, dump_value, make_image
 from ..plan.conversion import Output
 from .execute import OutputFile, create
@@ -73,9 +73,14 @@ def list_steps(index: AtomicIndex) -> dict[str, bytes]:
 
 
 def make_folders(folder: str, paths: Iterable[str]) -> None:
-    """The folders that files lie in."""
+    """The folders that files lie in.
+
+    Raises:
+        StorageError: the disk is full.
+    """
     for parent in sorted({os.path.dirname(path) for path in paths}):
-        os.makedirs(os.path.join(folder, parent), exist_ok=True)
+        with explain_full(folder):
+            os.makedirs(os.path.join(folder, parent), exist_ok=True)
 
 
 def write_file(folder: str, path: str, data: bytes) -> None:

@@ -28,7 +28,8 @@ ROOT: Final = "archive"
 
 _ALIGNMENT = 64
 _STREAMED, _UTF8 = 0x0008, 0x0800
-_ZIP64_LIMIT = 0xFFFFFFFF
+_ELSEWHERE = 0xFFFFFFFF  # in a field of 32 bits: the value stands in the zip64 part
+_ZIP64_LIMIT = _ELSEWHERE
 _DATE = 0x21  # 1980-01-01
 _STORAGES = {
     "float64": "DoubleStorage",
@@ -82,7 +83,7 @@ class _Entry:
         crc, size = (0, 0) if self.crc is None else (self.crc, self.nbytes)
         extra = b""
         if self.wide:
-            extra, size = struct.pack("<2H2Q", 1, 16, size, size), _ZIP64_LIMIT
+            extra, size = struct.pack("<2H2Q", 1, 16, size, size), _ELSEWHERE
         if align > 1:
             padding = -(self.offset + 30 + len(name) + len(extra) + 4) % align
             extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
@@ -97,9 +98,9 @@ class _Entry:
         """The record's entry in the directory at the end of the zip."""
         name, extra, size, offset = self.name.encode(), b"", self.nbytes, self.offset
         if self.wide:
-            extra, size = struct.pack("<2Q", self.nbytes, self.nbytes), _ZIP64_LIMIT
+            extra, size = struct.pack("<2Q", self.nbytes, self.nbytes), _ELSEWHERE
         if self.offset >= _ZIP64_LIMIT:
-            extra, offset = extra + struct.pack("<Q", self.offset), _ZIP64_LIMIT
+            extra, offset = extra + struct.pack("<Q", self.offset), _ELSEWHERE
         if extra:
             extra = struct.pack("<2H", 1, len(extra)) + extra
         version = 45 if extra else 20
@@ -133,11 +134,11 @@ class _Entry:
 def _close(directory: bytes, entries: int, offset: int) -> bytes:
     """What follows the directory, which starts at byte ``offset``."""
     size, wide = len(directory), b""
-    if offset >= _ZIP64_LIMIT or entries >= 0xFFFF or size >= _ZIP64_LIMIT:
+    if offset >= _ZIP64_LIMIT or entries >= 0xFFFF:
         fixed = (44, 45, 45, 0, 0, entries, entries, size, offset)
         wide = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", *fixed)
         wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + size, 1)
-    entries, size, offset = min(entries, 0xFFFF), min(size, _ZIP64_LIMIT), min(offset, _ZIP64_LIMIT)
+    entries, size, offset = min(entries, 0xFFFF), min(size, _ELSEWHERE), min(offset, _ELSEWHERE)
     return wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries, entries, size, offset, 0)
 
 
@@ -254,14 +255,23 @@ def dump_value(value: Any) -> bytes:
         CheckpointError: a 0-dim tensor of a dtype that optimizers do not count in.
     """
     stream = io.BytesIO()
-    if not isinstance(value, ScalarTensor):
-        _write_file(stream, write_pickle(value), {}, ROOT, "")
-    elif value.dtype not in _SCALARS:
-        raise CheckpointError(f"a 0-dim tensor of dtype {value.dtype} cannot be written; known: {', '.join(_SCALARS)}")
+    if isinstance(value, ScalarTensor):
+        tensor = make_tensor("0", value.dtype, 1, ())
+        _write_file(stream, write_pickle(tensor), {"0": pack_scalar(value)}, ROOT, "")
     else:
-        data = struct.pack(_SCALARS[value.dtype], value.value)
-        _write_file(stream, write_pickle(make_tensor("0", value.dtype, 1, ())), {"0": data}, ROOT, "")
+        _write_file(stream, write_pickle(value), {}, ROOT, "")
     return stream.getvalue()
+
+
+def pack_scalar(scalar: ScalarTensor) -> bytes:
+    """The bytes of a 0-dim tensor.
+
+    Raises:
+        CheckpointError: a dtype that optimizers do not count in.
+    """
+    if scalar.dtype not in _SCALARS:
+        raise CheckpointError(f"a 0-dim tensor of dtype {scalar.dtype} cannot be written; known: {', '.join(_SCALARS)}")
+    return struct.pack(_SCALARS[scalar.dtype], scalar.value)
 
 
 def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream], *, root: str = ROOT) -> int:

@@ -4,6 +4,7 @@ from .files import list_families
 from .kinds import Kept, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique, check_shapes
 from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
 from .metadata import from_universal_info
+from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, find_idle, parse_renames, rename_names
 from .rules import Rule, RuleSet, from_attributes, from_config, load_family
 from .settle import Settled, settle
@@ -31,10 +32,13 @@ __all__ = [
     "find_idle",
     "from_attributes",
     "from_config",
+    "from_recorded",
     "from_universal_info",
     "list_families",
     "load_family",
     "parse_renames",
+    "read_pattern",
+    "record_pattern",
     "rename_names",
     "restrict_source",
     "settle",

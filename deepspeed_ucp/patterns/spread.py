@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ..atoms import count
 from ..errors import MismatchError
 from .affine import Mapped
@@ -33,7 +35,18 @@ def spread_shapes(pattern: Pattern, shape: Shape, degree: int, pad: int | None =
         return _spread_dim(shape, pattern.dim, degree, pattern.blocks)
     if isinstance(pattern, ShardH):
         return _spread_dim(shape, pattern.dim, degree, 1)
-    raise MismatchError(f"{type(pattern).__name__.lower()}, so that {degree} tensor-parallel ranks cannot hold it")
+    return _spread_other(pattern, shape, degree)
+
+
+def _spread_other(pattern: Pattern, shape: Shape, degree: int) -> tuple[Shape, ...]:
+    """Parts along the first dimension along which the pattern takes equal ones (Viewed)."""
+    for dim, size in enumerate(shape):
+        if size % degree == 0:
+            local = _spread_dim(shape, dim, degree, 1)
+            with suppress(MismatchError):
+                pattern.cut(shape, local)
+                return local
+    raise MismatchError(f"{type(pattern).__name__.lower()}: shape {shape} has no {degree} equal parts")
 
 
 def _pad_rows(vocab: int, rows: int, degree: int, pad: int | None) -> int:

@@ -100,10 +100,10 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Ran
     size = 0
     for number in sorted(range(len(outputs)), key=lambda number: (outputs[number].place, number)):
         output = outputs[number]
-        if is_split(output, most):
+        if is_split(output, most) or number in written:
             spans = _complement(written.get(number, []), output.numel)
             batches += [Batch((each,), each.numel * output.itemsize) for each in _cut(number, output, step, spans)]
-        elif number not in written:
+        else:
             if bundle and (size + output.nbytes > step or len(bundle) == MAX_RANGES):
                 batches.append(Batch(tuple(bundle), size))
                 bundle, size = [], 0

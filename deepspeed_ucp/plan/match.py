@@ -24,12 +24,16 @@ class Match:
         saved: live name → the plain saved name.
         groups: live param group → saved one.
         skipped: what a lenient load passes over.
+        kept: tensors that keep their fresh value, as the source's converter did not keep them.
+        resized: live names whose number of rows is another one than the saved: a vocabulary's padding, or a fault.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     saved: dict[str, str] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,18 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
         names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
         found = _find(index, names, wants_master, with_states)
+        if found is None and not wants_master and _is_dropped(index, names):
+            match.kept.append(name)
+            continue
         if found is None:
             match.skipped.append(f"{name} {shapes[0]}: not in the checkpoint{_explain(index, names[0], wants_master)}")
             continue
         match.saved[name] = found.name
         match.names[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shards) == 1 and found.shape != shapes[0]:
+            if found.shape and shapes[0] and found.shape[1:] == shapes[0][1:]:
+                match.resized.append(name)
+                continue
             faults.append(f"{name}: shape {found.shape} in the checkpoint, {shapes[0]} in the model")
     compared = (MASTER,) if live.extras is None else (MASTER, MODULE)
     instances = {further for names in index.instances.values() for further in names[1:]}
@@ -92,6 +102,11 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         )
         raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
     return match
+
+
+def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:
+    """Whether a buffer or frozen parameter is one that the source's converter left out."""
+    return bool(index.dropped) and not any((index.resolve(name), MASTER) in index.atoms for name in names)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> str:
@@ -145,6 +160,8 @@ def match_groups(index: AtomicIndex, members: Mapping[int, tuple[str, ...]], mat
     Raises:
         MismatchError: the groups are cut differently; both are listed.
     """
+    if not index.groups:  # not kept by the source's converter: the live hyper-parameters stay
+        return
     owner = {name: number for number, group in enumerate(index.groups) for name in group.names}
     taken: dict[int, int] = {}
     for number, names in members.items():

@@ -126,6 +126,25 @@ def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[tuple[st
     return expected
 
 
+def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
+    """The other ranks' model states of the save that ``first`` belongs to.
+
+    Raises:
+        CheckpointError: naming the files that are missing.
+    """
+    model = first.model
+    if model is None:
+        return []
+    ranks = int(model.counters.get("mp_world_size", 1))
+    expected = _name_models(listing, first, ranks, int(model.counters.get("dp_world_size", 1)))
+    if absent := [name for found, name in expected if found is None]:
+        raise CheckpointError(
+            f"{listing.folder}: {shorten(absent)} missing; the conversion was interrupted or the copy is not complete. "
+            "Convert or copy again."
+        )
+    return [found for found, _ in expected if found is not None and found != first.name]
+
+
 def _name_models(listing: Listing, first: FileHeader, ranks: int, dp: int) -> list[tuple[str | None, str]]:
     if first.name in listing.model.values():
         return [(listing.model.get(mp), f"mp_rank_{mp:02d}_model_states.pt") for mp in range(ranks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -16,6 +16,15 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
 _STATES = re.compile(r".*(model|optim)_states\.pt")
+
+ZERO = "zero"
+"""Folder of an atomic checkpoint that holds a folder per parameter."""
+
+MANIFEST = "ucp_manifest.json"
+"""An atomic checkpoint's manifest; DeepSpeed's own converter writes none."""
+
+UNIVERSAL = "latest_universal"
+"""Names the newest atomic checkpoint, as ``latest`` names the newest tag."""
 
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
@@ -45,7 +54,7 @@ class Listing:
 
 
 def list_sizes(folder: str) -> dict[str, int]:
-    """Name → size in bytes of the state files and subfolders (size -1) in a checkpoint folder.
+    """Name → size in bytes of the state files, the manifest and subfolders (size -1) in a checkpoint folder.
 
     Raises:
         CheckpointError: the folder does not exist or cannot be read.
@@ -55,7 +64,7 @@ def list_sizes(folder: str) -> dict[str, int]:
             return {
                 e.name: -1 if e.is_dir() else e.stat().st_size
                 for e in entries
-                if e.is_dir() or _STATES.fullmatch(e.name)
+                if e.is_dir() or _STATES.fullmatch(e.name) or e.name == MANIFEST
             }
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
@@ -95,13 +104,19 @@ def _refuse_unsupported(folder: str, name: str) -> None:
         kind = "a pipeline with axes of its own"
     elif name == "offloaded_tensors":
         kind = "a checkpoint with optimizer states on NVMe"
-    elif name == "zero":
-        kind = "an offline universal checkpoint"
     if kind:
         raise UnsupportedError(
             f"{folder}: {name} belongs to {kind}, which this release does not convert. "
             "It can be resumed by DeepSpeed itself in the topology that wrote it."
         )
+
+
+def holds_atoms(sizes: Mapping[str, int]) -> bool:
+    """Whether a folder's files are those of an atomic checkpoint.
+
+    A normal checkpoint that was converted into its own folder has both; its own files tell more.
+    """
+    return MANIFEST in sizes or (sizes.get(ZERO) == -1 and not any(_OPTIM.fullmatch(name) for name in sizes))
 
 
 def is_layer_file(name: str) -> bool:
@@ -129,12 +144,15 @@ def _holds_states(folder: str) -> bool:
 
 
 def read_latest(load_dir: str) -> str | None:
-    """The tag in ``latest``, or None where there is nothing to resume.
+    """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
 
     Raises:
-        CheckpointError: ``latest`` is missing or empty although checkpoints lie there.
+        CheckpointError: there is neither although checkpoints lie there, or the file is empty.
     """
     path = os.path.join(load_dir, "latest")
+    universal = os.path.join(load_dir, UNIVERSAL)
+    if not os.path.lexists(path) and os.path.lexists(universal):
+        path = universal
     try:
         with open(path, encoding="utf-8") as stream:
             tag = stream.read().strip()

@@ -14,9 +14,10 @@ from .groups import check_steps, join_ranks, merge_groups
 from .headers import FileHeader, ModelHeader, OptimHeader
 from .hints import join_hints
 from .module import add_modules
+from .naming import NamedGroups
 from .pipeline import add_layers, look_at_ranks
 from .slices import fill_param_shapes
-from .stage0 import GroupNames, build_stage0
+from .stage0 import GroupNames, build_stage0, name_groups
 from .stages import Stages, name_stages
 from .zero import Built, add_frozen_zero3, build_zero3, build_zero12
 
@@ -27,6 +28,7 @@ def build_index(
     live_groups: GroupNames | None = None,
     live_hyper: Sequence[Mapping[str, Any]] = (),
     *,
+    groups: NamedGroups | None = None,
     optimizer: bool = True,
 ) -> AtomicIndex:
     """The atomic view of a save whose headers have been read.
@@ -37,6 +39,7 @@ def build_index(
         live_groups: param groups of the live optimizer (over all its ranks, in pipeline order), which name the
             parameters of a stage-0 source.
         live_hyper: their hyper-parameters, which tell whether they are in the saved order.
+        groups: how the optimizer's groups were made, where there is no live engine.
         optimizer: False leaves the optimizer of a stage-0 source out; names then only tell a pipeline's tied modules.
 
     Raises:
@@ -51,6 +54,8 @@ def build_index(
     if any(save.shards):
         stages, built, aliases, instances = _build_zero(builder, save)
     else:
+        if live_groups is None and groups is not None and optimizer:
+            live_groups = name_groups(save, groups)
         stages, built, aliases, instances = build_stage0(builder, save, live_groups, live_hyper, optimizer=optimizer)
     flats = {mp: part[0] for mp, part in enumerate(built)}
     check_steps(save, [part[1] for part in built], builder.scalars)
@@ -71,7 +76,7 @@ def build_index(
         clip_grad=optim.clip_grad if optim else None,
         state_file=save.path(save.main),
         topology=_describe(save, optim, atoms, flats),
-        optimizer=_optimizer_name(save.model(0).config),
+        optimizer=name_optimizer(save.model(0).config),
         irregular=builder.irregular,
         unreadable=builder.unreadable,
         client_records=client,
@@ -124,18 +129,18 @@ def _describe(
     return Topology(
         zero_stage=stage,
         wrapper=kind,
-        precision=_precision(save, model, atoms, flats),
+        precision=find_precision(save, model, atoms, flats),
         dp=max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
         master=optim.masters[0].dtype if optim and optim.masters else "float32",
         elastic=bool(optim and optim.elastic),
-        offload=f"{_device(zero.get('offload_optimizer'))}/{_device(zero.get('offload_param'))}",
+        offload=f"{find_device(zero.get('offload_optimizer'))}/{find_device(zero.get('offload_param'))}",
         flats=flats[0] if flats else (),
     )
 
 
-def _precision(
+def find_precision(
     save: Save, model: ModelHeader, atoms: Mapping[tuple[str, str], Atom], flats: Mapping[int, tuple[FlatGroup, ...]]
 ) -> str:
     """Dtype of the model's own parameters: of the first optimized one where it is in the files."""
@@ -161,11 +166,13 @@ def enabled(config: Mapping[str, Any], *names: str) -> bool:
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
 
 
-def _device(section: Any) -> str:
+def find_device(section: Any) -> str:
+    """Where an offload section of a ds_config puts things."""
     return str(section.get("device") or "none") if isinstance(section, dict) else "none"
 
 
-def _optimizer_name(config: Mapping[str, Any]) -> str | None:
+def name_optimizer(config: Mapping[str, Any]) -> str | None:
+    """The optimizer that a ds_config names."""
     section = config.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     return str(name) if name else None

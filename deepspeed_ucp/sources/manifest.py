@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from ..atoms import AtomicIndex
 from ..errors import CheckpointError
-from ..patterns import Pattern
-from ..patterns.recorded import record_pattern
+from ..patterns import Pattern, record_pattern
+from ..version import __version__
+from .files import MANIFEST
 from .plainjson import dump_json, load_json
 
-NAME = "ucp_manifest.json"
 FORMAT = 1
 _KIND = "deepspeed_ucp atomic checkpoint"
 
@@ -29,6 +29,7 @@ class AtomRecord:
         vocab: rows that mean something where dimension 0 is a padded vocabulary.
         file: path of its file, relative to the checkpoint's folder.
         offset, nbytes, crc: where its elements lie in the file, and their CRC32.
+        size: of the file, or 0 where that is not known.
     """
 
     name: str
@@ -40,6 +41,7 @@ class AtomRecord:
     offset: int
     nbytes: int
     crc: int
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ def parse_manifest(text: str, path: str) -> Manifest:
         raise CheckpointError(f"{path}: has no or unknown {', '.join(odd)}; the file is damaged or was edited.")
     if digest != _sum(told):
         raise CheckpointError(
-            f"{path}: its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. Restore "
-            "it from a copy, or convert again."
+            f"{path}: its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. "
+            "Restore it from a copy, or convert again."
         )
     try:
         return _build(told)
@@ -158,7 +160,7 @@ def read_manifest(folder: str) -> Manifest | None:
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
-    path = os.path.join(folder, NAME)
+    path = os.path.join(folder, MANIFEST)
     try:
         with open(path, encoding="utf-8") as stream:
             return parse_manifest(stream.read(), path)
@@ -188,8 +190,6 @@ def make_manifest(
         UnsupportedError: a param group, or what the client tells, holds something that is not plain data.
         CheckpointError: no state file.
     """
-    from .. import __version__
-
     if not states:
         raise CheckpointError(f"{index.state_file}: an atomic checkpoint needs a state file.")
     topology = {each.name: getattr(index.topology, each.name) for each in fields(index.topology)}

@@ -13,6 +13,9 @@ from .headers import FileHeader, ModelHeader, OptimHeader, Piece
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
 
+NamedGroups = str | Sequence[Sequence[str]]
+"""The same without a live engine: ``"module"`` for ``model.parameters()`` in one group, or names per group."""
+
 CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
 """Fields of a param group that differ between a saved and a fresh optimizer."""
 

@@ -11,11 +11,12 @@ from typing import Any
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
+from .atomic import open_atomic
 from .family import name_files
-from .files import Listing, compare_listings, find_leftovers, list_sizes, sort_files
+from .files import Listing, compare_listings, find_leftovers, holds_atoms, list_sizes, sort_files
 from .headers import FileHeader
 from .index import build_index, enabled
-from .naming import GroupNames
+from .naming import GroupNames, NamedGroups
 from .reading import read_file
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -27,15 +28,20 @@ def open_checkpoint(
     live_groups: GroupNames | None = None,
     live_hyper: Sequence[Mapping[str, Any]] = (),
     *,
+    groups: NamedGroups | None = None,
     weights_only: bool = False,
 ) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
+
+    An atomic checkpoint (with a manifest, or as DeepSpeed's ``ds_to_universal`` writes it) is opened as well.
 
     Args:
         folder: the tag's folder.
         comm: the ranks that load.
         live_groups: param groups of the live optimizer, which name the parameters of a stage-0 source.
         live_hyper: their hyper-parameters, which tell whether they are in the saved order.
+        groups: what a stage-0 source's optimizer was given, without a live engine: ``"module"`` for
+            ``model.parameters()`` in one group, or the names of each group's parameters in order.
         weights_only: the optimizer's states are not wanted, so that a stage-0 source needs no naming.
 
     Raises:
@@ -43,19 +49,24 @@ def open_checkpoint(
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    listing = _list_everywhere(folder, comm)
+    sizes = _list_everywhere(folder, comm)
+    if holds_atoms(sizes):
+        return open_atomic(folder, comm, sizes)
+    listing = Listing(folder, sizes)
+    with comm.together():
+        listing = sort_files(folder, sizes)
     first = _read_first(listing, comm)
     headers = _read_rest(listing, first, comm)
     with comm.together():
         try:
-            return build_index(listing, headers, live_groups, live_hyper)
+            return build_index(listing, headers, live_groups, live_hyper, groups=groups)
         except MismatchError:
             if not weights_only:
                 raise
             return build_index(listing, headers, live_groups, optimizer=False)
 
 
-def _list_everywhere(folder: str, comm: Comm) -> Listing:
+def _list_everywhere(folder: str, comm: Comm) -> dict[str, int]:
     """Every rank lists the folder. Digests are compared first: whole listings of thousands of ranks are long."""
     with comm.together():
         sizes = list_sizes(folder)
@@ -64,8 +75,7 @@ def _list_everywhere(folder: str, comm: Comm) -> Listing:
         listings = comm.gather(sizes)
         with comm.together():
             compare_listings(folder, listings)
-    with comm.together():
-        return sort_files(folder, sizes)
+    return sizes
 
 
 def _read_first(listing: Listing, comm: Comm) -> list[FileHeader]:

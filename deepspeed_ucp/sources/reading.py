@@ -49,7 +49,7 @@ def _read_file(path: str, name: str) -> FileHeader:
         )
     if not isinstance(file.tree, dict):
         raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
-    reader = _Reader(file)
+    reader = Reader(file)
     if is_layer_file(name):
         return FileHeader(name, file.size, layer=reader.read_tensors(file.tree), crc=file.crc)
     if "model_states" in name:
@@ -77,7 +77,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, bool))
 
 
-class _Reader:
+class Reader:
     """Turns one file's object tree into a header."""
 
     def __init__(self, file: TorchFile) -> None:
@@ -132,14 +132,14 @@ class _Reader:
         if "single_partition_of_fp32_groups" in state:
             return self._read_zero12(state)
         if "fp32_flat_groups" in state:
-            return self._read_flat(state, "zero3", state["fp32_flat_groups"], stage=3)
+            return self.read_flat(state, "zero3", state["fp32_flat_groups"], stage=3)
         if "fp32_groups_flat" in state:
-            return self._read_flat(state, "fp16_fused", state["fp32_groups_flat"])
+            return self.read_flat(state, "fp16_fused", state["fp32_groups_flat"])
         if "fp32_groups" in state:
             flat = [tensor for group in state["fp32_groups"] for tensor in group]
-            return self._read_flat(state, "fp16_unfused", flat)
+            return self.read_flat(state, "fp16_unfused", flat)
         if "state" in state and "param_groups" in state:
-            return self._read_flat({"optimizer_state_dict": state}, "torch", [])
+            return self.read_flat({"optimizer_state_dict": state}, "torch", [])
         raise UnsupportedError(
             f"{self.file.path}: optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered."
         )
@@ -158,9 +158,7 @@ class _Reader:
                 "state": dict(enumerate(base)),
                 "param_groups": [{**group, "params": [i]} for i, group in enumerate(groups)],
             }
-        header = self._read_flat(
-            {**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"]
-        )
+        header = self.read_flat({**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"])
         return replace(
             header,
             stage=int(simplify(state.get("zero_stage", 1))),
@@ -171,7 +169,8 @@ class _Reader:
             elastic=elastic,
         )
 
-    def _read_flat(self, state: dict[str, Any], kind: str, masters: list[Any], stage: int = 0) -> OptimHeader:
+    def read_flat(self, state: dict[str, Any], kind: str, masters: list[Any], stage: int = 0) -> OptimHeader:
+        """Masters, and the states and param groups of the torch optimizer inside."""
         inner = state.get("optimizer_state_dict") or {}
         groups = [dict(group) for group in inner.get("param_groups", [])]
         params = tuple(tuple(group.pop("params", ())) for group in groups)
@@ -183,7 +182,7 @@ class _Reader:
             stage=stage,
             masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
             holders=tuple(holders.get(position, Holder()) for position in order),
-            groups=tuple({str(k): _plain_scalar(v) for k, v in group.items()} for group in groups),
+            groups=tuple({str(k): plain_scalar(v) for k, v in group.items()} for group in groups),
             params=_renumber(params),
             partition_count=tuple(_as_ints(state.get("partition_count"))),
             scaler=_read_scaler(state),
@@ -199,7 +198,7 @@ class _Reader:
             if isinstance(value, TensorRef):
                 states[str(name)] = self.piece(value, str(name))
             elif isinstance(value, (ScalarRef, int, float, bool)):
-                scalars[str(name)] = _plain_scalar(value)
+                scalars[str(name)] = plain_scalar(value)
                 if isinstance(value, ScalarRef):
                     zero_dim[str(name)] = self.piece(value, str(name))
             else:
@@ -268,7 +267,7 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _plain_scalar(value: Any) -> Any:
+def plain_scalar(value: Any) -> Any:
     """A Python number for a 0-dim tensor; anything else as it is."""
     if isinstance(value, ScalarRef) and value.dtype in _SCALAR_FORMATS:
         return struct.unpack(_SCALAR_FORMATS[value.dtype], value.data)[0]

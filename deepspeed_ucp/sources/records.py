@@ -47,8 +47,9 @@ class FileRecords:
 
     @property
     def unchecked(self) -> int:
-        """Bytes of records without a checksum."""
-        return sum(record.nbytes for record in self.records if record.crc is None)
+        """Bytes of records without a checksum; of all of the file where there is none at all."""
+        unchecked = [record.nbytes for record in self.records if record.crc is None]
+        return self.size if len(unchecked) == len(self.records) else sum(unchecked)
 
 
 def list_records(path: str) -> FileRecords:

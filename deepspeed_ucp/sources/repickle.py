@@ -11,20 +11,26 @@ from __future__ import annotations
 import io
 import os
 import pickletools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import IO, Any, Final
 
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opcodes import PROTOCOL, Global, Node, write_pickle
+from ..io.read import read_bytes
 from ..io.torchzip import Stream, write_torch_file
-from .torchfile import Blob, check_crc, is_zip, read_header, read_record
+from .records import list_records
+from .torchfile import Blob, check_crc, is_zip, read_header
 
 CHUNK: Final = 4 << 20
 """Bytes of a storage that are in memory at a time."""
 
+NOTHING: Final[Mapping[str, bytes]] = MappingProxyType({})
+
+_DATA = "data/"
 _LEGACY_FRONT = 3  # pickles in front of the object: magic number, protocol, sizes of the machine's types
 
 
@@ -51,14 +57,25 @@ def open_pickled(path: str) -> PickledFile:
         CheckpointError: the file is damaged.
         UnsupportedError: its pickle uses what ``torch.save`` does not write.
     """
-    blobs = read_header(path).blobs
     if is_zip(path):
-        root, protocol = parse_pickle(io.BytesIO(read_record(path, "data.pkl")), path)
-        return PickledFile(path, root, protocol, blobs)
+        return _open_zip(path)
+    blobs = read_header(path).blobs
     with open(path, "rb") as stream:
         for _ in range(_LEGACY_FRONT):
             parse_pickle(stream, path)
         root, protocol = parse_pickle(stream, path)
+    return PickledFile(path, root, protocol, blobs)
+
+
+def _open_zip(path: str) -> PickledFile:
+    records = {record.name: record for record in list_records(path).records}
+    pickled = records.get("data.pkl")
+    if pickled is None:
+        raise CheckpointError(f"{path}: a torch.save file has a data.pkl, this zip has none; the file is damaged.")
+    data = read_bytes(path, pickled.offset, pickled.nbytes)
+    check_crc(path, "data.pkl", isal_zlib.crc32(data), pickled.crc)
+    root, protocol = parse_pickle(io.BytesIO(data), path)
+    blobs = {name[len(_DATA) :]: Blob(r.offset, r.nbytes, r.crc) for name, r in records.items() if name[:5] == _DATA}
     return PickledFile(path, root, protocol, blobs)
 
 
@@ -79,8 +96,10 @@ def parse_pickle(stream: IO[bytes], path: str) -> tuple[Any, int]:
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _ATOMS = frozenset(
-    "INT LONG BININT BININT1 BININT2 LONG1 LONG4 FLOAT BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
-    "BINBYTES SHORT_BINBYTES BINBYTES8".split()
+    (
+        *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    )
 )
 _EMPTY = {"EMPTY_LIST": "list", "EMPTY_DICT": "dict", "EMPTY_SET": "set", "EMPTY_TUPLE": "tuple"}
 _FROM_MARK = {"TUPLE": "tuple", "FROZENSET": "frozenset"}
@@ -143,10 +162,12 @@ class _Machine:
             kind, number = _FROM_TOP[name]
             self.stack.append(Node(kind, self._take(number)))
         elif name in _FROM_MARK:
-            self.stack.append(Node(_FROM_MARK[name], self._take_marked()))
+            made = Node(_FROM_MARK[name], self._take_marked())
+            self.stack.append(made)
         elif name in _FILLED:
             kind, edit = _FILLED[name]
-            self.stack.append(Node(kind, [], [(edit, self._take_marked())]))
+            made = Node(kind, [], [(edit, self._take_marked())])
+            self.stack.append(made)
         elif name == "GLOBAL":
             self.stack.append(Global(*operand.split(" ", 1)))
         elif name == "STACK_GLOBAL":
@@ -217,6 +238,12 @@ def read_entries(node: Any) -> dict[Any, Any]:
     return found
 
 
+def read_items(node: Any) -> list[Any]:
+    """What a list's node was filled with; [] for anything else."""
+    edits = node.edits if isinstance(node, Node) and node.op == "list" else ()
+    return [item for kind, operands in edits if kind in ("append", "appends") for item in operands]
+
+
 def map_entries(node: Node, change: Callable[[Any, Any], tuple[Any, ...]]) -> Node:
     """A copy of a dictionary's node with other entries.
 
@@ -232,12 +259,14 @@ def map_entries(node: Node, change: Callable[[Any, Any], tuple[Any, ...]]) -> No
     return Node(node.op, node.args, edits)
 
 
-def list_storages(root: Any) -> dict[str, None]:
-    """Keys of the storages that a graph refers to, in the order in which it does."""
-    found: dict[str, None] = {}
+def list_storages(root: Any) -> dict[str, int]:
+    """Elements of the storages that a graph refers to, by key, in the order in which it does."""
+    found: dict[str, int] = {}
     for node in walk_nodes(root):
         if node.op == "persid":
-            found[str(node.args[0].args[2])] = None
+            pid = node.args[0]
+            _kind, _type, key, _location, numel = pid.args if isinstance(pid, Node) else pid
+            found[str(key)] = numel
     return found
 
 
@@ -266,8 +295,11 @@ def count_bytes(file: PickledFile, root: Any) -> int:
     return sum(file.blobs[key].nbytes for key in list_storages(root) if key in file.blobs)
 
 
-def save_pickled(file: PickledFile, root: Any, path: str) -> tuple[int, int]:
+def save_pickled(file: PickledFile, root: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> tuple[int, int]:
     """Write a graph made of a file's parts as a ``torch.save`` file, with the storages that it refers to.
+
+    Args:
+        added: storages that are not the file's, by key.
 
     Returns:
         Size of the new file, and CRC32 of its directory.
@@ -277,13 +309,16 @@ def save_pickled(file: PickledFile, root: Any, path: str) -> tuple[int, int]:
         OSError: as the system tells it.
     """
     with open(file.path, "rb") as source:
-        storages = {key: _open_storage(file, key, source) for key in list_storages(root)}
+        storages: dict[str, bytes | Stream] = {
+            key: added[key] if key in added else _open_storage(file, key, numel, source)
+            for key, numel in list_storages(root).items()
+        }
         crc = write_torch_file(path, write_pickle(root, max(file.protocol, PROTOCOL)), storages)
     return os.stat(path).st_size, crc
 
 
-def _open_storage(file: PickledFile, key: str, source: IO[bytes]) -> Stream:
-    blob = file.blobs.get(key)
+def _open_storage(file: PickledFile, key: str, numel: int, source: IO[bytes]) -> Stream:
+    blob = file.blobs.get(key) if numel else Blob(0, 0, 0)
     if blob is None:
         raise CheckpointError(f"{file.path}: storage {key} of a tensor is missing; the file is damaged.")
     return Stream(blob.nbytes, _read_storage(file.path, key, blob, source))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
+from ..io.cast import cast
 from ..io.read import read_bytes
 
 _PER_FILE = 48
@@ -57,10 +58,12 @@ def _check_file(index: AtomicIndex, file: int, entries: list[_Entry]) -> None:
     differing, first, total = 0, "", 0
     for entry, position in _spread(entries):
         total += 1
-        master, copy = (_read_element(index, atom, entry.shard, position) for atom in (entry.master, entry.copy))
-        if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):
+        atoms = (entry.master, entry.copy)
+        master, copy = (read_elements(atom, entry.shard, position, position + 1, index) for atom in atoms)
+        if _cast(master, entry.master.dtype, entry.copy.dtype) != copy:
             differing += 1
-            first = first or f"{entry.master.name}[{position}] is {master.item()} here and {copy.item()} there"
+            values = [_show(data, atom.dtype) for data, atom in zip((master, copy), atoms, strict=True)]
+            first = first or f"{entry.master.name}[{position}] is {values[0]} here and {values[1]} there"
     tolerated = _TOLERATED if index.topology.zero_stage else _TOLERATED_STAGE0
     if differing > max(tolerated * total, 1):
         raise CheckpointError(
@@ -82,9 +85,14 @@ def _spread(entries: list[_Entry]) -> Iterator[tuple[_Entry, int]]:
         begin += entry.fragment.numel
 
 
-def _read_element(index: AtomicIndex, atom: Atom, shard: int, position: int) -> torch.Tensor:
-    data = read_elements(atom, shard, position, position + 1, index)
-    return torch.frombuffer(data, dtype=getattr(torch, atom.dtype))
+def _cast(data: bytearray, source: str, target: str) -> bytearray:
+    result = bytearray(ITEMSIZE[target])
+    cast(memoryview(data), source, memoryview(result), target)
+    return result
+
+
+def _show(data: bytearray, dtype: str) -> float:
+    return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
 
 
 def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicIndex) -> bytearray:

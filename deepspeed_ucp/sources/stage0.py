@@ -11,20 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import MASTER, GroupInfo, count, strip_compiled
-from ..errors import MismatchError, shorten
+from ..errors import ConfigError, MismatchError, shorten
 from ..plan.geometry import Cut, accumulate_offsets
 from ..topology import FlatGroup
 from .builder import Builder, Seat
 from .family import Save
 from .headers import Holder, OptimHeader, Piece
-from .module import add_modules, read_module
-from .naming import GroupNames, Part, check_group_order, check_state_shapes, fit_groups
+from .module import add_modules, drop_ties, read_module
+from .naming import GroupNames, NamedGroups, Part, check_group_order, check_state_shapes, fit_groups
 from .pipeline import TIED, Known, add_layers, look_at_ranks
 from .placement import place_layers
 from .stages import Stages, name_stages
 from .zero import Built
 
 logger = logging.getLogger("deepspeed_ucp")
+
+MODULE_GROUP = "module"
+"""The optimizer was given ``model.parameters()``, in one group."""
 
 Stage0 = tuple[Stages, list[Built], dict[str, str], dict[str, tuple[str, ...]]]
 
@@ -96,8 +99,11 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[Part]:
     """
     optim = save.model(0).optim
     if live is None and (optim is None or optim.names is None or save.is_pipeline):
-        path = save.path(save.main)
-        raise MismatchError(f"{path}: stage 0 saves no parameter names; a live engine is needed to name them.")
+        raise MismatchError(
+            f"{save.path(save.main)}: stage 0 saves no parameter names, and there is no live engine to name them. Say "
+            "what the optimizer was given: --groups module if that was model.parameters() in one group, or --groups "
+            "with a YAML or JSON file that lists the names of each group in order."
+        )
     if save.is_pipeline:
         return place_layers(save, live or ())
     known = {strip_compiled(name) for group in live or () for name, _ in group}
@@ -111,6 +117,31 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[Part]:
         groups = fit_groups(held, save.model(mp), module, live, save.path(header))
         parts.append(Part(header, held, groups, {name: piece.shape for name, piece in module.items()}, tensors))
     return parts
+
+
+def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]:
+    """Param groups as the user says that they were made, in the form of a live optimizer's.
+
+    Raises:
+        ConfigError: neither ``"module"`` nor a list of lists of names.
+        MismatchError: ``"module"`` for a pipeline, whose files do not tell the names of tied layers.
+    """
+    if not isinstance(groups, str):
+        if not groups or any(isinstance(names, str) or not all(isinstance(n, str) for n in names) for names in groups):
+            raise ConfigError(f"groups: a list of lists of parameter names is needed, found {groups!r:.200}")
+        return [[(strip_compiled(name), True) for name in names] for names in groups]
+    if groups != MODULE_GROUP:
+        raise ConfigError(f'groups: "{MODULE_GROUP}" or a list of lists of parameter names is needed, found {groups!r}')
+    if save.is_pipeline:
+        raise MismatchError(
+            f"{save.path(save.main)}: a pipeline's files do not tell which of its layers are tied, so that the order "
+            "of its parameters is not known. Give the names of each group as a list of lists."
+        )
+    module = read_module(save, save.main, ())
+    tied = {strip_compiled(name) for name in save.model(0).shared}
+    buffers = {strip_compiled(name) for name in save.model(0).buffers}
+    names = [name for name, _ in drop_ties(module, {}) if name not in buffers | tied]
+    return [[(name, True) for name in names]]
 
 
 def _find_trained(part: Part, live: GroupNames | None) -> dict[str, tuple[int, ...]]:

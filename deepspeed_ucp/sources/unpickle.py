@@ -74,6 +74,10 @@ class Opaque:
     def __setitem__(self, key: Any, value: Any) -> None:
         self.items.append((key, value))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Opaque:
+        """What a call of it would give: ``functools.partial(cls.__new__, …)()`` of objects with keyword arguments."""
+        return Opaque(f"{self.kind}()", (self, *args, kwargs) if kwargs else (self, *args))
+
     def __hash__(self) -> int:
         return hash(self.kind)
 
@@ -108,7 +112,9 @@ class SafeUnpickler(pickle.Unpickler):
             return _StorageType(name)
         return _make_stand_in(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> StorageRef:
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, tuple) and pid[0] == "module":  # legacy files: a module's class with its source text
+            return pid[1]
         if not isinstance(pid, tuple) or pid[0] != "storage":
             raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
         _kind, storage, key, _location, numel, *_ = pid
@@ -222,7 +228,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,
-    ("builtins", "bytearray"): bytearray,
+    ("builtins", "bytearray"): _make_stand_in("builtins.bytearray"),
     ("builtins", "slice"): slice,
     ("builtins", "object"): _make_stand_in("builtins.object"),
 }

@@ -11,7 +11,8 @@ import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import hook
-from deepspeed_ucp.cli.main import main, run_script, split_launcher_arguments
+from deepspeed_ucp.cli.main import main, split_launcher_arguments
+from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 
 SCRIPT = """

@@ -65,9 +65,10 @@ def test_each_element_once(outputs: list[Output], nodes: int, most: int) -> None
 @examples(100)
 def test_what_is_done_is_left_out(outputs: list[Output], nodes: int, taken: st.DataObject) -> None:
     """Of an attempt with other nodes and another memory bound."""
-    before = list_ranges(plan_conversion(outputs, 2, most=2 * MIB))
+    sizes = st.sampled_from((MIB, 2 * MIB, 16 * MIB))
+    before = list_ranges(plan_conversion(outputs, 2, most=taken.draw(sizes)))
     done = taken.draw(st.sets(st.sampled_from(before))) if before else set()
-    after = list_ranges(plan_conversion(outputs, nodes, most=MIB, done=done))
+    after = list_ranges(plan_conversion(outputs, nodes, most=taken.draw(sizes), done=done))
     assert not done & set(after) or all(not each.numel for each in done & set(after))
     check_cover([*done, *after], outputs)
 

@@ -8,7 +8,8 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.sources import check_tag, find_tags, read_latest
-from deepspeed_ucp.sources.files import NO_AXIS, compare_listings, find_leftovers, list_sizes, sort_files
+from deepspeed_ucp.sources.atomic import is_atomic
+from deepspeed_ucp.sources.files import NO_AXIS, compare_listings, find_leftovers, holds_atoms, list_sizes, sort_files
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -52,7 +53,6 @@ def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
         ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts"),
         ("offloaded_tensors", "NVMe"),
-        ("zero", "offline universal checkpoint"),
     ],
 )
 def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path, name: str, kind: str) -> None:
@@ -116,6 +116,35 @@ def test_a_latest_of_garbage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff\xfe\x00garbage")
     with pytest.raises(CheckpointError, match="latest"):
         read_latest(str(tmp_path))
+
+
+def test_without_latest_an_atomic_checkpoint_is_resumed(tmp_path: Path) -> None:
+    """A moved one comes with ``latest_universal`` alone; beside ``latest`` that is the newer word."""
+    touch(tmp_path / "global_step3_universal", MODEL)
+    (tmp_path / "latest_universal").write_text("global_step3_universal")
+    assert read_latest(str(tmp_path)) == "global_step3_universal"
+    (tmp_path / "latest").write_text("global_step9")
+    assert read_latest(str(tmp_path)) == "global_step9"
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(CheckpointError, match="latest is empty"):
+        read_latest(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "atomic"),
+    [
+        (("zero/", "mp_rank_00_model_states.pt"), True),
+        (("ucp_manifest.json",), True),
+        (("zero/", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"), False),
+        (("mp_rank_00_model_states.pt",), False),
+    ],
+    ids=["converted", "manifest", "converted-into-itself", "normal"],
+)
+def test_atomic_checkpoints_are_told_by_their_files(tmp_path: Path, names: tuple[str, ...], atomic: bool) -> None:
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else touch(tmp_path, name)
+    assert holds_atoms(list_sizes(str(tmp_path))) is atomic
+    assert is_atomic(str(tmp_path)) is atomic
 
 
 def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:

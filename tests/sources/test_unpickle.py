@@ -233,3 +233,30 @@ def test_stand_ins_travel_between_ranks() -> None:
     made = looking.load_skeleton(io.BytesIO(forge(b"cos\nsystem\n", text("x"), b"\x85R")), "x.pt")
     again = pickle.loads(pickle.dumps(made))
     assert (again.kind, again.args, again.state, again.items) == (made.kind, made.args, made.state, made.items)
+
+
+class _Keyword:
+    """Pickled by protocol 2 as a call of a functools.partial."""
+
+    def __new__(cls, *, size: int) -> _Keyword:
+        made = super().__new__(cls)
+        made.size = size
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
+        return (), {"size": self.size}
+
+
+@pytest.mark.parametrize("value", [bytearray(b"\x00\xff"), _Keyword(size=3)], ids=["bytearray", "keyword-arguments"])
+def test_a_client_state_with_what_protocol_2_spells_out(value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"client": value, "global_steps": 3}, path)
+    tree = read_header(str(path)).tree
+    assert tree["global_steps"] == 3
+    assert isinstance(tree["client"], looking.Opaque)
+
+
+def test_a_legacy_file_with_a_class(tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"client": torch.nn.Linear, "global_steps": 3}, path, _use_new_zipfile_serialization=False)
+    assert read_header(str(path)).tree["global_steps"] == 3

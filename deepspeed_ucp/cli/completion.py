@@ -1,0 +1,81 @@
+"""``ds_ucp completion``: completion scripts for shells, made from the commands' own parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from ..errors import ConfigError
+from .common import OK, add_command
+
+SHELLS = ("bash", "zsh", "tcsh")
+_FOLDERS = frozenset({"CKPT", "SOURCE", "DST", "OUT", "A", "B", "DIR"})
+_FILES = frozenset({"FILE", "RULES", "NAMES", "SCRIPT"})
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The command line."""
+    parser = add_command(
+        commands,
+        "completion",
+        help="print a shell's completion script",
+        description="Print a script that completes commands, options and folders in a shell.",
+        examples="""
+            eval "$(ds_ucp completion bash)"       # in ~/.bashrc
+            ds_ucp completion bash > ~/.local/share/bash-completion/completions/ds_ucp
+            ds_ucp completion zsh > ~/.zfunc/_ds_ucp
+            ds_ucp completion tcsh > ~/.ds_ucp.tcsh
+        """,
+        general=False,
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=f"one of {', '.join(SHELLS)}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the script.
+
+    Raises:
+        ConfigError: shtab is not installed.
+    """
+    print(make_script(options.shell))
+    return OK
+
+
+def make_script(shell: str) -> str:
+    """The completion script of a shell (``bash``, ``zsh`` or ``tcsh``).
+
+    Raises:
+        ConfigError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise ConfigError(f"completion needs shtab ({error}): pip install shtab.") from None
+    from .main import build_parser
+
+    parser = build_parser()
+    for action in list_actions(parser):
+        if action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    for command, line in _list_commands(parser):
+        command.description = line
+    return str(shtab.complete(parser, shell))
+
+
+def _list_commands(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """The commands' parsers with their lines in ``ds_ucp --help``, which shells show beside them."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for choice in commands._choices_actions:
+        yield commands.choices[choice.dest], str(choice.help)
+
+
+def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Every option and positional argument of a parser and its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from list_actions(command)

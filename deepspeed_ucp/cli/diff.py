@@ -1,0 +1,172 @@
+"""``ds_ucp diff``: two checkpoints of any topologies, atom by atom."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .common import (
+    FAULT,
+    OK,
+    Progress,
+    add_checkpoint_options,
+    add_command,
+    emit,
+    format_count,
+    format_table,
+    open_index,
+    read_rules,
+)
+
+if TYPE_CHECKING:
+    from ..convert.diff import AtomDifference, Difference
+    from ..convert.values import ValueDifference
+
+ROWS = 20
+"""Lines of the table without ``--all``."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``ds_ucp diff A B``."""
+    parser = add_command(
+        commands,
+        "diff",
+        help="compare two checkpoints of any topologies",
+        description="Compare two checkpoints, normal or atomic, of any topologies: every parameter and optimizer state "
+        "as a logical tensor, to the bit; hyper-parameters, counters, loss scaler, scheduler and client state. "
+        "Topology is no difference. Exit code 0: equal (or within --tolerance); 1: different; 2: an error.",
+        examples="""ds_ucp diff run1/global_step1000 run2/global_step1000
+                    ds_ucp diff checkpoints/ checkpoints/global_step1000_universal --json
+                    ds_ucp diff before after --states fp32 --only 'layers\\.0\\.' --tolerance 1e-6""",
+    )
+    add_checkpoint_options(parser, "a", "b")
+    parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose names match somewhere")
+    parser.add_argument(
+        "--states", default="", metavar="NAMES", help="these states of them, such as fp32,exp_avg; nothing but tensors"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="ATOL", help="let values pass that are no further apart"
+    )
+    parser.add_argument("--all", action="store_true", help="a line for every atom that differs")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="ranges compared at once (default 4)")
+    parser.add_argument("--window-mb", type=int, default=64, metavar="MB", help="memory for them (default 64)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry the command out."""
+    from ..comm import join_launch
+    from ..convert.diff import DiffOptions, diff_checkpoints
+
+    states = frozenset(filter(None, options.states.split(",")))
+    with join_launch() as comm:
+        with comm.together():
+            rules = read_rules(options)
+        left, right = (open_index(options, path, comm) for path in (options.a, options.b))
+        total = sum(atom.nbytes for index in (left, right) for atom in index.atoms.values())
+        with Progress(options, 0 if options.only or states else total // comm.size, "diff") as bar:
+            how = DiffOptions(
+                only=options.only,
+                states=states,
+                tolerance=options.tolerance,
+                threads=options.workers,
+                window=options.window_mb << 20,
+                progress=bar.add,
+            )
+            found = diff_checkpoints(left, right, comm, how, rules=rules)
+    emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
+    return OK if found.equal else FAULT
+
+
+def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
+    """A difference as data for ``--json``; everything is in it."""
+    return {
+        "a": a,
+        "b": b,
+        "equal": found.equal,
+        "tolerance": found.tolerance,
+        "atoms_compared": found.compared,
+        "elements_compared": found.numel,
+        "atoms_of_two_dtypes": found.converted,
+        "atoms": [_tell_atom(atom) for atom in found.atoms],
+        "values": [
+            {"section": each.section, "key": each.key, "a": each.left, "b": each.right, "parameters": each.names}
+            for each in found.values
+        ],
+        "notes": found.notes,
+        "unused_rules": found.unused,
+    }
+
+
+def _tell_atom(atom: AtomDifference) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": atom.name, "state": atom.state, "kind": atom.kind, "dtypes": atom.dtypes}
+    if atom.kind == "values":
+        for label, tally in (("", atom.tally), ("padding_", atom.padding)):
+            told[f"{label}elements"], told[f"{label}differing"] = tally.numel, tally.differing
+            told[f"{label}largest"], told[f"{label}relative"] = tally.largest, tally.relative
+        told["first"], told["tp_rank"] = atom.index, atom.shard
+    elif atom.text:
+        told["text"] = atom.text
+    return told
+
+
+def to_text(found: Difference, *, everything: bool = False) -> str:
+    """A difference in words."""
+    lines = [f"note: {note}" for note in found.notes] + [f"unused: {rule}" for rule in found.unused]
+    rows = (
+        [_make_row([atom]) for atom in found.atoms] if everything else [_make_row(held) for held in fold(found.atoms)]
+    )
+    shown = rows if everything else rows[:ROWS]
+    if shown:
+        header = ("atom", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
+        lines += [format_table(shown, header, right=(3, 5, 6))]
+    if len(shown) < len(rows):
+        lines.append(f"… {len(rows) - len(shown)} more lines; --all shows all, --json too")
+    lines += [_tell_value(each) for each in found.values]
+    return "\n".join([*lines, _conclude(found)])
+
+
+def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
+    """Atoms whose names differ in numbers only, together; the worst first, as they come."""
+    groups: dict[tuple[str, str, str], list[AtomDifference]] = {}
+    for atom in atoms:
+        groups.setdefault((re.sub(r"\d+", "*", atom.name), atom.state, atom.kind), []).append(atom)
+    return list(groups.values())
+
+
+def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
+    worst = atoms[0]
+    name = worst.name if len(atoms) == 1 else f"{re.sub(r'[0-9]+', '*', worst.name)} ({len(atoms)}, worst {worst.name})"
+    what = worst.kind if worst.kind != "shape" else worst.text
+    if worst.dtypes[0] != worst.dtypes[1]:
+        what += f" ({worst.dtypes[0]}, {worst.dtypes[1]})"
+    if worst.kind != "values":
+        return (name, worst.state, what, "", "", "", "")
+    tally = worst.tally if worst.tally.differing else worst.padding
+    if not worst.tally.differing:
+        what = "padding rows"
+    differing = sum((atom.tally if tally is worst.tally else atom.padding).differing for atom in atoms)
+    total = sum((atom.tally if tally is worst.tally else atom.padding).numel for atom in atoms)
+    place = str(list(worst.index)) + (f" of tp rank {worst.shard}" if worst.shard is not None else "")
+    counts = f"{format_count(differing)} of {format_count(total)}"
+    return (name, worst.state, what, counts, place, f"{tally.largest:.3g}", f"{tally.relative:.3g}")
+
+
+def _tell_value(each: ValueDifference) -> str:
+    where = ""
+    if each.names:
+        where = f" ({each.names[0]}{f' and {len(each.names) - 1} more' if len(each.names) > 1 else ''})"
+    return f"{each.section} {each.key}: {each.left} ≠ {each.right}{where}"
+
+
+def _conclude(found: Difference) -> str:
+    told = f"{found.compared} atoms ({format_count(found.numel)} elements) compared"
+    if found.converted:
+        told += f", {found.converted} of two dtypes by value"
+    if not found.atoms and not found.values:
+        return f"equal: {told}"
+    parts = [f"{len(found.atoms)} atoms differ"] if found.atoms else []
+    parts += [f"{len(found.values)} other values differ"] if found.values else []
+    verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
+    return f"{verdict}: {', '.join(parts)}; {told}"

@@ -1,0 +1,211 @@
+"""``ds_ucp export``: a checkpoint's weights (and optimizer state) for other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .common import (
+    OK,
+    Progress,
+    add_checkpoint_options,
+    add_command,
+    emit,
+    format_bytes,
+    format_count,
+    format_duration,
+    open_index,
+    read_rules,
+)
+
+if TYPE_CHECKING:
+    from ..atoms import AtomicIndex
+    from ..comm import Comm
+    from ..convert.export import ExportOptions, ExportReport
+
+DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+    "fp8-e4m3": "float8_e4m3fn",
+    "fp8-e5m2": "float8_e5m2",
+    "stored": None,
+}
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = add_command(
+        commands,
+        "export",
+        help="write weights as safetensors, or all state for torch.distributed.checkpoint",
+        description="Write a checkpoint's consolidated weights as Hugging Face loads them (safetensors), or weights "
+        "and optimizer state for torch.distributed.checkpoint (dcp), which FSDP2 and torchtitan load. Weights come "
+        "from the fp32 masters, straight from the files of all ranks, with bounded memory; every byte is held against "
+        "the checksum that training wrote. OUT is a new folder; it appears when it is complete.",
+        examples="""ds_ucp export checkpoints/ weights/ --dtype bf16
+                    ds_ucp export checkpoints/global_step1000 weights/ --hf-dir my-model/ --max-shard-size 2GB
+                    ds_ucp export checkpoints/ weights/ --rename '(?P<n>\\d+)\\.(?P<rest>.*)=h.{n-2}.{rest}'
+                    ds_ucp export checkpoints/ step-1000/ --format dcp --torchtitan
+                    mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/""",
+    )
+    add_checkpoint_options(parser)
+    parser.add_argument("out", metavar="OUT", help="folder to be made")
+    parser.add_argument(
+        "--format", choices=("safetensors", "dcp"), default="safetensors", help="what to write (default: safetensors)"
+    )
+    _add_content_options(parser)
+    _add_dcp_options(parser)
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="threads per node (default: from its cores)"
+    )
+    parser.add_argument(
+        "--window-mb", type=int, default=256, metavar="MB", help="memory per node for data on its way (default: 256)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
+
+
+def _add_content_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="element type of floating weights and buffers; `stored` keeps each tensor's own (default: fp32)",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
+    )
+    parser.add_argument(
+        "--hf-dir",
+        metavar="DIR",
+        help="a Hugging Face model's folder: copy its config and tokenizer beside the weights",
+    )
+    parser.add_argument(
+        "--tied",
+        choices=("drop", "copy"),
+        help="names that are tied to another one: leave them out, or write the data again (default: drop in "
+        "safetensors, as save_pretrained does; copy in dcp, where a model's state dict has both)",
+    )
+    parser.add_argument(
+        "--rename",
+        metavar="REGEX=NAME",
+        action="append",
+        default=[],
+        help="name for the parameters whose whole saved name matches; {group} and {group-2} fill in named groups. May "
+        "be given several times, the first that matches counts; before the renames in --patterns",
+    )
+    parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
+    parser.add_argument(
+        "--keep-padding", action="store_true", help="keep the rows that pad a vocabulary (cut where patterns tell it)"
+    )
+
+
+def _add_dcp_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
+    parser.add_argument(
+        "--flatten-optimizer",
+        action="store_true",
+        help="dcp: the optimizer as StateDictOptions(flatten_optimizer_state_dict=True) has it",
+    )
+    parser.add_argument(
+        "--torchtitan",
+        action="store_true",
+        help="dcp: torchtitan's keys: weights on top, a flattened `optimizer`",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export; collective under mpirun and torchrun."""
+    from ..comm import join_launch
+
+    _check(options)
+    with join_launch() as comm:
+        only_weights = options.format == "safetensors" or options.weights_only
+        index = open_index(options, comm=comm, weights_only=only_weights)
+        report = _export(options, index, comm)
+        emit(options, _to_data(report), _to_text(report))
+    return OK
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.workers < 0 or options.window_mb < 8:
+        raise ConfigError("--workers must not be negative, --window-mb not below 8.")
+    foreign = ["weights_only", "flatten_optimizer", "torchtitan"] if options.format == "safetensors" else ["hf_dir"]
+    given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(options, name)]
+    if given:
+        raise ConfigError(f"--format {options.format} has no {', '.join(given)}.")
+    if options.hf_dir is not None and not os.path.isfile(os.path.join(options.hf_dir, "config.json")):
+        raise ConfigError(f"--hf-dir {options.hf_dir}: holds no config.json, so it is no Hugging Face model.")
+
+
+def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> ExportReport:
+    rules, told = read_rules(options), make_options(options)
+    if options.format == "safetensors":
+        from ..convert.safetensors import export_safetensors
+
+        size = parse_size(options.max_shard_size)
+        return export_safetensors(index, options.out, comm, told, rules=rules, max_shard=size, hf_dir=options.hf_dir)
+    from ..convert.dcp import export_dcp
+
+    layout = "torchtitan" if options.torchtitan else "flattened" if options.flatten_optimizer else "torch"
+    return export_dcp(index, options.out, comm, told, rules=rules, weights_only=options.weights_only, layout=layout)
+
+
+def make_options(options: argparse.Namespace) -> ExportOptions:
+    """What the command line says, for the export.
+
+    Raises:
+        ConfigError: a rename that is none.
+    """
+    from ..convert.export import ExportOptions
+    from ..patterns import parse_renames
+
+    pairs = [text.rpartition("=") for text in options.rename]
+    wrong = [text for text, (regex, equals, _) in zip(options.rename, pairs, strict=True) if not (regex and equals)]
+    if wrong:
+        raise ConfigError(f"--rename {wrong[0]!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
+    return ExportOptions(
+        dtype=DTYPES[options.dtype],
+        tied=options.tied or ("drop" if options.format == "safetensors" else "copy"),
+        keep_padding=options.keep_padding,
+        strip_prefix=options.strip_prefix,
+        renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),
+        workers=options.workers,
+        window=options.window_mb << 20,
+        overwrite=options.overwrite,
+        bar=lambda total: Progress(options, total, "export"),
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``5GB`` (10^9) or ``5GiB`` (2^30).
+
+    Raises:
+        ConfigError: it is no size, or none above zero.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    size = int(float(found[1]) * unit) if found and unit else 0
+    if size <= 0:
+        raise ConfigError(f"--max-shard-size {text!r}: a size such as 500MB, 5GB or 2GiB is needed.")
+    return size
+
+
+def _to_data(report: ExportReport) -> dict[str, Any]:
+    names = ("format", "folder", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
+    return {name: getattr(report, name) for name in (*names, "nodes", "workers")}
+
+
+def _to_text(report: ExportReport) -> str:
+    rate = report.bytes_read / max(report.seconds, 1e-9)
+    return (
+        f"{report.folder}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
+        f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
+        f"{format_duration(report.seconds)} ({format_bytes(rate)}/s read)."
+    )

@@ -1,0 +1,275 @@
+"""What a checkpoint's index tells about each parameter, as rows for people and for JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
+from ..convert.wholes import EQUAL, list_rules, plain_name, settle_wholes
+from ..convert.wholes import _is_equal as is_replica
+from ..convert.wholes import _list_weights as list_weights
+from ..errors import MismatchError
+from ..patterns import Pattern, Replicate, RuleSet, Unique, settle
+from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
+from ..patterns.rules import suggest_rule
+
+T = TypeVar("T")
+
+TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
+_LAYER_FILE = re.compile(r"/layer_(\d+)-[^/]*$")
+
+UNSETTLED = "?"
+"""Pattern of a parameter of which nothing tells how it is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter or buffer of a checkpoint.
+
+    Attributes:
+        name: as in the model; ``name#1`` for a later pipeline stage's own values.
+        kind: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` where no optimizer is known.
+        shape: logical shape, None where nothing tells how its shards make up the whole.
+        shards: shape on each tensor-parallel rank.
+        dtype: of the master, or of the module's own tensor.
+        copy: dtype of the model's copy of a trained parameter, None without one.
+        states: state → dtype, masters first, copies left out.
+        pattern, origin: how tensor parallelism cuts it, and what settled that.
+        group: number of its param group, or None.
+        scalars: the optimizer's scalars.
+        aliases: names that are tied to it.
+        fragments: per state the number of contiguous pieces in files.
+        files: names of the files that hold a part of a state.
+        nbytes: of all states as stored, replicas of tensor-parallel ranks included, copies not.
+        copy_bytes: of the copies.
+        why: unsettled: the rule to give.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] | None
+    shards: tuple[tuple[int, ...], ...]
+    dtype: str
+    copy: str | None
+    states: dict[str, str]
+    pattern: str
+    origin: str
+    group: int | None
+    scalars: dict[str, Any]
+    aliases: tuple[str, ...]
+    fragments: dict[str, int]
+    files: tuple[str, ...]
+    nbytes: int
+    copy_bytes: int
+    why: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int | None:
+        """Elements of the logical tensor, None where its shape is not known."""
+        return None if self.shape is None else count(self.shape)
+
+    def to_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "numel": self.numel, "pattern": None if self.pattern == UNSETTLED else self.pattern}
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """How parameters are cut, as far as anything tells: by plain name."""
+
+    shapes: dict[str, tuple[int, ...]]
+    patterns: dict[str, Pattern]
+    origin: dict[str, str]
+    open: dict[str, dict[str, Any]]
+    unused: tuple[str, ...] = ()
+
+
+def list_parameters(index: AtomicIndex, settling: Settling) -> list[Parameter]:
+    """All parameters and buffers in the model's order."""
+    by_name: dict[str, dict[str, Atom]] = {}
+    for (name, state), atom in index.atoms.items():
+        by_name.setdefault(name, {})[state] = atom
+    groups = {name: number for number, group in enumerate(index.groups) for name in group.names}
+    aliases: dict[str, list[str]] = {}
+    for alias, name in index.aliases.items():
+        aliases.setdefault(name, []).append(alias)
+    return [
+        _make_row(index, settling, name, by_name[name], groups.get(name), tuple(aliases.get(name, ())))
+        for name in order_names(index)
+    ]
+
+
+def _make_row(
+    index: AtomicIndex,
+    settling: Settling,
+    name: str,
+    atoms: Mapping[str, Atom],
+    group: int | None,
+    aliases: tuple[str, ...],
+) -> Parameter:
+    plain, copy = plain_name(name), atoms.get(COPY)
+    states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
+    main = next(iter(states.values()))
+    pattern = settling.patterns.get(plain)
+    unowned = FROZEN if index.shapes else WEIGHTS
+    kind = TRAINED if MODULE not in states else BUFFER if plain in index.buffers else unowned
+    used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
+    paths = {index.files[index.records[record].file].path for record in used}
+    return Parameter(
+        name=name,
+        kind=kind,
+        shape=settling.shapes.get(plain),
+        shards=tuple(shard.shape for shard in main.shards),
+        dtype=main.dtype,
+        copy=copy.dtype if copy else None,
+        states={state: atom.dtype for state, atom in states.items()},
+        pattern=UNSETTLED if plain in settling.open else name_pattern(pattern),
+        origin=settling.origin.get(plain, ""),
+        group=group,
+        scalars=dict(index.scalars.get(name, {})),
+        aliases=aliases,
+        fragments={state: sum(len(shard.fragments) for shard in atom.shards) for state, atom in states.items()},
+        files=tuple(sorted(shorten_path(index, path) for path in paths)),
+        nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
+        copy_bytes=copy.nbytes if copy else 0,
+        why=settling.open.get(plain, {}),
+    )
+
+
+def sort_states(states: Iterable[str]) -> list[str]:
+    """Masters first, the module's own tensors and copies last, the optimizer's by name."""
+    ends = {MASTER: 0, MODULE: 2, COPY: 3}
+    return sorted(states, key=lambda state: (ends.get(state, 1), state))
+
+
+def shorten_path(index: AtomicIndex, path: str) -> str:
+    """A file's path inside the checkpoint's folder."""
+    folder = index.state_file.rpartition("/")[0]
+    return path.removeprefix(f"{folder}/")
+
+
+def name_pattern(pattern: Pattern | None) -> str:
+    """A pattern as rules write it, with what differs from its defaults: ``shard-h``, ``shard-nc parts=(1,1)``."""
+    if pattern is None:
+        return "unique"
+    told = record_pattern(pattern)
+    kind = told.pop("kind")
+    plain = {key: value for key, value in told.items() if not isinstance(value, dict)}
+    return " ".join((kind, *(f"{key}={value}".replace(" ", "") for key, value in plain.items())))
+
+
+def settle_patterns(index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> Settling:
+    """How every parameter is cut; what nothing settles is in ``open`` with the rule that would."""
+    try:
+        wholes = settle_wholes(index, rules)
+    except MismatchError:
+        return _settle_each(index, rules)
+    shapes = {plain_name(name): whole.shape for (name, _), whole in wholes.atoms.items()}
+    recorded = {name: read_pattern(told) for name, told in index.recorded.items()}
+    origin = {**wholes.origin, **dict.fromkeys(recorded, ORIGIN)}
+    return Settling(shapes, {**wholes.patterns, **recorded}, origin, {}, tuple(wholes.unused))
+
+
+def _settle_each(index: AtomicIndex, rules: Sequence[RuleSet]) -> Settling:
+    """The same, one parameter at a time, for those that can be settled."""
+    weights = {plain_name(name): atom for (name, _), atom in list_weights(index)}
+    held = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
+    found, ordered = Settling({}, {}, {}, {}), list_rules(index, rules)
+    for name, shapes in held.items():
+        if name in index.buffers and is_replica(index, weights[name]):
+            found.shapes[name], found.patterns[name], found.origin[name] = shapes[0], Replicate(), EQUAL
+            continue
+        try:
+            settled = settle([name], held, None, ordered, index.hints)
+        except MismatchError as error:
+            contradicted = "cannot be brought together" in str(error)
+            found.open[name] = {"error": str(error)} if contradicted else suggest_rule(name, shapes, None)
+            continue
+        found.shapes[name] = settled.layouts[name][0].shape
+        found.patterns[name] = settled.patterns.get(name, Unique())
+        found.origin[name] = settled.origin.get(name, "")
+    return found
+
+
+def order_names(index: AtomicIndex) -> list[str]:
+    """Names of all atoms in the model's order: as the module states list them, layers by their numbers."""
+    listed = [name for name, state in index.atoms if state in (COPY, MODULE)]
+    masters = [name for name, state in index.atoms if state not in (COPY, MODULE)]
+    copied = any(state == COPY for _, state in index.atoms)
+    names = list(dict.fromkeys([*listed, *masters] if copied else [*masters, *listed]))
+    layers = _find_layers(index)
+    first: dict[str, int] = {}
+    for at, name in enumerate(names):
+        first.setdefault(split_layer(name)[0], at)
+
+    def rate(at: int) -> tuple[int, int, int, int]:
+        prefix, number = split_layer(names[at])
+        return layers.get(names[at], len(layers)), first[prefix], number, at
+
+    return [names[at] for at in sorted(range(len(names)), key=rate)]
+
+
+def _find_layers(index: AtomicIndex) -> dict[str, int]:
+    """For a pipeline, the layer in whose file a parameter's copy lies."""
+    found = {}
+    for (name, state), atom in index.atoms.items():
+        fragment = next((f for shard in atom.shards for f in shard.fragments), None)
+        if state in (COPY, MODULE) and fragment is not None:
+            path = index.files[index.records[fragment.record].file].path
+            if match := _LAYER_FILE.search(path):
+                found[name] = int(match[1])
+    return found
+
+
+def split_layer(name: str) -> tuple[str, int]:
+    """What a layer's parameters have in front of its number, and the number (-1 without one)."""
+    match = re.match(r"(.*?)(?:^|(?<=\.))(\d+)\.", name)
+    return (match[1], int(match[2])) if match else (name.partition(".")[0], -1)
+
+
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Names that differ in numbers only as one with ranges."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\d+", "{}", name), []).append(name)
+    return [folded for group in groups.values() for folded, _ in _fold_group({name: name for name in group})]
+
+
+def fold_rows(rows: Sequence[Parameter]) -> list[tuple[str, list[Parameter]]]:
+    """Rows that differ in numbers of the name only, under one name with ranges: ``h.{0-11}.mlp.bias``."""
+    groups: dict[tuple[Any, ...], dict[str, Parameter]] = {}
+    for row in rows:
+        same = (row.kind, row.shape, row.shards, row.dtype, row.copy, tuple(row.states), row.pattern, row.origin)
+        groups.setdefault((re.sub(r"\d+", "{}", row.name), *same), {})[row.name] = row
+    return [part for group in groups.values() for part in _fold_group(group)]
+
+
+def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
+    """One entry where the numbers' combinations are complete (layers × experts), else split at the first place."""
+    numbers = {name: tuple(map(int, re.findall(r"\d+", name))) for name in group}
+    places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
+    if len(group) == count(tuple(map(len, places))):
+        return [(_join_name(next(iter(group)), places), list(group.values()))]
+    at = next(place for place, values in enumerate(places) if len(values) > 1)
+    parts = [{name: group[name] for name in group if numbers[name][at] == value} for value in places[at]]
+    return [folded for part in parts for folded in _fold_group(part)]
+
+
+def _join_name(name: str, places: Sequence[Sequence[int]]) -> str:
+    spans = iter(places)
+    return re.sub(r"\d+", lambda found: _tell_numbers(next(spans), found[0]), name)
+
+
+def _tell_numbers(values: Sequence[int], text: str) -> str:
+    if len(values) == 1:
+        return text
+    spans: list[list[int]] = []
+    for value in values:
+        if spans and spans[-1][-1] + 1 == value:
+            spans[-1] = [spans[-1][0], value]
+        else:
+            spans.append([value])
+    return "{" + ",".join("-".join(map(str, span)) for span in spans) + "}"

@@ -1,0 +1,375 @@
+"""A map of a checkpoint: which rank's files hold which part of the model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex
+from ..errors import ConfigError
+from .common import format_bytes, format_count
+from .parameters import Parameter, split_layer
+
+if TYPE_CHECKING:
+    from .survey import Survey
+
+FloatArray = npt.NDArray[np.float64]
+
+KINDS = ("masters", "optimizer states", "frozen and buffers", "model copies")
+COLOURS = {
+    "masters": "#2f5d8a",
+    "optimizer states": "#e08e45",
+    "frozen and buffers": "#4a9d7c",
+    "model copies": "#9db8d2",
+}
+BACKGROUND, RULE, RULE_INK, INK, FAINT_INK = "#f6f5f2", "#ffffff", "#b5b9be", "#22262b", "#6b7178"
+
+_COLUMNS = 1600
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_\d+(?:-model_(\d+))?-model_states\.pt")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """One line of the map: the files of one rank, or of one role where no single rank can be named.
+
+    Attributes:
+        order: where it stands.
+        block: what stands at the left of all rows of its pipeline stage and tensor-parallel rank.
+        label: its own label.
+    """
+
+    order: tuple[int, ...]
+    block: str = field(compare=False)
+    label: str = field(compare=False)
+
+
+@dataclass(slots=True)
+class Lane:
+    """Intervals [low, high) of the model that a row holds of one kind, in bytes from the map's left; and its bytes."""
+
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """The map as data.
+
+    Attributes:
+        rows: top to bottom.
+        lanes: row and kind → what it holds.
+        width: bytes from left to right: every parameter once, with all its states and its copy.
+        marks: layers as (start in bytes, end, label).
+    """
+
+    rows: tuple[Row, ...]
+    lanes: dict[tuple[Row, str], Lane]
+    width: float
+    marks: tuple[tuple[float, float, str], ...]
+
+
+def draw_map(survey: Survey, path: str) -> None:
+    """Draw the map into a file whose ending names the format.
+
+    Raises:
+        ConfigError: matplotlib is not there, or does not know the format.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'deepspeed_ucp[plot]'.") from None
+    figure = Figure(facecolor="white")
+    if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
+        known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
+        raise ConfigError(f"--plot: {path} does not end in a format that can be drawn ({known}).")
+    _paint(figure, make_map(survey.index, survey.parameters), survey)
+    figure.savefig(path, dpi=150)
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def make_map(index: AtomicIndex, parameters: Sequence[Parameter]) -> Map:
+    """Lay the parameters out along the model and sort every fragment into its file's row."""
+    starts, sizes, width = _lay_out(index, parameters)
+    rows = {number: find_row(index, file.path) for number, file in enumerate(index.files)}
+    lanes: dict[tuple[Row, str], Lane] = {}
+    whole = {row.name: row.numel for row in parameters}
+    for (name, state), atom in index.atoms.items():
+        kind = _find_kind(state)
+        for low, high, record, nbytes in _spread(atom, whole.get(name)):
+            row = rows[index.records[record].file]
+            if index.topology.wrapper == "atomic":
+                row = Row((KINDS.index(kind),), "", f"{state}.pt of every parameter")
+            lane = lanes.setdefault((row, kind), Lane())
+            lane.spans.append((starts[name] + low * sizes[name], starts[name] + high * sizes[name]))
+            lane.nbytes += nbytes
+    ordered = tuple(sorted({row for row, _ in lanes}))
+    return Map(ordered, lanes, width, tuple(_mark_layers([p.name for p in parameters], starts, sizes)))
+
+
+def _find_kind(state: str) -> str:
+    return {MASTER: KINDS[0], MODULE: KINDS[2], COPY: KINDS[3]}.get(state, KINDS[1])
+
+
+def _lay_out(index: AtomicIndex, parameters: Sequence[Parameter]) -> tuple[dict[str, float], dict[str, float], float]:
+    """Where every parameter starts and how wide it is, in bytes of one copy of each of its states."""
+    starts, sizes, at = {}, {}, 0.0
+    for row in parameters:
+        stored = count_shards(row.shards) or 1
+        share = (row.numel if row.numel is not None else stored) / stored
+        starts[row.name], sizes[row.name] = at, (row.nbytes + row.copy_bytes) * share
+        at += sizes[row.name]
+    return starts, sizes, max(at, 1.0)
+
+
+def count_shards(shards: Sequence[Sequence[int]]) -> int:
+    """Elements of all shards together."""
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in shards)
+
+
+def _spread(atom: Atom, numel: int | None) -> list[tuple[float, float, int, int]]:
+    """Fragments as (from, to) in parts of the parameter, with record and bytes.
+
+    Shards lie side by side; where every one is the whole (replicas), over each other.
+    """
+    width, total, before, found = ITEMSIZE[atom.dtype], atom.numel or 1, 0, []
+    for shard in atom.shards:
+        replica = numel is not None and shard.numel == numel
+        base, over = (0, numel) if replica else (before, total)
+        for fragment in shard.fragments:
+            low = (base + fragment.start) / (over or 1)
+            found.append((low, low + fragment.numel / (over or 1), fragment.record, fragment.numel * width))
+        before += shard.numel
+    return found
+
+
+def find_row(index: AtomicIndex, path: str) -> Row:
+    """The row of a file, by its name."""
+    name, tp = os.path.basename(path), max(index.topology.tp, 1)
+    if match := _OPTIM.fullmatch(name):
+        return _make_row(index, int(match[2]), int(match[1]))
+    if match := _MODEL.fullmatch(name):
+        return _make_row(index, int(match[2]), int(match[1]) if match[1] else None)
+    if match := _LAYER.fullmatch(name):
+        rank = int(match[1] or 0)
+        return Row((1, rank), "layer files", f"tp {rank}" if tp > 1 else "all layers")
+    return Row((2,), "", name)
+
+
+def _make_row(index: AtomicIndex, mp: int, dp: int | None) -> Row:
+    topology = index.topology
+    stage, rank = divmod(mp, max(topology.tp, 1))
+    block = " · ".join(
+        text for text, used in ((f"pp {stage}", topology.pp > 1), (f"tp {rank}", topology.tp > 1)) if used
+    )
+    return Row((0, stage, rank, -1 if dp is None else dp), block, "model states" if dp is None else f"dp {dp}")
+
+
+def _mark_layers(
+    names: Sequence[str], starts: dict[str, float], sizes: dict[str, float]
+) -> list[tuple[float, float, str]]:
+    """Neighbouring parameters of one layer, or of one top-level module without numbers, as one mark."""
+    marks: list[tuple[float, float, str]] = []
+    last: object = None
+    for name in names:
+        prefix, number = key = split_layer(name)
+        label = str(number) if number >= 0 else prefix
+        start, end = starts[name], starts[name] + sizes[name]
+        if marks and key == last:
+            marks[-1] = (marks[-1][0], end, label)
+        else:
+            marks.append((start, end, label))
+        last = key
+    return marks
+
+
+def rasterize(lane: Lane, width: float, columns: int) -> FloatArray:
+    """How much of each column of the map a lane covers, 0 to 1."""
+    spans = np.array(sorted(lane.spans), np.float64).reshape(-1, 2) * (columns / width)
+    covered = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
+    edges = np.arange(columns + 1, dtype=np.float64)
+    at = np.searchsorted(spans[:, 0], edges, side="right")
+    inside = np.zeros_like(edges)
+    some = at > 0
+    before = at[some] - 1
+    inside[some] = covered[before] + np.minimum(edges[some], spans[before, 1]) - spans[before, 0]
+    return np.clip(np.diff(inside), 0.0, 1.0)
+
+
+def shade(cover: FloatArray) -> FloatArray:
+    """Opacity by coverage. What is narrower than can be seen is widened to three columns, never paler than 0.55."""
+    seen = cover > 1e-9
+    opacity = np.where(seen, 0.55 + 0.45 * cover, 0.0)
+    narrow = seen & (cover < 0.9) & ~_beside(cover >= 0.9)
+    return np.asarray(np.maximum(opacity, np.where(_beside(narrow), 0.55, 0.0)))
+
+
+def _beside(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """A mask with each place's neighbours."""
+    wide = mask.copy()
+    wide[1:] |= mask[:-1]
+    wide[:-1] |= mask[1:]
+    return wide
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def _paint(figure: Any, drawn: Map, survey: Survey) -> None:
+    rows = len(drawn.rows)
+    height = min(max(0.26 * rows, min(0.5 * rows, 2.4)), 11.0)
+    figure.set_size_inches(13.0, height + 2.1)
+    low, high = 0.75 / (height + 2.1), 1 - 1.35 / (height + 2.1)
+    axes = figure.add_axes((0.15, low, 0.75, high - low), facecolor=BACKGROUND)
+    axes.set_xlim(0, drawn.width)
+    axes.set_ylim(rows, 0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    _paint_rows(axes, drawn, height)
+    _paint_layers(axes, drawn, rows)
+    _paint_blocks(axes, drawn, rows, height)
+    _paint_title(figure, survey, height + 2.1)
+    _paint_legend(figure, drawn, height + 2.1)
+
+
+def _paint_rows(axes: Any, drawn: Map, height: float) -> None:
+    """One image: per row a lane for each kind that it holds, as high as the kind's share of the row's bytes."""
+    pixels = max(4, int(height * 150 / len(drawn.rows)))
+    margin = 1 if pixels >= 8 else 0
+    image = np.ones((len(drawn.rows) * pixels, _COLUMNS, 4))
+    image[..., :3], image[..., 3] = _rgb(BACKGROUND), 0.0
+    for number, row in enumerate(drawn.rows):
+        top = number * pixels + margin
+        for kind, lines in _share_lines(drawn, row, pixels - 2 * margin):
+            cover = rasterize(drawn.lanes[row, kind], drawn.width, _COLUMNS)
+            image[top : top + lines, :, :3] = _rgb(COLOURS[kind])
+            image[top : top + lines, :, 3] = shade(cover)
+            top += lines
+    extent = (0, drawn.width, len(drawn.rows), 0)
+    axes.imshow(image, aspect="auto", interpolation="antialiased", extent=extent, zorder=2)
+
+
+def _share_lines(drawn: Map, row: Row, lines: int) -> list[tuple[str, int]]:
+    kinds = [kind for kind in KINDS if (row, kind) in drawn.lanes]
+    total = sum(drawn.lanes[row, kind].nbytes for kind in kinds) or 1
+    least = max(1, lines // 8)
+    shares = [max(least, round(lines * drawn.lanes[row, kind].nbytes / total)) for kind in kinds]
+    shares[shares.index(max(shares))] += lines - sum(shares)
+    return list(zip(kinds, shares, strict=True))
+
+
+def _sample_covers(drawn: Map) -> list[FloatArray]:
+    lanes = list(drawn.lanes.values())
+    return [rasterize(lane, drawn.width, _COLUMNS) for lane in lanes[:: max(1, len(lanes) // 16)]]
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    return tuple(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+
+
+def _paint_layers(axes: Any, drawn: Map, rows: int) -> None:
+    """Thin lines between layers, and as many labels as there is room for."""
+    axes.set_xticks([])
+    room, last = drawn.width * 0.75 / 100, -drawn.width
+    for low, high, label in drawn.marks:
+        if low > 0:
+            axes.plot([low, low], [0, rows], color=RULE, linewidth=0.8, zorder=3)
+        middle, needed = (low + high) / 2, room * (len(label) + 1)
+        if middle - last >= needed:
+            _write(axes, label, (middle, rows), (0, -5), ha="center", va="top", color=FAINT_INK)
+            last = middle + needed / 2
+    axes.set_xlabel("the model in layer order, as wide as its bytes", fontsize=9, color=FAINT_INK, labelpad=20)
+
+
+def _paint_blocks(axes: Any, drawn: Map, rows: int, height: float) -> None:
+    """Labels and sizes: of rows where there is room for them, else of the blocks of a model-parallel rank's rows."""
+    blocks = _find_blocks(drawn.rows)
+    room = int(height / 0.17)
+    axes.tick_params(length=0)
+    axes.set_yticks([])
+    for number, (start, _) in enumerate(blocks):
+        if start:
+            reach = -0.19 if number and room >= rows else 0.0
+            axes.plot([reach * drawn.width, drawn.width], [start] * 2, color=RULE_INK, lw=0.5, zorder=4, clip_on=False)
+    if rows <= room or len(blocks) == 1:
+        _label_rows(axes, drawn, range(0, rows, 1 if rows <= room else -(-rows * 2 // room)))
+        _label_blocks(axes, drawn, blocks, sizes=False)
+    else:
+        _label_blocks(axes, drawn, blocks[:: max(1, -(-len(blocks) // room))], sizes=True)
+
+
+def _find_blocks(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    starts = [at for at in range(len(rows)) if not at or rows[at].block != rows[at - 1].block]
+    return list(zip(starts, [*starts[1:], len(rows)], strict=True))
+
+
+def _label_rows(axes: Any, drawn: Map, shown: Sequence[int]) -> None:
+    axes.set_yticks([at + 0.5 for at in shown], [drawn.rows[at].label for at in shown], fontsize=8, color=INK)
+    for at in shown:
+        text = format_bytes(_sum_bytes(drawn, drawn.rows[at : at + 1]))
+        _write(axes, text, (drawn.width, at + 0.5), (6, 0), va="center", color=FAINT_INK)
+
+
+def _label_blocks(axes: Any, drawn: Map, blocks: Sequence[tuple[int, int]], *, sizes: bool) -> None:
+    for start, end in blocks:
+        rows, middle = drawn.rows[start:end], (start + end) / 2
+        _write(axes, rows[0].block, (-0.19 * drawn.width, middle), (0, 0), va="center", fontweight="bold", color=INK)
+        if sizes:
+            ranks = rows[0].label if len(rows) == 1 else f"{rows[0].label} … {rows[-1].label}"
+            _write(axes, ranks, (0, middle), (-6, 0), ha="right", va="center", color=INK)
+            text = f"{format_bytes(_sum_bytes(drawn, rows))} in all"
+            _write(axes, text, (drawn.width, middle), (6, 0), va="center", color=FAINT_INK)
+
+
+def _sum_bytes(drawn: Map, rows: Sequence[Row]) -> int:
+    return sum(drawn.lanes[row, kind].nbytes for row in rows for kind in KINDS if (row, kind) in drawn.lanes)
+
+
+def _write(axes: Any, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
+    """Text in the margin, ``shift`` points away from a place in the map."""
+    axes.annotate(text, at, shift, textcoords="offset points", annotation_clip=False, **{"fontsize": 8, **style})
+
+
+def _paint_title(figure: Any, survey: Survey, height: float) -> None:
+    totals, topology = survey.totals, survey.index.topology
+    elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
+    step = survey.index.counters.get("global_steps")
+    text = f"{topology.describe()} · {elements}{format_bytes(totals.file_bytes)} in {totals.files} files"
+    text += "" if step is None else f" · step {step}"
+    name = "/".join(os.path.abspath(survey.folder).split("/")[-2:])
+    figure.text(0.02, 1 - 0.3 / height, name, fontsize=14, fontweight="bold", color=INK, va="center")
+    figure.text(0.02, 1 - 0.62 / height, text, fontsize=10, color=FAINT_INK, va="center")
+
+
+def _paint_legend(figure: Any, drawn: Map, height: float) -> None:
+    from matplotlib.patches import Patch
+
+    handles = []
+    for kind in KINDS:
+        nbytes = sum(lane.nbytes for (_, each), lane in drawn.lanes.items() if each == kind)
+        if nbytes:
+            handles.append(Patch(color=COLOURS[kind], label=f"{kind} {format_bytes(nbytes)}"))
+    if any(np.mean((cover > 0) & (cover < 0.9)) > 0.05 for cover in _sample_covers(drawn)):
+        handles.append(Patch(color="#b9bdc2", label="paler: slices narrower than this map can show"))
+    figure.legend(
+        handles=handles,
+        loc="center left",
+        bbox_to_anchor=(0.145, 1 - 1.0 / height),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=1.1,
+    )

@@ -1,0 +1,276 @@
+"""Everything that ``ds_ucp inspect`` tells of a readable checkpoint, as data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
+from ..patterns import list_families
+from .parameters import BUFFER, FROZEN, Parameter, Settling, shorten_path
+
+VERSION = 1
+"""Of the JSON; it grows when a key changes its meaning or goes."""
+
+_DEEPSPEEDS = frozenset(
+    [
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"),
+        *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"),
+        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config"),
+    ]
+)
+"""Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and kin)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a user should know.
+
+    Attributes:
+        kind: ``unsettled``, ``irregular``, ``unreadable``, ``leftover``, ``latest``, ``checksums``, ``dropped``,
+            ``unnamed``, ``rules`` or ``damaged``.
+        text: what is the matter, and what to do.
+        names: the parameters or files.
+        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
+    """
+
+    kind: str
+    text: str
+    names: tuple[str, ...] = ()
+    rules: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sizes in bytes as stored (replicas of tensor-parallel ranks included), and counts.
+
+    Attributes:
+        elements: of all parameters, each once; None where a shape is not known.
+        padding: bytes of the records that are no tensor's: alignment, partitions' ends, replicas that are not read.
+        rest: bytes of the files beyond the records: pickles, zip directories.
+    """
+
+    parameters: int
+    elements: int | None
+    masters: int
+    states: int
+    copies: int
+    module: int
+    client: int
+    padding: int
+    rest: int
+    files: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A checkpoint as ``inspect`` shows it."""
+
+    folder: str
+    index: AtomicIndex
+    parameters: list[Parameter]
+    totals: Totals
+    client: dict[str, str]
+    written_by: dict[str, Any]
+    findings: list[Finding]
+
+    def to_data(self) -> dict[str, Any]:
+        """For JSON."""
+        index = self.index
+        kinds = {kind: [row.name for row in self.parameters if row.kind == kind] for kind in (FROZEN, BUFFER)}
+        return {
+            "inspect": VERSION,
+            "folder": self.folder,
+            "written_by": self.written_by,
+            "topology": tell_topology(index),
+            "counters": index.counters,
+            "optimizer": {
+                "name": index.optimizer,
+                "states": list_states(index),
+                "scalars": tell_scalars(index),
+                "groups": tell_groups(index, self.parameters),
+                "loss_scaler": index.scaler,
+                "clip_grad": index.clip_grad,
+            },
+            "totals": {each.name: getattr(self.totals, each.name) for each in fields(Totals)},
+            "parameters": [row.to_data() for row in self.parameters],
+            "ties": index.aliases,
+            "frozen": kinds[FROZEN],
+            "buffers": kinds[BUFFER],
+            "instances": index.instances,
+            "client_state": {"file": os.path.basename(index.state_file), "keys": self.client},
+            "files": [{"name": shorten_path(index, each.path), "size": each.size} for each in index.files],
+            "findings": [asdict(each) for each in self.findings],
+        }
+
+
+def tell_topology(index: AtomicIndex) -> dict[str, Any]:
+    """The topology without its flat buffers."""
+    kept = {each.name: getattr(index.topology, each.name) for each in fields(index.topology) if each.name != "flats"}
+    optimizer, _, parameters = kept.pop("offload").partition("/")
+    return {**kept, "offload_optimizer": optimizer, "offload_param": parameters}
+
+
+def list_states(index: AtomicIndex) -> list[str]:
+    """The optimizer's element-wise states by its own names, without masters."""
+    return sorted({state for _, state in index.atoms} - {MASTER, MODULE, COPY})
+
+
+def tell_scalars(index: AtomicIndex) -> dict[str, Any]:
+    """Per scalar of the optimizer its value, or the list of its values where parameters differ."""
+    found: dict[str, dict[Any, None]] = {}
+    for scalars in index.scalars.values():
+        for name, value in scalars.items():
+            found.setdefault(name, {})[value] = None
+    return {name: next(iter(values)) if len(values) == 1 else list(values) for name, values in found.items()}
+
+
+def tell_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str, Any]]:
+    """Per param group its hyper-parameters and how many parameters and elements it has."""
+    sizes = {row.name: row.numel for row in rows}
+    found = []
+    for group in index.groups:
+        numels = [sizes.get(name) for name in group.names]
+        known = [numel for numel in numels if numel is not None]
+        elements = sum(known) if len(known) == len(numels) else None
+        found.append({"parameters": len(group.names), "elements": elements, "hyper": group.hyper})
+    return found
+
+
+def count_totals(index: AtomicIndex, rows: Iterable[Parameter]) -> Totals:
+    """Counts and sizes."""
+    sums = {MASTER: 0, COPY: 0, MODULE: 0, "": 0}
+    covered: set[tuple[int, int, int]] = set()
+    for (_, state), atom in index.atoms.items():
+        sums[state if state in sums else ""] += atom.nbytes
+        width = ITEMSIZE[atom.dtype]
+        covered |= {(f.record, f.offset, f.numel * width) for shard in atom.shards for f in shard.fragments}
+    parameters = [row for row in rows if row.kind != BUFFER and "#" not in row.name]
+    numels = [row.numel for row in parameters]
+    client = sum(index.records[record].nbytes for record in index.client_records)
+    records, files = sum(r.nbytes for r in index.records), sum(f.size for f in index.files)
+    return Totals(
+        parameters=len(parameters),
+        elements=None if None in numels else sum(numel or 0 for numel in numels),
+        masters=sums[MASTER],
+        states=sums[""],
+        copies=sums[COPY],
+        module=sums[MODULE],
+        client=client,
+        padding=max(0, records - client - sum(nbytes for _, _, nbytes in covered)),
+        rest=files - records,
+        files=len(index.files),
+        file_bytes=files,
+    )
+
+
+def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
+    """What the client put into the state file: key → what kind of value; and DeepSpeed's version. Runs no code of it.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    from ..sources.torchfile import read_header
+
+    tree = read_header(index.state_file).tree
+    if not isinstance(tree, Mapping):
+        return {}, ""
+    kept = {str(key): _tell_kind(value) for key, value in tree.items() if key not in _DEEPSPEEDS}
+    scheduler = {"lr_scheduler": _tell_kind(tree["lr_scheduler"])} if tree.get("lr_scheduler") is not None else {}
+    return {**scheduler, **kept}, str(tree.get("ds_version") or "")
+
+
+def _tell_kind(value: Any) -> str:
+    """A value in a few words: its type, a number itself, a tensor's dtype and shape."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else f"{value[:37]}…")
+    if isinstance(value, (Mapping, list, tuple, set)):
+        return f"{type(value).__name__} of {len(value)}"
+    if hasattr(value, "dtype"):
+        return f"{value.dtype} tensor{list(getattr(value, 'shape', ()))}"
+    return str(getattr(value, "kind", type(value).__name__))
+
+
+def tell_origin(index: AtomicIndex, folder: str, version: str) -> dict[str, Any]:
+    """What wrote the checkpoint: ``tool``, DeepSpeed's version, and the source of an atomic one as its manifest says.
+
+    Raises:
+        CheckpointError: the manifest is damaged.
+    """
+    if index.topology.wrapper != "atomic":
+        return {"tool": "deepspeed", "deepspeed": version or None, "source": None}
+    from ..sources.manifest import read_manifest
+
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return {"tool": "ds_to_universal", "deepspeed": version or None, "source": None}
+    source = {"topology": manifest.source, "fingerprint": manifest.fingerprint}
+    return {"tool": f"deepspeed_ucp {manifest.package}", "deepspeed": version or None, "source": source}
+
+
+def find_findings(index: AtomicIndex, folder: str, rows: Iterable[Parameter], settling: Settling) -> list[Finding]:
+    """What is missing, odd or to be decided."""
+    found: list[Finding] = []
+    unsettled = [row for row in rows if row.why]
+    if unsettled:
+        text = (
+            "nothing tells how tensor parallelism cuts these; converting, and resuming with another degree, needs "
+            f"--patterns: a family ({', '.join(list_families())}) or rules"
+        )
+        rules = {row.why.get("match", row.name): row.why for row in unsettled}
+        found.append(Finding("unsettled", text, tuple(row.name for row in unsettled), tuple(rules.values())))
+    for kind, faults in (("irregular", index.irregular), ("unreadable", index.unreadable)):
+        by_text: dict[str, list[str]] = {}
+        for name, text in faults.items():
+            by_text.setdefault(text, []).append(name)
+        found += [Finding(kind, f"{_FAULTS[kind]}: {text}", tuple(names)) for text, names in by_text.items()]
+    if index.dropped:
+        found.append(Finding("dropped", index.dropped))
+    found += [Finding("rules", text) for text in settling.unused]
+    found += _look_around(index, folder)
+    return found
+
+
+_FAULTS = {
+    "irregular": "optimizer states that are not element-wise, which other topologies cannot take",
+    "unreadable": "bytes that cannot be cut",
+}
+
+
+def _look_around(index: AtomicIndex, folder: str) -> list[Finding]:
+    """Leftovers in the folder, ``latest`` beside it, files without checksums."""
+    found = []
+    unchecked = {index.records[r].file for r, record in enumerate(index.records) if record.crc is None}
+    if unchecked:
+        names = tuple(shorten_path(index, index.files[file].path) for file in sorted(unchecked))
+        found.append(Finding("checksums", "files without checksums; damage to them cannot be found", names))
+    if index.topology.wrapper != "atomic" and (left := _find_leftovers(index, folder)):
+        found.append(Finding("leftover", "files of an earlier save, which are not read; remove them", tuple(left)))
+    if text := check_latest(folder, "latest_universal" if index.topology.wrapper == "atomic" else "latest"):
+        found.append(Finding("latest", text))
+    return found
+
+
+def _find_leftovers(index: AtomicIndex, folder: str) -> list[str]:
+    from ..sources.survey import find_old_files
+
+    return [flaw.file for flaw in find_old_files(folder, index)]
+
+
+def check_latest(folder: str, name: str) -> str:
+    """Empty where ``latest`` beside the folder names it, else what it says."""
+    path = os.path.join(os.path.dirname(os.path.abspath(folder)), name)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            tag = stream.read().strip()
+    except FileNotFoundError:
+        return f"no `{name}` beside it: load_checkpoint needs tag={os.path.basename(os.path.abspath(folder))!r}"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{path} cannot be read: {error}"
+    return "" if tag == os.path.basename(os.path.abspath(folder)) else f"`{name}` names {tag!r}, not this one"

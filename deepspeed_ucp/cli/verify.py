@@ -1,0 +1,146 @@
+"""``ds_ucp verify``: every byte of a checkpoint is looked at, and every fault named."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from .common import (
+    FAULT,
+    OK,
+    Progress,
+    add_checkpoint_options,
+    add_command,
+    emit,
+    format_bytes,
+    format_duration,
+    read_groups,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from ..convert.verify import Fault, Verification
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """``ds_ucp verify CKPT``."""
+    parser = add_command(
+        commands,
+        "verify",
+        help="check every byte of a checkpoint",
+        description="Look at every file of a normal or atomic checkpoint: the CRC32 of each record, whether every "
+        "element of every parameter is there once, and whether the files belong together (same step, run and world "
+        "size). All faults are named, with the parameters in damaged bytes. Exit code 0: whole; 1: faults; 2: nothing "
+        "that can be looked at.",
+        examples="""ds_ucp verify checkpoints/
+                    ds_ucp verify checkpoints/global_step1000 --headers-only
+                    mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json""",
+    )
+    add_checkpoint_options(parser, patterns=False)
+    parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="reads under way at once (default 4)")
+    parser.add_argument("--window-mb", type=int, default=64, metavar="MB", help="memory for reading (default 64)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry the command out."""
+    from ..comm import join_launch
+    from ..convert.verify import list_files, verify_checkpoint
+
+    if (dangling := find_dangling(options.checkpoint)) is not None:
+        emit(options, {"folder": options.checkpoint, "whole": False, "faults": [_tell(dangling)]}, _word(dangling))
+        return FAULT
+    folder = resolve(options.checkpoint)
+    with join_launch() as comm:
+        total = 0 if options.headers_only else sum(list_files(folder)[0].values()) // comm.size
+        with Progress(options, total, "verify") as bar:
+            found = verify_checkpoint(
+                folder,
+                comm,
+                threads=options.workers,
+                window=options.window_mb << 20,
+                headers_only=options.headers_only,
+                groups=read_groups(options.groups),
+                progress=bar.add,
+            )
+    emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
+    return OK if found.whole else FAULT
+
+
+def find_dangling(path: str) -> Fault | None:
+    """`latest` that leads nowhere, although it is there."""
+    from ..convert.faults import Fault
+
+    for latest in ("latest", "latest_universal"):
+        if os.path.isfile(os.path.join(path, latest)):
+            try:
+                resolve(path)
+            except CheckpointError as error:
+                return Fault("latest", latest, str(error))
+            return None
+    return None
+
+
+def to_data(found: Verification) -> dict[str, Any]:
+    """A verification as data for ``--json``."""
+    return {
+        "folder": found.folder,
+        "kind": found.kind,
+        "topology": found.topology,
+        "whole": found.whole,
+        "files": [
+            {"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in found.files
+        ],
+        "others": found.others,
+        "bytes": sum(file.nbytes for file in found.files),
+        "read": found.read,
+        "unchecked": found.unchecked,
+        "seconds": found.seconds,
+        "rate": found.read / found.seconds if found.seconds else 0.0,
+        "faults": [_tell(fault) for fault in found.faults],
+        "fingerprint": found.fingerprint,
+    }
+
+
+def _tell(fault: Fault) -> dict[str, Any]:
+    return {
+        "kind": fault.kind,
+        "file": fault.file,
+        "text": fault.text,
+        "warning": fault.warning,
+        "atoms": fault.atoms,
+    }
+
+
+def to_text(found: Verification, *, headers_only: bool = False) -> str:
+    """A verification in words."""
+    nbytes = sum(file.nbytes for file in found.files)
+    head = f"{found.folder}: {found.kind} checkpoint{f', {found.topology}' if found.topology else ''}"
+    records = sum(file.records for file in found.files)
+    lines = [head, f"{len(found.files)} files, {records} records, {format_bytes(nbytes)}"]
+    if headers_only:
+        lines[1] += "; the headers only were looked at"
+    else:
+        rate = format_bytes(found.read / max(found.seconds, 1e-9))
+        lines[1] += f"; {format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
+    if found.fingerprint.get("digest"):
+        lines.append(f"source: {found.fingerprint['digest']}")
+    if found.unchecked:
+        lines.append(f"{format_bytes(found.unchecked)} are unchecked: their writer stored no checksum")
+    if found.others:
+        lines.append(f"{len(found.others)} other files were not looked into")
+    lines += [_word(fault) for fault in found.faults]
+    return "\n".join([*lines, _conclude(found)])
+
+
+def _word(fault: Fault) -> str:
+    return f"{'warning' if fault.warning else 'FAULT'} [{fault.kind}] {fault.text}"
+
+
+def _conclude(found: Verification) -> str:
+    warnings = sum(fault.warning for fault in found.faults)
+    faults = len(found.faults) - warnings
+    told = f" ({warnings} warning{'s' * (warnings > 1)})" if warnings else ""
+    return f"whole{told}" if found.whole else f"{faults} fault{'s' * (faults > 1)}{told}"

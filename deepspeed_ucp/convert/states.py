@@ -1,0 +1,195 @@
+"""The files of an atomic checkpoint that hold no atoms: client state, scheduler, counters; hyper-parameters, scaler.
+
+What the source's own files hold is taken over as it is, without running it (``sources.repickle``). One
+``optimizer_state.pt`` serves upstream's loaders of all stages: ZeRO 1/2 and BF16 read ``param_groups`` and the scaler
+at its top (``runtime/base_optimizer.py``), ZeRO 3 reads ``optimizer_state_dict`` in it (``runtime/zero/stage3.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..atoms import AtomicIndex, GroupInfo
+from ..io.opcodes import Global, Node, make_instance
+from ..io.torchzip import ScalarTensor, make_tensor, pack_scalar
+from ..sources.files import sort_files
+from ..sources.reading import EXTRA_STATE
+from ..sources.repickle import (
+    PickledFile,
+    count_bytes,
+    map_entries,
+    open_pickled,
+    read_entries,
+    read_items,
+    save_pickled,
+)
+
+MODEL_STATES: Final = "mp_rank_00_model_states.pt"
+MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""The name under which upstream's stage-3 engines look for the same file."""
+OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
+
+_EMPTIED = ("optimizer", "frozen_param_fragments")
+"""Entries of a model-states file that hold nothing but tensors of the model (``load.client``)."""
+
+_SHARDED = (
+    "base_optimizer_state",
+    "single_partition_of_fp32_groups",
+    "param_slice_mappings",
+    "fp32_flat_groups",
+    "fp32_groups_flat",
+    "fp32_groups",
+    "optimizer_state_dict",
+    "state",
+    "param_groups",
+)
+"""Entries of an optimizer's state that belong to one rank of the source."""
+
+_INNER = ("base_optimizer_state", "optimizer_state_dict")  # where a wrapper keeps the wrapped optimizer's state
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_OLDEST = "0.16.0"  # upstream refuses a file without a version; of a source that tells none, any recent one will do
+_KEPT_BYTES = 1 << 16  # other entries with tensors beyond this are some rank's partition, too
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """A file that was written: name relative to the checkpoint, size in bytes, CRC32 of its zip directory."""
+
+    name: str
+    size: int
+    crc: int
+
+
+def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
+    """Write the files that hold no atoms; making them durable is left to the caller.
+
+    Args:
+        folder: where they go (a staging folder); exists.
+
+    Returns:
+        The client's state file first.
+
+    Raises:
+        CheckpointError: a file of the source is damaged.
+        UnsupportedError: its pickle is not one that Python 3 writes.
+        OSError: as the system tells it.
+    """
+    main = open_pickled(index.state_file)
+    size, crc = save_pickled(main, _strip_model(main.root), os.path.join(folder, MODEL_STATES))
+    _link(os.path.join(folder, MODEL_STATES), os.path.join(folder, MODEL_STATES_ZERO3))
+    os.makedirs(os.path.join(folder, "zero"), exist_ok=True)
+    file, state = _find_optimizer(index, main)
+    common, added = _describe_optimizer(index, file, state, read_entries(main.root))
+    told = save_pickled(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
+    return [
+        StateFile(MODEL_STATES, size, crc),
+        StateFile(MODEL_STATES_ZERO3, size, crc),
+        StateFile(OPTIMIZER_STATE, *told),
+    ]
+
+
+def _link(path: str, name: str) -> None:
+    """A second name for a file; a copy where the file system has no hard links."""
+    if os.path.lexists(name):
+        os.unlink(name)
+    try:
+        os.link(path, name)
+    except OSError:
+        shutil.copyfile(path, name)
+
+
+def _strip_model(root: Node) -> Node:
+    """A model-states file without the model's tensors; the modules' extra states stay."""
+
+    def change(key: Any, value: Any) -> tuple[Any, ...]:
+        if key == "module" and isinstance(value, Node):
+            return key, {name: state for name, state in read_entries(value).items() if str(name).endswith(EXTRA_STATE)}
+        return key, None if key in _EMPTIED else value
+
+    return map_entries(root, change)
+
+
+def _find_optimizer(index: AtomicIndex, main: PickledFile) -> tuple[PickledFile, Any]:
+    """The source's first optimizer state: the file that it is in, and its dictionary (None: there is none)."""
+    folder = os.path.dirname(index.state_file)
+    if index.topology.wrapper == "atomic":
+        file = open_pickled(os.path.join(folder, OPTIMIZER_STATE))
+        return file, file.root
+    listed = sort_files(folder, {os.path.basename(file.path): file.size for file in index.files}).optim
+    if not listed:
+        return main, read_entries(main.root).get("optimizer")
+    first = min(listed, key=lambda key: key[1:])
+    file = open_pickled(os.path.join(folder, listed[first]))
+    return file, read_entries(file.root).get("optimizer_state_dict")
+
+
+def _describe_optimizer(
+    index: AtomicIndex, file: PickledFile, state: Any, main: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], dict[str, bytes]]:
+    """The dictionary of ``optimizer_state.pt``, and the storages of it that are not the source file's."""
+    saved = read_entries(state)
+    kept = {
+        key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
+    }
+    if index.scaler and "loss_scaler" not in kept:
+        kept |= {"loss_scaler": _make_scaler(index.scaler, main), "dynamic_loss_scale": bool(index.scaler["dynamic"])}
+    versions = (kept.get("ds_version"), read_entries(file.root).get("ds_version"), main.get("ds_version"))
+    groups = _list_groups(index.groups, saved)
+    step, added = _describe_step(index)
+    inner = {"state": {0: step}, "param_groups": groups}
+    told = {"ds_version": next((v for v in versions if v), _OLDEST), "param_groups": groups}
+    return {**kept, **told, "optimizer_state_dict": inner}, added
+
+
+def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Param groups as an optimizer's state_dict has them, one parameter each: the group's flat buffer."""
+    inner = next((read_entries(saved[key]) for key in _INNER if key in saved), saved)
+    originals = [read_entries(item) for item in read_items(inner.get("param_groups"))]
+    listed = []
+    for i, group in enumerate(groups):
+        original = originals[i] if i < len(originals) else {}
+        hyper = {key: value if _is_plain(value) else original.get(key) for key, value in group.hyper.items()}
+        listed.append({**hyper, "params": [i]})
+    return listed
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The optimizer's step as the first parameter has it: upstream's stage 3 takes one for all."""
+    counted = (index.scalars.get(name, {}) for group in index.groups for name in group.names)
+    steps = [scalars["step"] for scalars in counted if "step" in scalars]
+    steps += [group.hyper["step"] for group in index.groups if "step" in group.hyper]
+    if not steps or not _is_plain(steps[0]):
+        return {}, {}
+    if dtype := index.scalar_dtypes.get("step"):
+        return {"step": make_tensor("step", dtype, 1, ())}, {"step": pack_scalar(ScalarTensor(dtype, steps[0]))}
+    return {"step": steps[0]}, {}
+
+
+def _make_scaler(scaler: Mapping[str, Any], main: Mapping[Any, Any]) -> Node:
+    """DeepSpeed's scaler object, which the FP16 wrappers save as plain fields."""
+    if not scaler["dynamic"]:
+        return make_instance(_SCALERS, "LossScaler", {"cur_scale": scaler["cur_scale"], "dynamic": False})
+    config = read_entries(read_entries(main.get("ds_config")).get("fp16"))
+    fields = {
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_scale": config.get("min_loss_scale", 1),
+        "delayed_shift": config.get("hysteresis", 2),
+        "cur_hysteresis": config.get("hysteresis", 2),
+        "consecutive_hysteresis": config.get("consecutive_hysteresis", False),
+        "raise_error_at_min_scale": True,
+        "dtype": Global("torch", "float16"),
+    }
+    return make_instance(_SCALERS, "DynamicLossScaler", {**fields, **scaler})

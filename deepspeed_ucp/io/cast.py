@@ -1,0 +1,65 @@
+"""Casts between element types as torch's ``.to`` makes them, without importing torch where numpy can do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+"""Element types that an export casts; all others stay as they are."""
+
+_NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+_STEP = 1 << 15
+"""Elements per step: what the intermediate results of a step take fits the cache."""
+
+
+def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
+    """Cast elements; round to nearest even, what is too large becomes infinite, nan stays nan.
+
+    Args:
+        data: C-contiguous bytes of ``source`` elements.
+        into: bytes of as many ``target`` elements.
+    """
+    if source == target:
+        into[:] = data
+    elif source in _NUMPY and target in _NUMPY:
+        _cast_numpy(np.frombuffer(data, _NUMPY[source]), source, np.frombuffer(into, _NUMPY[target]), target)
+    else:
+        _cast_torch(data, source, into, target)
+
+
+def _cast_numpy(data: npt.NDArray[Any], source: str, into: npt.NDArray[Any], target: str) -> None:
+    for low in range(0, len(data), _STEP):
+        part, out = data[low : low + _STEP], into[low : low + _STEP]
+        if source == "bfloat16":
+            part = (part.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if target == "bfloat16":
+                _round_bfloat16(part.astype(np.float32, copy=False), out)
+            elif target == "float16":  # by float32, as torch does
+                out[:] = part.astype(np.float32, copy=False)
+            else:
+                out[:] = part
+
+
+def _round_bfloat16(part: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+    bits = part.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    out[:] = rounded
+    is_nan = np.isnan(part)
+    if is_nan.any():
+        out[is_nan] = 0x7FC0
+
+
+def _cast_torch(data: memoryview, source: str, into: memoryview, target: str) -> None:
+    import torch
+
+    if data.nbytes:
+        elements = torch.frombuffer(data, dtype=getattr(torch, source))
+        torch.frombuffer(into, dtype=getattr(torch, target)).copy_(elements)

@@ -1,0 +1,327 @@
+"""Headers of a folder that ``ds_to_universal`` wrote → atoms, param groups, and what the converter left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..atoms import MASTER, MODULE, AtomicIndex, GroupInfo, count, strip_compiled
+from ..errors import CheckpointError, shorten
+from ..patterns import Pattern, ShardH, ShardNC, ShardV
+from ..patterns.recorded import record_pattern
+from ..topology import Topology
+from .builder import Builder, Seat
+from .family import Save
+from .headers import FileHeader, OptimHeader, Piece
+from .hints import join_hints
+from .index import find_device, find_precision, name_optimizer
+from .module import add_modules
+from .paramfile import ParamHeader
+from .torchfile import Blob
+from .zero import add_frozen_zero3
+
+_STEP = "step"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a converted folder's headers say.
+
+    Attributes:
+        save: the copied model states, without optimizer files.
+        optim: the optimizer's param groups, of stage 3 with data-parallel rank 0's states.
+        stage: ZeRO stage of the source.
+        params: per folder in ``zero`` its files by state.
+    """
+
+    folder: str
+    save: Save
+    optim: OptimHeader
+    stage: int
+    params: dict[str, dict[str, ParamHeader]]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the source was of ZeRO 3."""
+        return self.stage == 3
+
+
+@dataclass(slots=True)
+class _Owned:
+    """What the model states say of the parameters that an optimizer owned.
+
+    Attributes:
+        shapes: per parameter, local shapes by tensor-parallel rank.
+        flats: per parameter the flat buffer that it was in; None where that cannot be told.
+    """
+
+    shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)
+    flats: dict[str, int | None] = field(default_factory=dict)
+
+
+def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
+    """The atomic view, and what has to be told of it.
+
+    Raises:
+        CheckpointError: a parameter without its files, or with files of another run.
+    """
+    save, builder = part.save, Builder(part.folder)
+    main = builder.file(save.main)
+    owned = _list_owned(part)
+    notes: list[str] = []
+    for name in owned.shapes:
+        _add_param(builder, part, name, owned)
+    _add_steps(builder, part, owned, notes)
+    aliases, dropped = _add_rest(builder, part, set(owned.shapes), notes)
+    _check_states(part, owned)
+    atoms = builder.finish_atoms({})
+    model = save.model(0)
+    client = tuple(builder.record(main, blob) for blob in model.others)
+    zero = model.config.get("zero_optimization") or {}
+    masters = [atom.dtype for (_, state), atom in atoms.items() if state == MASTER]
+    return AtomicIndex(
+        files=tuple(builder.files),
+        records=tuple(builder.records),
+        atoms=atoms,
+        scalars=builder.scalars,
+        groups=_make_groups(part, owned, notes),
+        aliases=aliases,
+        shapes={name: (atom.shape,) for (name, state), atom in atoms.items() if state == MASTER},
+        buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
+        counters=model.counters,
+        scaler=part.optim.scaler,
+        clip_grad=part.optim.clip_grad,
+        state_file=save.path(save.main),
+        topology=Topology(
+            zero_stage=part.stage or int(zero.get("stage") or 0),
+            wrapper="atomic",
+            precision=find_precision(save, model, atoms, {}),
+            master=masters[0] if masters else "float32",
+            offload=f"{find_device(zero.get('offload_optimizer'))}/{find_device(zero.get('offload_param'))}",
+        ),
+        optimizer=name_optimizer(model.config),
+        irregular=builder.irregular,
+        unreadable=builder.unreadable,
+        client_records=client,
+        hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
+        scalar_dtypes=builder.scalar_dtypes,
+        recorded=_record_cuts(part, owned),
+        dropped=dropped,
+    ), notes
+
+
+def _list_owned(part: Part) -> _Owned:
+    """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
+    owned, total = _Owned(), sum(map(len, part.optim.params))
+    for mp in range(len(part.save.models)):
+        groups = part.save.model(mp).param_shapes
+        if groups is None:
+            raise CheckpointError(
+                f"{part.save.path(part.save.models[mp][0])}: has no param_shapes, so that the parameters of its param "
+                "groups are not known. It is no checkpoint that ds_to_universal converts."
+            )
+        for index, group in enumerate(groups):
+            for raw, shape in group:
+                name = strip_compiled(raw)
+                owned.shapes.setdefault(name, {})[mp % part.save.tp] = tuple(shape)
+                owned.flats.setdefault(name, index if len(groups) == total else None)
+    return owned
+
+
+def _add_param(builder: Builder, part: Part, name: str, owned: _Owned) -> None:
+    shapes, held = owned.shapes[name], part.params.get(name, {})
+    master = held.get(MASTER)
+    if master is None and not any(count(shape) for shape in shapes.values()):
+        nothing = Piece(Blob(0, 0, None), 0, (0,), "float32")
+        builder.add(Seat(), name, MASTER, shapes[min(shapes)], builder.file(part.save.main), nothing)
+        return
+    if master is None or master.piece is None:
+        raise CheckpointError(
+            f"{part.folder}/zero/{name}/{MASTER}.pt is missing, {part.save.main.name} lists the parameter. The "
+            "conversion by ds_to_universal was interrupted, or the copy is not complete; convert or copy again."
+        )
+    shape = _find_shape(part, master, master.piece, shapes)
+    for state, header in held.items():
+        if state == _STEP:
+            continue
+        if header.piece is None or header.piece.numel != count(shape):
+            found = header.piece.shape if header.piece else "a number"
+            raise CheckpointError(
+                f"{part.folder}/{header.name}: holds {found}, {name} has shape {shape}. The file is of another run."
+            )
+        builder.add(Seat(), name, state, shape, _file(builder, header), replace(header.piece, shape=shape))
+
+
+def _file(builder: Builder, header: ParamHeader) -> int:
+    return builder.file(FileHeader(header.name, header.size, crc=header.crc))
+
+
+def _find_shape(part: Part, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
+    """A parameter's logical shape. Stage 3 without tensor parallelism is written flat, a vocabulary without padding."""
+    local = shapes[min(shapes)]
+    if part.save.tp > 1 or piece.shape == local:
+        return piece.shape
+    if header.keys.get("vocab_tensor") and piece.shape[1:] == local[1:] and piece.shape[0] <= local[0]:
+        return piece.shape
+    if piece.shape == (count(local),):
+        return local
+    raise CheckpointError(
+        f"{part.folder}/{header.name}: has shape {piece.shape}, {part.save.main.name} says {local}. The file "
+        "belongs to another run."
+    )
+
+
+def _check_states(part: Part, owned: _Owned) -> None:
+    """Parameters of one flat buffer have the same states; a group that no gradient has reached has none at all.
+
+    Raises:
+        CheckpointError: some lack files that others have, or a folder with states is no parameter's.
+    """
+    groups: dict[int | None, list[str]] = {}
+    for name, flat in owned.flats.items():
+        if any(count(shape) for shape in owned.shapes[name].values()):
+            groups.setdefault(flat, []).append(name)
+    for names in groups.values():
+        everything = set().union(*(part.params.get(name, {}) for name in names))
+        lacking = [
+            f"{name}/{state}.pt" for name in names for state in sorted(everything - set(part.params.get(name, {})))
+        ]
+        if lacking:
+            raise CheckpointError(
+                f"{part.folder}/zero: {shorten(lacking)} missing, other parameters of the same param group have such "
+                "files. The conversion by ds_to_universal was interrupted, or the copy is not complete; convert or "
+                "copy again."
+            )
+    strangers = [name for name, held in part.params.items() if set(held) - {MASTER} and name not in owned.shapes]
+    if strangers:
+        raise CheckpointError(
+            f"{part.folder}/zero: {shorten(strangers)} have optimizer states, but {part.save.main.name} does not list "
+            "them. The folder holds the files of two runs; convert into a new folder."
+        )
+
+
+def _add_steps(builder: Builder, part: Part, owned: _Owned, notes: list[str]) -> None:
+    """The optimizer's scalars: of files below stage 3, of rank 0's states there."""
+    trained = [name for name in owned.shapes if set(part.params.get(name, {})) - {MASTER}]
+    file = builder.file(part.save.main)
+    for name in trained:
+        if part.is_sharded:
+            flat = owned.flats[name]
+            _add_sharded(builder, part, name, 0 if flat is None else flat, file)
+        elif header := part.params[name].get(_STEP):
+            if header.value is None:
+                builder.irregular.setdefault(f"{name}.{_STEP}", "a tensor of several elements")
+            else:
+                builder.add_scalars(name, {_STEP: header.value}, _file(builder, header))
+                if header.dtype:
+                    builder.scalar_dtypes.setdefault(_STEP, header.dtype)
+    if trained and not builder.scalars and not any(_STEP in hyper for hyper in part.optim.groups):
+        counters = part.save.model(0).counters
+        step = int(counters.get("global_steps", 0)) - int(counters.get("skipped_steps", 0))
+        builder.scalars.update({name: {_STEP: step} for name in trained})
+        notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
+
+
+def _add_sharded(builder: Builder, part: Part, name: str, flat: int, file: int) -> None:
+    holders = part.optim.holders
+    if flat >= len(holders):
+        raise CheckpointError(
+            f"{part.folder}/zero/optimizer_state.pt: has states of {len(holders)} sub-groups, {part.save.main.name} "
+            "says more. The file belongs to another run."
+        )
+    holder = holders[flat]
+    builder.add_scalars(name, dict(holder.scalars), file)
+    for scalar, piece in holder.zero_dim.items():
+        builder.scalar_dtypes.setdefault(scalar, piece.dtype)
+    for state, kind in holder.other.items():
+        builder.irregular.setdefault(f"{name}.{state}", kind)
+
+
+def _make_groups(part: Part, owned: _Owned, notes: list[str]) -> tuple[GroupInfo, ...]:
+    """Param groups with their parameters; none where a pipeline's stages have different ones."""
+    hypers = part.optim.groups
+    if len(hypers) > 1 and None in owned.flats.values():
+        differing = sorted({key for hyper in hypers for key in hyper if any(o.get(key) != hyper[key] for o in hypers)})
+        notes.append(
+            "the converter kept the param groups of the first pipeline stage alone, other stages have others: the "
+            f"hyper-parameters of this run are kept (the saved groups differ in {shorten(differing) or 'nothing'})"
+        )
+        return ()
+    owner = {flat: group for group, flats in enumerate(part.optim.params) for flat in flats}
+    members: list[list[str]] = [[] for _ in hypers]
+    for name, index in owned.flats.items():
+        members[0 if index is None else owner.get(index, 0)].append(name)
+    return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
+
+
+def _add_rest(builder: Builder, part: Part, optimized: set[str], notes: list[str]) -> tuple[dict[str, str], str]:
+    """Buffers and frozen parameters, from the model states as far as these hold them whole.
+
+    Returns:
+        Ties (name → the name that holds the data), and why some may be missing.
+    """
+    save = part.save
+    if not save.is_pipeline and save.tp == save.pp == 1:
+        if part.is_sharded:
+            add_frozen_zero3(builder, Seat(), save.models[0], optimized)
+        return add_modules(builder, save, optimized, sharded=part.is_sharded), ""
+    aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in save.model(0).shared.items()}
+    if save.is_pipeline:
+        dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
+        notes.append(f"{dropped}; a load leaves them as the new model has them")
+        return aliases, dropped
+    lost = _add_replicas(builder, part, optimized | set(aliases))
+    if not lost:
+        return aliases, ""
+    dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
+    notes.append(f"{dropped}: {shorten(lost)}; a load leaves them as the new model has them")
+    return aliases, dropped
+
+
+def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
+    """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
+    ranks = [
+        {strip_compiled(raw): piece for raw, piece in (part.save.model(tp).module or {}).items()}
+        for tp in range(part.save.tp)
+    ]
+    buffers = {strip_compiled(name) for name in part.save.model(0).buffers}
+    frozen = [strip_compiled(name) for name in part.save.model(0).frozen_shapes]
+    lost = [name for name in frozen if name not in others]
+    for name, piece in ranks[0].items():
+        if name in others or (part.is_sharded and name not in buffers):
+            continue
+        if name in buffers and _is_equal(held.get(name) for held in ranks):
+            builder.add(Seat(), name, MODULE, piece.shape, builder.file(part.save.main), piece)
+        elif name not in lost:
+            lost.append(name)
+    return lost
+
+
+def _is_equal(pieces: Iterable[Piece | None]) -> bool:
+    held = list(pieces)
+    known = [piece for piece in held if piece is not None and piece.blob.crc is not None]
+    told = {(piece.shape, piece.dtype, piece.offset, piece.blob.nbytes, piece.blob.crc) for piece in known}
+    return len(known) == len(held) and len(told) == 1
+
+
+def _record_cuts(part: Part, owned: _Owned) -> dict[str, dict[str, Any]]:
+    """How the converter joined tensor-parallel shards, where its files say so; without any it says nothing."""
+    if part.save.tp == 1:
+        return {}
+    found = {}
+    for name in owned.shapes:
+        master = part.params.get(name, {}).get(MASTER)
+        if master is not None and master.piece is not None and "cat_dim" in master.keys:
+            found[name] = record_pattern(_read_cut(master.keys, master.piece.shape))
+    return found
+
+
+def _read_cut(keys: Mapping[str, Any], shape: Shape) -> Pattern:
+    dim, parts = int(keys["cat_dim"]), int(keys.get("param_n_sub_params", 1))
+    vocab = shape[0] if keys.get("vocab_tensor") and shape else None
+    if parts > 1:
+        return ShardNC(parts=(1,) * parts, dim=dim, vocab=vocab)
+    return ShardV(vocab=vocab) if dim == 0 else ShardH(dim=dim, vocab=vocab)

@@ -1,0 +1,148 @@
+"""Folders that DeepSpeed's converter (``deepspeed/checkpoint/ds_to_universal.py``) wrote → the atomic view.
+
+It writes a folder per parameter (tensor-parallel shards united, ZeRO's partitions joined), the optimizer's param groups
+as rank 0 had them, and copies the model states. It leaves a pipeline's layer files behind, and with them buffers and
+frozen parameters; below stage 3 it puts 32-bit copies of the first tensor-parallel rank's into ``zero``, which are
+passed over: the model states have the originals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from ..atoms import AtomicIndex, strip_compiled
+from ..comm import Comm
+from ..errors import CheckpointError
+from .family import Save, arrange, find_strangers, name_model_files
+from .files import ZERO, Listing, sort_files
+from .headers import FileHeader, OptimHeader
+from .paramfile import ParamHeader, read_optimizer_file, read_param_file
+from .reading import read_file
+from .united import Part, build_united
+
+logger = logging.getLogger("deepspeed_ucp")
+
+OPTIMIZER = f"{ZERO}/optimizer_state.pt"
+_TEMPORARY = "tmp"
+
+
+def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> AtomicIndex:
+    """The index of a folder that ``ds_to_universal`` wrote; every header is read by one rank; collective.
+
+    Args:
+        folder: the checkpoint's folder.
+        sizes: what it holds.
+        comm: the ranks that load.
+
+    Raises:
+        CheckpointError: half-made, damaged, or of several runs.
+        UnsupportedError: a kind that is not covered.
+    """
+    params: list[str] = []
+    with comm.together():
+        if comm.rank == 0:
+            params = _list_params(folder, sizes)
+    params = comm.broadcast(params)
+    mine: dict[str, dict[str, ParamHeader]] = {}
+    with comm.together():
+        mine = {name: _read_param(folder, name) for name in params[comm.rank :: comm.size]}
+    gathered = {name: held for part in comm.gather(mine) for name, held in part.items()}
+    optim, stage = _read_optimizer(folder, comm)
+    save = _read_models(folder, sizes, stage, comm)
+    part = Part(folder, save, optim, stage, {strip_compiled(name): gathered[name] for name in params})
+    found: AtomicIndex | None = None
+    notes: list[str] = []
+    with comm.together():
+        found, notes = build_united(part)
+    if found is None:
+        raise CheckpointError(f"{folder}: was not read.")
+    if comm.rank == 0:
+        for note in notes:
+            logger.warning("%s: %s", folder, note)
+    return found
+
+
+def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
+    """The parameters' folders.
+
+    Raises:
+        CheckpointError: the conversion was not finished.
+    """
+    if _TEMPORARY in sizes:
+        raise CheckpointError(
+            f"{folder}: holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
+            "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
+        )
+    try:
+        with os.scandir(os.path.join(folder, ZERO)) as entries:
+            found = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{ZERO}: cannot be listed ({error.strerror or error}).") from error
+    if not found or not os.path.isfile(os.path.join(folder, OPTIMIZER)):
+        lacking = OPTIMIZER if found else "every parameter's folder"
+        raise CheckpointError(
+            f"{folder}: {lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
+            "complete. Convert or copy again."
+        )
+    return found
+
+
+def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
+    """The headers of a parameter's files by state."""
+    try:
+        files = sorted(os.listdir(os.path.join(folder, ZERO, name)))
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{ZERO}/{name}: cannot be listed ({error.strerror or error}).") from error
+    return {file[:-3]: read_param_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
+
+
+def _read_optimizer(folder: str, comm: Comm) -> tuple[OptimHeader, int]:
+    found: tuple[OptimHeader, int] | None = None
+    with comm.together():
+        if comm.rank == 0:
+            found = read_optimizer_file(folder, OPTIMIZER)
+    return comm.broadcast(found)  # type: ignore[no-any-return]
+
+
+def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
+    """The copied model states of every rank, each header read by one rank.
+
+    Raises:
+        CheckpointError: some are missing or belong to another run.
+    """
+    listing = Listing(folder, sizes)
+    first: FileHeader | None = None
+    with comm.together():
+        listing = _sort(folder, sizes, stage)
+        if comm.rank == 0:
+            first = read_file(folder, _first_name(listing, stage))
+    first = comm.broadcast(first)
+    names: list[str] = []
+    mine: list[FileHeader] = []
+    with comm.together():
+        names = name_model_files(listing, first)
+        mine = [read_file(folder, name) for name in names[comm.rank :: comm.size]]
+    by_name = {header.name: header for part in comm.gather(mine) for header in part}
+    save = Save(listing, 1, 1, [], [])
+    with comm.together():
+        save = arrange(listing, [first, *(by_name[name] for name in names)])
+        for _, text in find_strangers(save):
+            raise CheckpointError(text)
+    return save
+
+
+def _sort(folder: str, sizes: dict[str, int], stage: int) -> Listing:
+    listing = sort_files(folder, sizes)
+    if (stage == 3 and (0, 0) not in listing.model_zero3) or (stage < 3 and 0 not in listing.model):
+        wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        raise CheckpointError(
+            f"{folder}: {wanted} is missing, which a checkpoint converted from stage {stage} has. The conversion was "
+            "interrupted, or the copy is not complete. Convert or copy again."
+        )
+    return listing
+
+
+def _first_name(listing: Listing, stage: int) -> str:
+    return listing.model_zero3[0, 0] if stage == 3 else listing.model[0]

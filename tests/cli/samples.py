@@ -1,0 +1,66 @@
+"""Small GPT-shaped checkpoints of any topology for the commands, written without engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint
+
+DS_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+COLUMNS = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
+ROWS = ("attention.dense.weight", "dense_4h_to_h.weight")
+
+
+def make_block(prefix: str, width: int) -> list[Param]:
+    """A transformer layer with biases in a param group of their own."""
+    shapes = {
+        "input_layernorm.weight": (width,),
+        "attention.query_key_value.weight": (3 * width, width),
+        "attention.query_key_value.bias": (3 * width,),
+        "attention.dense.weight": (width, width),
+        "attention.dense.bias": (width,),
+        "mlp.dense_h_to_4h.weight": (4 * width, width),
+        "mlp.dense_h_to_4h.bias": (4 * width,),
+        "mlp.dense_4h_to_h.weight": (width, 4 * width),
+        "mlp.dense_4h_to_h.bias": (width,),
+    }
+    return [Param(f"{prefix}.{name}", shape, group=int(len(shape) == 1)) for name, shape in shapes.items()]
+
+
+def make_gpt(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
+    """With a tied head, a frozen adapter and a buffer."""
+    params = [Param("wte.weight", (vocab, width)), Param("wpe.weight", (8, width), frozen=True)]
+    for layer in range(layers):
+        params += make_block(f"h.{layer}", width)
+    params += [Param("ln_f.weight", (width,), group=1), Param("lm_head.weight", (vocab, width), alias_of="wte.weight")]
+    return Model(tuple(params), {"mask": torch.ones(8, 8, dtype=torch.bool)})
+
+
+def make_pipe(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
+    """A PipelineModule: the tied embedding at both ends, a norm at the end."""
+    word = "tied_modules.embed.word_embeddings.weight"
+    params = [Param(word, (vocab, width), tied=True)]
+    for layer in range(1, layers + 1):
+        params += make_block(str(layer), width)
+    params += [Param(f"{layers + 1}.weight", (width,), group=1)]
+    specs = (Layer("embed"), *(Layer() for _ in range(layers)), Layer(), Layer("embed"))
+    return Model(tuple(params), layers=specs)
+
+
+def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """Megatron's way, but for the query, key and value, which are cut like any column."""
+    if name.endswith((*COLUMNS, "word_embeddings.weight", "wte.weight")):
+        return tensor.chunk(tp, 0)[rank].clone()
+    return tensor.chunk(tp, 1)[rank].clone() if name.endswith(ROWS) else tensor
+
+
+def write_sample(folder: Path | str, topology: Topology, model: Model | None = None, **run: Any) -> Path:
+    """A checkpoint under ``folder``; returns the tag's folder."""
+    model = model or (make_pipe() if topology.pp > 1 else make_gpt())
+    state = random_state(model, 0, precision=topology.precision, topology=topology)
+    config = {**topology.ds_config(), **DS_CONFIG}
+    options: dict[str, Any] = {"global_steps": 3, "ds_config": config, "client_state": {"epoch": 2}, **run}
+    return write_checkpoint(folder, model, state, topology, cut=cut, run=Run(**options))

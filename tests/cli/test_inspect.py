@@ -1,0 +1,368 @@
+"""``ds_ucp inspect``: what it tells is what the synthesised checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.cli.parameters import Parameter, fold_names, fold_rows, split_layer
+from deepspeed_ucp.cli.plot import Lane, rasterize, shade
+from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
+from tests.synth import Topology, random_state
+
+ZERO1 = Topology(1, 4, "bf16")
+ZERO3 = Topology(3, 4, "bf16")
+THREE_D = Topology(1, 2, "bf16", tp=2, pp=2)
+TENSOR = Topology(2, 2, "bf16", tp=2)
+PATTERNS = json.dumps(
+    [
+        {"match": r".*(wte|word_embeddings|query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
+        {"match": r".*(attention\.dense|dense_4h_to_h)\.weight", "pattern": "shard-h"},
+        {
+            "match": r".*(norm|ln_f|wpe)\..*|\d+\.weight|.*(attention\.dense|dense_4h_to_h)\.bias",
+            "pattern": "replicate",
+        },
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology], Path]:
+    made: dict[str, Path] = {}
+
+    def get(topology: Topology) -> Path:
+        if topology.label not in made:
+            made[topology.label] = write_sample(tmp_path_factory.mktemp(topology.label), topology)
+        return made[topology.label]
+
+    return get
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs the command with --json; the object, with exit code and stderr."""
+
+    def call(*args: object) -> Any:
+        code = main(["inspect", *map(str, args), "--json"])
+        shown = capsys.readouterr()
+        return {**json.loads(shown.out), "code": code, "stderr": shown.err}
+
+    return call
+
+
+@pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)
+def test_what_is_told_is_what_was_saved(
+    topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
+) -> None:
+    model = make_pipe() if topology.pp > 1 else make_gpt()
+    told = inspect(checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
+    assert told["code"] == 0
+    degrees = {key: told["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")}
+    assert degrees == {
+        "zero_stage": topology.stage,
+        "dp": topology.dp,
+        "tp": topology.tp,
+        "pp": topology.pp,
+        "precision": "bfloat16",
+        "master": "float32",
+    }
+    assert told["counters"]["global_steps"] == 3
+    assert told["optimizer"]["name"] == "AdamW"
+    assert told["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"]
+    assert told["optimizer"]["scalars"] == {"step": 3}
+    assert [group["hyper"]["lr"] for group in told["optimizer"]["groups"]] == [1e-3, 5e-4]
+    assert told["client_state"]["keys"] == {"epoch": "2"}
+    shapes = {row["name"]: tuple(row["shape"]) for row in told["parameters"] if "#" not in row["name"]}
+    assert shapes == {
+        **{param.name: param.shape for param in model.owners},
+        **{name: tuple(tensor.shape) for name, tensor in model.buffers.items()},
+    }
+    assert told["totals"]["elements"] == sum(param.numel for param in model.owners)
+    assert told["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
+    assert told["frozen"] == [param.name for param in model.owners if param.frozen]
+    assert told["buffers"] == list(model.buffers)
+    assert told["findings"] == []
+
+
+@pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)
+def test_sizes_add_up(topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]) -> None:
+    told = inspect(checkpoints(topology))
+    totals = told["totals"]
+    parts = ("masters", "states", "copies", "module", "client", "padding", "rest")
+    assert sum(totals[part] for part in parts) == totals["file_bytes"]
+    assert totals["file_bytes"] == sum(file["size"] for file in told["files"])
+    assert totals["states"] == 2 * totals["masters"]
+    stored = sum(row["nbytes"] for row in told["parameters"])
+    assert stored == totals["masters"] + totals["states"] + totals["module"]
+
+
+@pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
+def test_a_parameter_s_fragments_are_its_bytes(
+    topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
+) -> None:
+    """What lies at the told offsets of the told files is the parameter, to the bit."""
+    folder = checkpoints(topology)
+    model = make_pipe() if topology.pp > 1 else make_gpt()
+    name = "1.mlp.dense_4h_to_h.weight" if topology.pp > 1 else "h.2.mlp.dense_4h_to_h.weight"
+    state = random_state(model, 0, precision="bf16", topology=topology)
+    told = inspect(folder, "--param", name)
+    assert told["hyper"]["lr"] == 1e-3
+    for layout in told["layout"]:
+        if layout["state"] == "copy":
+            continue
+        for shard in layout["shards"]:
+            held = np.zeros(int(np.prod(shard["shape"])), np.float32)
+            for part in shard["fragments"]:
+                with open(folder / part["file"], "rb") as file:
+                    file.seek(part["offset"])
+                    held[part["start"] :][: part["numel"]] = np.frombuffer(file.read(part["bytes"]), np.float32)
+            expected = cut(name, state.atoms[name][layout["state"]], topology.tp, shard["rank"])
+            assert np.array_equal(held.reshape(shard["shape"]), expected.numpy()), layout["state"]
+
+
+def test_one_parameter_by_expression_tie_or_not_at_all(
+    checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints(ZERO1)
+    assert inspect(folder, "-p", r"h\.1\..*4h_to_h\.bias")["name"] == "h.1.mlp.dense_4h_to_h.bias"
+    tied = inspect(folder, "-p", "lm_head.weight")
+    assert (tied["name"], tied["aliases"]) == ("wte.weight", ["lm_head.weight"])
+    for wanted, told in (("mlp", "fits h.0.mlp"), ("nowhere", "nothing is named like"), ("(", "regular expression")):
+        assert main(["inspect", str(folder), "--param", wanted]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_text_folds_layers(checkpoints: Callable[[Topology], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoints(ZERO1))]) == 0
+    text = capsys.readouterr().out
+    assert "ZeRO-1 dp=4 bfloat16 (zero12), masters float32" in text
+    assert "by DeepSpeed itself with ZeRO-1 dp 4 tp 1 pp 1 only" in text
+    assert re.search(r"^h\.\{0-3\}\.mlp\.dense_h_to_4h\.weight +\[64, 16\]", text, re.MULTILINE)
+    assert "lm_head.weight = wte.weight" in text
+    main(["inspect", str(checkpoints(ZERO1)), "--all"])
+    unfolded = capsys.readouterr().out
+    assert "h.{0-3}" not in unfolded
+    assert unfolded.count(".mlp.dense_h_to_4h.weight ") == 4
+    main(["inspect", str(checkpoints(ZERO1)), "--param", "wte.weight"])
+    assert "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in capsys.readouterr().out
+
+
+def test_patterns_that_nothing_settles_are_told_with_rules(
+    checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
+) -> None:
+    told = inspect(checkpoints(TENSOR))
+    (finding,) = told["findings"]
+    assert finding["kind"] == "unsettled"
+    assert "megatron-gpt" in finding["text"]
+    assert "h.0.mlp.dense_h_to_4h.weight" in finding["names"]
+    assert {"match", "pattern"} <= set(finding["rules"][0])
+    rows = {row["name"]: row for row in told["parameters"]}
+    assert rows["h.0.mlp.dense_h_to_4h.weight"]["shape"] is None
+    assert rows["h.0.mlp.dense_h_to_4h.weight"]["shards"] == [[32, 16], [32, 16]]
+    assert rows["mask"]["pattern"] == "replicate"  # one checksum on both ranks
+    assert told["totals"]["elements"] is None
+    settled = inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
+    rows = {row["name"]: row for row in settled["parameters"]}
+    assert rows["h.0.mlp.dense_4h_to_h.weight"]["pattern"] == "shard-h"
+    assert rows["h.0.mlp.dense_4h_to_h.weight"]["origin"] == "the user's rules"
+
+
+def test_stage_0_is_told_without_names_and_with_groups(
+    tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_gpt(2)
+    folder = write_sample(tmp_path, Topology(0, 2), model)
+    told = inspect(folder)
+    assert [finding["kind"] for finding in told["findings"]] == ["unnamed"]
+    assert {row["kind"] for row in told["parameters"]} == {"weights", "buffer"}
+    groups = [[param.name for param in group] for group in model.groups]
+    (tmp_path / "groups.json").write_text(json.dumps(groups))
+    named = inspect(folder, "--groups", tmp_path / "groups.json")
+    assert named["findings"] == []
+    assert named["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"]
+    (tmp_path / "bad.json").write_text("{}")
+    assert main(["inspect", str(folder), "--groups", str(tmp_path / "bad.json")]) == 2
+    assert "list of names per param group" in capsys.readouterr().err
+
+
+def test_leftovers_and_latest(tmp_path: Path, inspect: Callable[..., Any]) -> None:
+    folder = write_sample(tmp_path, ZERO1)
+    assert inspect(tmp_path)["folder"] == str(folder)
+    shutil.copy(
+        folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    )
+    (tmp_path / "latest").write_text("another")
+    told = {finding["kind"]: finding for finding in inspect(folder)["findings"]}
+    assert told["leftover"]["names"] == ["zero_pp_rank_7_mp_rank_00_optim_states.pt"]
+    assert "'another'" in told["latest"]["text"]
+    (tmp_path / "latest").unlink()
+    assert "no `latest`" in inspect(folder)["findings"][1]["text"]
+
+
+def test_a_damaged_checkpoint_is_told_file_by_file(
+    tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_sample(tmp_path, ZERO1)
+    short, gone = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 1))
+    os.truncate(folder / short, 1000)
+    (folder / gone).unlink()
+    told = inspect(folder)
+    assert told["code"] == 2
+    assert told["error"] in told["stderr"].replace("ds_ucp: error: ", f"{folder}/") or gone in told["stderr"]
+    files = {file["name"]: file for file in told["files"]}
+    assert "truncated" in files[short]["faults"][0]
+    assert [each["name"] for each in told["missing"]] == [gone]
+    assert files["mp_rank_00_model_states.pt"]["step"] == 3
+    assert main(["inspect", str(folder)]) == 2
+    text = capsys.readouterr().out
+    assert re.search(rf"{short} .* FAULT", text)
+    assert re.search(rf"{gone} .* MISSING", text)
+
+
+@pytest.mark.parametrize("case", ["none", "file", "empty"])
+def test_no_checkpoint_there(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    assert main(["inspect", str(tmp_path / case)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"ds_ucp: error: {tmp_path / case}")
+
+
+def test_it_needs_neither_torch_nor_deepspeed(checkpoints: Callable[[Topology], Path]) -> None:
+    code = (
+        "import sys\nfrom deepspeed_ucp.cli import main\n"
+        f"assert main(['inspect', {str(checkpoints(ZERO1))!r}, '-q']) == 0\n"
+        "sys.exit(' '.join(sorted({'torch', 'deepspeed'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+# -- folding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (["h.0.w", "h.1.w", "h.2.w"], ["h.{0-2}.w"]),
+        (["h.0.w", "h.2.w", "h.3.w"], ["h.{0,2-3}.w"]),
+        (["h.0.w"], ["h.0.w"]),
+        (["0.e.0.w", "0.e.1.w", "1.e.0.w", "1.e.1.w"], ["{0-1}.e.{0-1}.w"]),
+        (["0.e.0.w", "0.e.1.w", "1.e.1.w"], ["0.e.{0-1}.w", "1.e.1.w"]),
+        (["dense_4h.w", "x"], ["dense_4h.w", "x"]),
+    ],
+    ids="+".join,
+)
+def test_names_fold(names: list[str], folded: list[str]) -> None:
+    assert fold_names(names) == folded
+
+
+def test_rows_of_other_shape_stay_apart() -> None:
+    def row(name: str, width: int) -> Parameter:
+        return Parameter(
+            name=name,
+            kind="trained",
+            shape=(width,),
+            shards=((width,),),
+            dtype="float32",
+            copy=None,
+            states={"fp32": "float32"},
+            pattern="unique",
+            origin="",
+            group=0,
+            scalars={},
+            aliases=(),
+            fragments={"fp32": 1},
+            files=("a",),
+            nbytes=4 * width,
+            copy_bytes=0,
+        )
+
+    folded = fold_rows([row("0.w", 3), row("1.w", 4), row("2.w", 3)])
+    assert [(name, len(group)) for name, group in folded] == [("{0,2}.w", 2), ("1.w", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("transformer.h.11.mlp.w", ("transformer.h.", 11)),
+        ("3.w", ("", 3)),
+        ("wte.weight", ("wte", -1)),
+        ("h.0.e.5.w", ("h.", 0)),
+    ],
+)
+def test_layers_are_told_from_names(name: str, layer: tuple[str, int]) -> None:
+    assert split_layer(name) == layer
+
+
+# -- the map ----------------------------------------------------------------------------------------------------------
+
+
+def test_coverage_of_columns() -> None:
+    assert rasterize(Lane([(1.0, 2.5), (0.0, 0.25)]), 4.0, 4).tolist() == [0.25, 1.0, 0.5, 0.0]
+    assert rasterize(Lane([(0.0, 8.0)]), 8.0, 4).tolist() == [1.0] * 4
+    slivers = rasterize(Lane([(at, at + 0.01) for at in range(100)]), 100.0, 10)
+    assert np.allclose(slivers, 0.01)
+
+
+def test_slivers_are_widened_to_be_seen() -> None:
+    cover = np.zeros(9)
+    cover[4] = 0.01
+    assert (shade(cover) > 0.5).tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    assert shade(np.array([0.0, 1.0, 0.0])).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
+def test_the_map_holds_every_byte(topology: Topology, checkpoints: Callable[[Topology], Path]) -> None:
+    from argparse import Namespace
+
+    from deepspeed_ucp.cli.common import open_index
+    from deepspeed_ucp.cli.inspect import make_survey
+    from deepspeed_ucp.cli.plot import KINDS, make_map
+
+    folder = str(checkpoints(topology))
+    survey = make_survey(open_index(Namespace(checkpoint=folder)), folder)
+    drawn = make_map(survey.index, survey.parameters)
+    totals = survey.totals
+    sums = {kind: sum(lane.nbytes for (_, each), lane in drawn.lanes.items() if each == kind) for kind in KINDS}
+    assert list(sums.values()) == [totals.masters, totals.states, totals.module, totals.copies]
+    masters = np.sum(
+        [rasterize(lane, drawn.width, 500) for (_, kind), lane in drawn.lanes.items() if kind == KINDS[0]], 0
+    )
+    trained = sum(row.nbytes + row.copy_bytes for row in survey.parameters if row.kind == "trained")
+    if topology.tp == 1:  # every trained byte of the model's width is drawn once
+        assert masters.sum() == pytest.approx(500 * trained / drawn.width, rel=1e-6)
+        assert masters.max() <= 1 + 1e-9
+    assert (
+        len({row for row, _ in drawn.lanes}) == {"zero1": 5, "zero3": 4}.get(topology.label[:5], 0) or topology.pp > 1
+    )
+
+
+def test_a_picture_is_drawn(
+    checkpoints: Callable[[Topology], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib.image")
+    assert main(["inspect", str(checkpoints(THREE_D)), "--plot", str(tmp_path / "map.png")]) == 0
+    picture = matplotlib.imread(tmp_path / "map.png")
+    assert picture.shape[0] > 300
+    assert picture.shape[1] == 1950
+    colours = {
+        tuple(np.round(pixel[:3] * 255).astype(int)) for pixel in picture[::4, ::4].reshape(-1, picture.shape[2])
+    }
+    assert (0x2F, 0x5D, 0x8A) in colours
+    assert (0xE0, 0x8E, 0x45) in colours
+    assert main(["inspect", str(checkpoints(ZERO1)), "--plot", str(tmp_path / "map.xyz")]) == 2
+    assert "png" in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""Whole conversions: what is written, whoever writes it; what is reused, refused, resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import MASTER, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination
+from deepspeed_ucp.convert.driver import join_ranges
+from deepspeed_ucp.convert.execute import Written
+from deepspeed_ucp.convert.reading import RangeReader
+from deepspeed_ucp.convert.wholes import settle_wholes
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.plan.conversion import Range
+from deepspeed_ucp.sources import open_checkpoint
+from tests.convert.test_wholes import check_atoms, open_held, rules_of
+from tests.ranks import run_ranks
+from tests.reshard import examples, temporary_folder
+from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
+from tests.synth import Topology
+
+OPTIONS = ConvertOptions(workers=2)
+
+
+def make_source(tp: int = 1, topology: Topology | None = None, seed: int = 0) -> Held:
+    kinds = ("norm", "row", "qkv", "column", "gate_up", "word")
+    return draw_state(make_plain(kinds, frozen=("qkv",)), topology or Topology(1, 2, "bf16", tp=tp), seed)
+
+
+def list_bytes(folder: Path) -> dict[str, str]:
+    """Digest of every file, hidden ones too."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def convert(index: AtomicIndex, held: Held, source: Path, to: Path, comm: Comm | None = None, **options: Any) -> Any:
+    chosen = ConvertOptions(**{"workers": 2, **options})
+    return convert_index(index, str(source), str(to), comm or Comm(), chosen, rules=rules_of(held))
+
+
+@given(trip=trips(), nodes=st.integers(1, 3))
+@examples(60)
+def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
+    """Opened again, the atoms are those of the run, and everything that belongs to them is there."""
+    held = trip.source
+    with temporary_folder() as folder:
+        source, to = folder / "tag", folder / "tag_universal"
+        index = open_held(held, source)
+        before = list_bytes(source)
+        report = run_ranks(nodes, lambda rank, comm: convert(index, held, source, to, comm))[0]
+        assert list_bytes(source) == before
+        again = open_checkpoint(str(to), Comm())
+        wholes = settle_wholes(again)
+        with RangeReader(again) as reader:
+            assert check_atoms(reader, wholes.atoms, held, None) > 0
+        assert report.atoms == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
+        for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
+            assert getattr(again, field) == getattr(index, field), field
+        assert [(g.names, g.hyper) for g in again.groups] == [(g.names, g.hyper) for g in index.groups]
+        assert again.instances == index.instances
+        assert report.bytes_written == sum(p.stat().st_size for p in set_of_inodes(to))
+        assert (folder / "latest_universal").read_text() == "tag_universal"
+        assert sorted(p.name for p in folder.iterdir()) == ["latest_universal", "tag", "tag_universal"]
+
+
+def set_of_inodes(folder: Path) -> list[Path]:
+    """Files, hard links once."""
+    return list({path.stat().st_ino: path for path in folder.rglob("*") if path.is_file()}.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, tp: int) -> None:
+    held = make_source(tp)
+    index = open_held(held, tmp_path / "tag")
+    found = []
+    for number, (nodes, workers) in enumerate(((1, 1), (1, 5), (3, 1), (2, 4))):
+        to = tmp_path / f"out{number}" / "tag_universal"
+        run_ranks(
+            nodes, lambda rank, comm, to=to, w=workers: convert(index, held, tmp_path / "tag", to, comm, workers=w)
+        )
+        found.append(list_bytes(to))
+    assert len(found[0]) > 10
+    assert all(each == found[0] for each in found)
+
+
+def test_files_are_torchs_own(tmp_path: Path) -> None:
+    held = make_source(2)
+    to = tmp_path / "out"
+    convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", to)
+    saved = torch.load(to / "zero/body.row/exp_avg.pt", weights_only=True)
+    assert saved["cat_dim"] == 1
+    assert torch.equal(saved["param"], held.state.atoms["body.row"]["exp_avg"])
+    word = torch.load(to / "zero/body.word/fp32.pt", weights_only=True)
+    assert word["vocab_tensor"] is True
+    assert torch.equal(word["param"], held.state.atoms["body.word"]["fp32"][:11]), "upstream sees no padding"
+    step = torch.load(to / "zero/body.row/step.pt", weights_only=True)
+    assert torch.equal(torch.as_tensor(step), torch.as_tensor(held.state.scalars["body.row"]["step"]))
+
+
+def test_an_output_of_the_same_source_is_reused(tmp_path: Path) -> None:
+    held = make_source()
+    held.write(tmp_path / "tag")
+    first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    times = {path: path.stat().st_mtime_ns for path in Path(first.destination).rglob("*")}
+    (tmp_path / "latest_universal").write_text("another")
+    second = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    assert second.reused and not first.reused
+    assert second.destination == default_destination(str(tmp_path / "tag"))
+    assert times == {path: path.stat().st_mtime_ns for path in Path(first.destination).rglob("*")}
+    assert (tmp_path / "latest_universal").read_text() == "tag_universal"
+
+
+def test_an_output_of_another_source_is_refused_without_overwrite(tmp_path: Path) -> None:
+    for seed, tag in enumerate(("one", "two")):
+        make_source(seed=seed).write(tmp_path / tag)
+    to = tmp_path / "out"
+    convert_checkpoint(str(tmp_path / "one"), str(to), options=OPTIONS)
+    before = list_bytes(to)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert_checkpoint(str(tmp_path / "two"), str(to), options=OPTIONS)
+    assert list_bytes(to) == before
+    convert_checkpoint(str(tmp_path / "two"), str(to), options=ConvertOptions(workers=2, overwrite=True))
+    convert_checkpoint(str(tmp_path / "two"), str(tmp_path / "fresh"), options=OPTIONS)
+    assert list_bytes(to) == list_bytes(tmp_path / "fresh")
+
+
+def test_an_output_that_lacks_a_file_is_not_reused(tmp_path: Path) -> None:
+    held = make_source()
+    held.write(tmp_path / "tag")
+    to = tmp_path / "tag_universal"
+    convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    (to / "zero/body.row/exp_avg.pt").unlink()
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    report = convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=2, overwrite=True))
+    assert not report.reused and (to / "zero/body.row/exp_avg.pt").exists()
+
+
+def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
+    make_source().write(tmp_path / "tag")
+    convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, latest=False))
+    assert not (tmp_path / "latest_universal").exists()
+
+
+def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
+    held = make_source()
+    index = open_held(held, tmp_path / "tag")
+    fragment = index.atoms["body.row", MASTER].shards[0].fragments[0]
+    record = index.records[fragment.record]
+    path = Path(index.files[record.file].path)
+    data = bytearray(path.read_bytes())
+    data[record.offset + fragment.offset + 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="CRC32"):
+        convert(index, held, tmp_path / "tag", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["tag"]
+
+
+def test_two_nodes_agree_about_damage(tmp_path: Path) -> None:
+    held = make_source(2)
+    index = open_held(held, tmp_path / "tag")
+    record = index.records[index.atoms["body.row", MASTER].shards[1].fragments[0].record]
+    path = Path(index.files[record.file].path)
+    data = bytearray(path.read_bytes())
+    data[record.offset + record.nbytes // 2] ^= 1
+    path.write_bytes(data)
+
+    def work(rank: int, comm: Any) -> str:
+        with pytest.raises(UcpError) as caught:
+            convert(index, held, tmp_path / "tag", tmp_path / "out", comm)
+        return str(caught.value)
+
+    texts = run_ranks(2, work)
+    assert len(set(texts)) == 1 and "CRC32" in texts[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../evil", "a//b", "..", ""])
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    from deepspeed_ucp.convert.outputs import check_names
+
+    with pytest.raises(UnsupportedError, match="names of files"):
+        check_names(["fine", name])
+    check_names(["layers.0.weight", "experts/3", "exp_avg"])
+
+
+def test_ranges_must_make_up_the_file() -> None:
+    class Fake:
+        path = "x.pt"
+
+        class whole:  # noqa: N801
+            numel, itemsize = 10, 4
+
+    import zlib
+
+    data = os.urandom(40)
+    parts = [Written(Range(0, 0, 4), zlib.crc32(data[:16])), Written(Range(0, 4, 6), zlib.crc32(data[16:]))]
+    assert join_ranges(parts, [Fake()]) == {0: zlib.crc32(data)}
+    assert join_ranges([*parts, *parts], [Fake()]) == {0: zlib.crc32(data)}
+    for lacking in (parts[:1], parts[1:], []):
+        with pytest.raises(CheckpointError, match=r"x\.pt"):
+            join_ranges(lacking, [Fake()])
+
+
+def test_stage_0_needs_names(tmp_path: Path) -> None:
+    held = make_source(topology=Topology(0, 1))
+    held.write(tmp_path / "tag")
+    with pytest.raises(UcpError, match="--groups"):
+        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+
+
+def test_the_manifest_tells_where_it_came_from(tmp_path: Path) -> None:
+    held = make_source(2)
+    convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "ucp_manifest.json").read_text())
+    assert {each["name"] for each in told["fingerprint"]["files"]} == {
+        p.name for p in (tmp_path / "tag").iterdir() if p.suffix == ".pt"
+    }
+    assert told["patterns"]["body.row"]["pattern"]["kind"] == "shard-h"

@@ -1,0 +1,457 @@
+"""Staging: one writer, nothing half-made that looks whole, and what an earlier attempt has done is found again."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.errors import CheckpointError, StorageError
+from deepspeed_ucp.io import disk, lock
+from deepspeed_ucp.io.staging import (
+    LATEST,
+    MANIFEST,
+    Staging,
+    check_space,
+    explain_full,
+    is_atomic,
+    sync_tree,
+    write_at,
+    write_atomically,
+    write_latest,
+)
+from tests.crash import failing, list_calls, list_writes, run_child, run_dying
+
+IDENTITY = {"fingerprint": "a", "format": 1}
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is seen by other processes without waiting for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    monkeypatch.setattr(disk, "_sync_filesystem", os.path.isdir)
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Staging:
+    return Staging(str(tmp_path / "step1_universal"))
+
+
+def make_atomic(folder: Path, text: str = "old") -> Path:
+    """An atomic checkpoint as far as staging knows one."""
+    (folder / "zero").mkdir(parents=True)
+    (folder / "zero" / "weight").write_text(text)
+    (folder / MANIFEST).write_text(text)
+    return folder
+
+
+def convert(
+    destination: Path, *, overwrite: bool = False, identity: dict[str, Any] = IDENTITY, text: str = "new"
+) -> str:
+    """As much of a conversion as staging sees; what it did."""
+    staging = Staging(str(destination))
+    with staging.lock():
+        if (destination / MANIFEST).exists() and (destination / MANIFEST).read_text() == text:
+            write_latest(staging.parent, staging.name)
+            return "reused"
+        staging.check_destination(str(destination.parent / "source"), overwrite)
+        done = [entry["file"] for entry in staging.begin(identity)]
+        try:
+            with explain_full(staging.folder):
+                os.makedirs(staging.path("zero"), exist_ok=True)
+            with staging.journal(0) as journal:
+                for name in ("weight", "bias"):
+                    if name not in done:
+                        write_atomically(staging.path("zero", name), text.encode())
+                        journal.append({"file": name})
+            staging.sync()
+            write_atomically(staging.path(MANIFEST), text.encode())
+            staging.commit(staging.name, overwrite=overwrite)
+        except StorageError:
+            staging.discard()
+            raise
+    return f"made, {len(done)} found"
+
+
+def read_tree(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+NEW = {MANIFEST: "new", "zero/bias": "new", "zero/weight": "new"}
+OLD = {MANIFEST: "old", "zero/weight": "old"}
+
+
+def test_a_conversion_leaves_only_its_output_and_the_pointer(tmp_path: Path) -> None:
+    destination = tmp_path / "new" / "step1_universal"
+    assert convert(destination) == "made, 0 found"
+    assert read_tree(destination) == NEW
+    assert {path.name for path in destination.parent.iterdir()} == {destination.name, LATEST}
+    assert (destination.parent / LATEST).read_text() == destination.name
+    assert convert(destination) == "reused"
+
+
+# -- killed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
+@pytest.mark.parametrize("before", ["nothing", "empty", "old", "other-attempt"])
+def test_killed_at_any_call_the_same_command_goes_on(before: str, torn: bool, tmp_path: Path) -> None:
+    """Whatever was there: the destination is never half-made, and in the end as if nothing had happened."""
+    prepare = {
+        "nothing": lambda _folder: None,
+        "empty": lambda folder: folder.mkdir(),
+        "old": make_atomic,
+        "other-attempt": leave_attempt,
+    }[before]
+
+    def work(destination: Path) -> str:
+        return convert(destination, overwrite=True)
+
+    (tmp_path / "dry").mkdir()
+    prepare(tmp_path / "dry" / "step1")
+    calls = (list_writes if torn else list_calls)(lambda: work(tmp_path / "dry" / "step1"))
+    for at in calls if torn else range(len(calls)):
+        destination = tmp_path / str(at) / "step1"
+        destination.parent.mkdir()
+        prepare(destination)
+        assert run_dying(lambda folder=destination: work(folder), at, torn=torn)
+        if destination.exists():
+            assert read_tree(destination) in ([{}, OLD, NEW] if before in ("empty", "old") else [NEW])
+        work(destination)
+        assert read_tree(destination) == NEW
+        assert {path.name for path in destination.parent.iterdir()} == {"step1", LATEST}
+        assert (destination.parent / LATEST).read_text() == "step1"
+
+
+def leave_attempt(destination: Path) -> None:
+    """What a conversion of another source left when it was killed."""
+    staging = Staging(str(destination))
+    staging.begin({"fingerprint": "b"})
+    os.makedirs(staging.path("zero"))
+    write_atomically(staging.path("zero", "weight"), b"foreign")
+    with staging.journal(0) as journal:
+        journal.append({"file": "weight"})
+
+
+def test_killed_twice_it_still_goes_on(tmp_path: Path) -> None:
+    for first in range(0, 40, 7):
+        for second in range(0, 30, 7):
+            destination = tmp_path / f"{first}-{second}" / "step1"
+            make_atomic(destination)
+            run_dying(lambda folder=destination: convert(folder, overwrite=True), first)
+            run_dying(lambda folder=destination: convert(folder, overwrite=True), second)
+            convert(destination, overwrite=True)
+            assert read_tree(destination) == NEW
+
+
+def test_an_interrupted_discard_leaves_nothing_that_looks_whole(staging: Staging) -> None:
+    def prepare() -> None:
+        staging.begin(IDENTITY)
+        make_atomic(Path(staging.path("inner")))
+        write_atomically(staging.path(MANIFEST), b"new")
+
+    prepare()
+    for at in range(len(list_calls(staging.discard))):
+        prepare()
+        assert run_dying(staging.discard, at)
+        staging.recover()
+        assert not os.path.exists(staging.destination)
+        staging.discard()
+        assert not os.path.exists(staging.folder)
+
+
+# -- disk full --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+def test_a_full_disk_is_one_clear_error_and_leaves_the_state_as_it_was(code: int, tmp_path: Path) -> None:
+    make_atomic(tmp_path / "dry" / "step1")
+    for at in range(len(list_calls(lambda: convert(tmp_path / "dry" / "step1", overwrite=True)))):
+        destination = make_atomic(tmp_path / str(at) / "step1")
+        with failing(at, code=code), suppress(StorageError):
+            convert(destination, overwrite=True)
+        left = {path.name for path in destination.parent.iterdir()}
+        assert left - {LATEST, ".step1.ucp-old"} == {"step1"}
+        assert read_tree(destination) in (OLD, NEW)
+        convert(destination, overwrite=True)
+        assert {path.name for path in destination.parent.iterdir()} == {"step1", LATEST}
+    with failing(10, code=code), pytest.raises(StorageError, match="disk full .*MiB free"):
+        convert(make_atomic(tmp_path / "step1"), overwrite=True)
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
+    with open(tmp_path / "file", "wb") as stream:
+        write_at(stream.fileno(), memoryview(b"0123456789").cast("H"), 5)
+    assert (tmp_path / "file").read_bytes() == bytes(5) + b"0123456789"
+
+
+def test_other_errors_of_writing_pass() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        write_at(-1, b"x", 0)
+
+
+def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_count_free", lambda path: (100 << 20) if path == str(tmp_path) else 0)
+    check_space(str(tmp_path / "a" / "b"), 100 << 20)
+    with pytest.raises(StorageError, match=r"a/b: disk full: needs 101.0 MiB, has 100.0 MiB free"):
+        check_space(str(tmp_path / "a" / "b"), 101 << 20)
+
+
+def test_what_is_there_counts_as_written_and_holes_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_count_free", lambda _path: 10 << 20)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "data").write_bytes(os.urandom(4 << 20))
+    with open(tmp_path / "hole", "wb") as stream:
+        stream.truncate(1 << 30)
+    os.sync()
+    check_space(str(tmp_path), 14 << 20)
+    with pytest.raises(StorageError, match="needs 10"):
+        check_space(str(tmp_path), (14 << 20) + 100_000)
+
+
+# -- one writer -------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_converter_refuses_and_names_the_first(staging: Staging) -> None:
+    with staging.lock():
+        with pytest.raises(CheckpointError, match=f"step1_universal is under way already .pid {os.getpid()} on "):
+            Staging(staging.destination).lock().__enter__()
+        with Staging(staging.destination + "2").lock():
+            pass
+    with staging.lock():
+        pass
+    assert not os.listdir(staging.parent)
+
+
+def test_a_dead_holders_lock_is_taken_over(staging: Staging) -> None:
+    def die() -> None:
+        with staging.lock():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_child(die) == -signal.SIGKILL
+    assert os.path.exists(staging.lock_path)
+    with staging.lock():
+        assert json.loads(Path(staging.lock_path).read_bytes())["pid"] == os.getpid()
+    assert not os.path.exists(staging.lock_path)
+
+
+def test_a_lock_file_that_goes_while_it_is_opened_is_made_anew(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder removes it between our opening it and locking it: then nobody else would see our lock."""
+    flock, removed = fcntl.flock, []
+
+    def remove_first(fd: int, operation: int) -> None:
+        if not removed:
+            removed.append(os.unlink(staging.lock_path))
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with staging.lock():
+        assert os.path.exists(staging.lock_path)
+        with pytest.raises(CheckpointError, match="under way"):
+            staging.lock().__enter__()
+
+
+def test_many_at_once_are_one_after_the_other(staging: Staging) -> None:
+    inside, refused, most = [0], [0], [0]
+
+    def work() -> None:
+        for _ in range(50):
+            try:
+                with lock.hold_lock(staging.lock_path, "work"):
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                    inside[0] -= 1
+            except CheckpointError:
+                refused[0] += 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 1
+    assert not os.path.exists(staging.lock_path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_without_flock_the_file_itself_is_the_lock(
+    code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_fd: int, _operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with staging.lock(), pytest.raises(CheckpointError, match="or was killed.*remove the file and run it again"):
+        Staging(staging.destination).lock().__enter__()
+    assert not os.listdir(staging.parent)
+
+
+def test_a_lock_that_is_being_signed_is_a_lock(staging: Staging) -> None:
+    with open(staging.lock_path, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="by a process that has not told its name"):
+            staging.lock().__enter__()
+
+
+# -- what is never replaced -------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_atomic_checkpoint_is_never_removed(staging: Staging, tmp_path: Path) -> None:
+    destination = Path(staging.destination)
+    destination.mkdir()
+    staging.check_destination(str(tmp_path / "step1"), overwrite=False)
+    (destination / "notes.txt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="is no atomic checkpoint, so it is left alone"):
+            staging.check_destination(str(tmp_path / "step1"), overwrite)
+    staging.begin(IDENTITY)
+    write_atomically(staging.path(MANIFEST), b"new")
+    with pytest.raises(CheckpointError, match="appeared while the conversion ran"):
+        staging.commit(None, overwrite=True)
+    assert read_tree(destination) == {"notes.txt": ""}
+
+
+@pytest.mark.parametrize("mark", [MANIFEST, "zero/optimizer_state.pt"])
+def test_an_atomic_checkpoint_is_replaced_only_where_that_is_asked_for(mark: str, staging: Staging) -> None:
+    destination = Path(staging.destination)
+    (destination / "zero").mkdir(parents=True)
+    (destination / mark).touch()
+    assert is_atomic(str(destination))
+    with pytest.raises(CheckpointError, match="--overwrite .overwrite=True. replaces it"):
+        staging.check_destination("/source", overwrite=False)
+    staging.check_destination("/source", overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_files_and_links_are_left_alone(kind: str, staging: Staging, tmp_path: Path) -> None:
+    make_atomic(tmp_path / "other")
+    destination = Path(staging.destination)
+    destination.touch() if kind == "file" else destination.symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="left alone"):
+        staging.check_destination(str(tmp_path / "step1"), overwrite=True)
+
+
+@pytest.mark.parametrize("source", [".", "inner", "inner/more"])
+def test_the_source_is_not_converted_onto_itself(source: str, staging: Staging) -> None:
+    make_atomic(Path(staging.destination))
+    with pytest.raises(CheckpointError, match="holds the checkpoint that is converted"):
+        staging.check_destination(os.path.join(staging.destination, source), overwrite=True)
+    staging.check_destination(staging.destination + "2", overwrite=True)
+
+
+def test_the_root_is_no_destination() -> None:
+    with pytest.raises(CheckpointError, match="root folder"):
+        Staging("/")
+
+
+def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None:
+    staging.begin(IDENTITY)
+    with pytest.raises(CheckpointError, match="has no ucp_manifest.json"):
+        staging.commit(None)
+
+
+def test_latest_stays_where_it_is_not_asked_for(staging: Staging, tmp_path: Path) -> None:
+    write_latest(str(tmp_path), "other")
+    staging.begin(IDENTITY)
+    write_atomically(staging.path(MANIFEST), b"new")
+    staging.commit(None)
+    assert (tmp_path / LATEST).read_text() == "other"
+
+
+# -- journals ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_nodes_entries_are_found_again(staging: Staging) -> None:
+    assert staging.begin(IDENTITY) == []
+    for node in (0, 11):
+        with staging.journal(node) as journal:
+            journal.append({"node": node, "text": "ü\n"})
+    assert staging.begin(dict(reversed(IDENTITY.items()))) == [{"node": 0, "text": "ü\n"}, {"node": 11, "text": "ü\n"}]
+    assert staging.begin({**IDENTITY, "format": 2}) == []
+    assert staging.begin({**IDENTITY, "format": 2}) == []
+
+
+def test_torn_and_damaged_lines_are_ignored(staging: Staging) -> None:
+    staging.begin(IDENTITY)
+    for number in range(3):
+        with staging.journal(0) as journal:
+            journal.append({"number": number})
+        path = Path(journal.path)
+        path.write_bytes(path.read_bytes() + [b"0123", b'00000000 {"number": 9}\n', bytes(100)][number])
+    assert [entry["number"] for entry in staging.begin(IDENTITY)] == [0, 1, 2]
+
+
+def test_threads_share_a_journal(staging: Staging) -> None:
+    staging.begin(IDENTITY)
+    with staging.journal(0) as journal:
+        threads = [
+            threading.Thread(target=lambda low=low: [journal.append({"n": n}) for n in range(low, low + 50)])
+            for low in (0, 50, 100)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(entry["n"] for entry in staging.begin(IDENTITY)) == list(range(150))
+
+
+def test_special_characters_in_names(tmp_path: Path) -> None:
+    assert convert(tmp_path / "a [1] *" / "step [2] ?") == "made, 0 found"
+    leave_attempt(tmp_path / "step [2] ?")
+    assert len(Staging(str(tmp_path / "step [2] ?")).begin({"fingerprint": "b"})) == 1
+
+
+# -- durable ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_syncfs_every_file_and_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_atomic(tmp_path / "tree")
+    synced: list[str] = []
+    monkeypatch.setattr(disk, "_sync_filesystem", lambda _folder: False)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    sync_tree(str(tmp_path / "tree"))
+    names = {os.path.relpath(path, tmp_path / "tree") for path in synced}
+    assert names == {".", "zero", "zero/weight", MANIFEST}
+
+
+def test_everything_is_durable_before_anything_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: events.append("sync"))
+    for name in ("rename", "replace", "unlink"):
+        original = getattr(os, name)
+
+        def note(path: str, *args: Any, _call: Any = original, _name: str = name, **kwargs: Any) -> None:
+            events.append(f"{_name} {os.path.basename(args[0] if args else path)}")
+            _call(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, name, note)
+    convert(tmp_path / "step1")
+    manifest, committed = events.index(f"replace {MANIFEST}"), events.index("rename step1")
+    assert "sync" in events[:manifest]
+    assert events[manifest + 1 : committed] == ["sync", "unlink .ucp-journal-0", "unlink .ucp-identity.json"]
+    assert events[committed + 1 :] == [f"replace {LATEST}", "unlink .step1.ucp-lock"]
+
+
+def test_syncfs_is_used_where_it_reports_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "4.4.0-x", "", "")))
+    assert not disk._sync_filesystem(str(tmp_path))
+    monkeypatch.undo()
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 8):
+        assert disk._sync_filesystem(str(tmp_path))
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_tree(str(tmp_path))

@@ -1,0 +1,208 @@
+"""Files written without torch are what ``torch.save`` would have written: torch, zipfile and our own reader agree."""
+
+import math
+import os
+import pickle
+import pickletools
+import shutil
+import subprocess
+import zipfile
+import zlib
+
+import pytest
+import torch
+from isal import isal_zlib
+
+from deepspeed_ucp.atoms import ITEMSIZE
+from deepspeed_ucp.errors import CheckpointError, UcpError
+from deepspeed_ucp.io.opcodes import Global, Node, call, make_instance, write_pickle
+from deepspeed_ucp.io.torchzip import (
+    PAGE,
+    ScalarTensor,
+    Stream,
+    dump_value,
+    make_image,
+    make_tensor,
+    write_torch_file,
+)
+from deepspeed_ucp.sources.torchfile import read_header
+
+SHAPES = [((), 1), ((0, 3), 0), ((0, 3), 5), ((2, 3), 6), ((2, 3), 9), ((5,), 5)]
+
+
+def write_image(path, image, data):
+    """Head, tail, data: the order does not matter."""
+    with open(path, "wb") as file:
+        file.write(image.head)
+        file.seek(image.data_offset + image.nbytes)
+        file.write(image.tail(zlib.crc32(data)))
+        file.seek(image.data_offset)
+        file.write(data)
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_every_dtype_and_shape(dtype, tmp_path):
+    path = tmp_path / "fp32.pt"
+    for shape, numel in SHAPES:
+        data = bytes(i % 2 for i in range(numel * ITEMSIZE[dtype]))
+        image = make_image({"cat_dim": 0}, dtype, numel, shape)
+        write_image(path, image, data)
+        assert image.data_offset % PAGE == 0
+        assert path.stat().st_size == image.size
+        for how in ({"weights_only": True, "mmap": True}, {"weights_only": True}, {"weights_only": False}):
+            loaded = torch.load(path, **how)
+            assert loaded["cat_dim"] == 0
+            assert loaded["param"].dtype == getattr(torch, dtype)
+            assert loaded["param"].shape == shape
+            assert loaded["param"].is_contiguous()
+            assert bytes(loaded["param"].untyped_storage()) == data
+        header = read_header(str(path))
+        assert header.crc == image.directory_crc(zlib.crc32(data))
+        ref = header.tree["param"]
+        assert (getattr(ref, "ref", ref).dtype, getattr(ref, "ref", ref).shape) == (dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "uint16", "float8_e5m2"])
+def test_the_pickle_is_torch_saves_own(dtype, tmp_path):
+    """The same calls with the same arguments, whatever the memo's numbers."""
+    tensor = torch.zeros(9).to(getattr(torch, dtype))[:6].view(2, 3)
+    torch.save({"param": tensor, "cat_dim": 1}, tmp_path / "theirs.pt")
+    image = make_image({"cat_dim": 1}, dtype, 9, (2, 3))
+    write_image(tmp_path / "ours.pt", image, bytes(image.nbytes))
+    theirs, ours = (zipfile.ZipFile(tmp_path / name) for name in ("theirs.pt", "ours.pt"))
+    wanted = list_instructions(theirs.read("theirs/data.pkl"))
+    assert list_instructions(ours.read("archive/data.pkl")) == wanted
+
+
+def list_instructions(data):
+    found = [(op.name, arg) for op, arg, _ in pickletools.genops(data)]
+    return [(name, arg) for name, arg in found if "PUT" not in name]
+
+
+def test_tools_find_nothing_wrong(tmp_path):
+    image = make_image({"vocab_tensor": True}, "bfloat16", 1000, (10, 100))
+    write_image(tmp_path / "fp32.pt", image, bytes(range(250)) * 8)
+    assert zipfile.ZipFile(tmp_path / "fp32.pt").testzip() is None
+    if shutil.which("unzip"):
+        told = subprocess.run(["unzip", "-t", tmp_path / "fp32.pt"], capture_output=True, text=True, check=False)
+        assert told.returncode == 0, told.stdout
+
+
+def test_damage_is_noticed(tmp_path):
+    image = make_image({}, "float32", 4, (4,))
+    write_image(tmp_path / "fp32.pt", image, bytes(16))
+    with open(tmp_path / "fp32.pt", "r+b") as file:
+        file.seek(image.data_offset)
+        file.write(b"\x01")
+    assert zipfile.ZipFile(tmp_path / "fp32.pt").testzip() == "archive/data/0"
+
+
+def test_beyond_4_gib(tmp_path):
+    """Zip64: sizes and the directory's place no longer fit into 32 bits. A sparse file, hardly read."""
+    numel = (4 << 30) // 4 + 3
+    image = make_image({}, "float32", numel, (numel,))
+    chunk = 1 << 20
+    crc, one = 0, zlib.crc32(bytes(chunk))
+    for _ in range(image.nbytes // chunk):
+        crc = isal_zlib.crc32_combine(crc, one, chunk) if crc else one
+    crc = zlib.crc32(bytes(8) + b"\0\0\x80\x3f", crc)
+    with open(tmp_path / "fp32.pt", "wb") as file:
+        file.write(image.head)
+        file.seek(image.data_offset + image.nbytes - 4)
+        file.write(b"\0\0\x80\x3f" + image.tail(crc))
+    assert os.path.getsize(tmp_path / "fp32.pt") == image.size
+    loaded = torch.load(tmp_path / "fp32.pt", weights_only=True, mmap=True)["param"]
+    assert loaded.shape == (numel,)
+    assert loaded[-2:].tolist() == [0.0, 1.0]
+    (blob,) = read_header(str(tmp_path / "fp32.pt")).blobs.values()
+    assert (blob.offset, blob.nbytes, blob.crc) == (image.data_offset, image.nbytes, crc)
+    with zipfile.ZipFile(tmp_path / "fp32.pt") as archive, archive.open("archive/data/0") as record:
+        assert record.read(4) == bytes(4)
+
+
+def test_a_record_behind_4_gib(tmp_path, monkeypatch):
+    """A small storage behind a large one; everything beyond 1000 bytes counts as beyond 32 bits here."""
+    monkeypatch.setattr("deepspeed_ucp.io.torchzip._ZIP64_LIMIT", 1000)
+    pickled = write_pickle([make_tensor("a", "uint8", 3000, (3000,)), make_tensor("b", "float32", 2, (2,))])
+    write_torch_file(tmp_path / "x.pt", pickled, {"a": bytes(3000), "b": b"\0\0\x80\x3f" * 2})
+    first, second = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert first.tolist() == [0] * 3000
+    assert second.tolist() == [1.0, 1.0]
+    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float32", 3.0), ("float64", 0.1), ("int64", 2**40), ("bool", True)])
+def test_a_step_tensor(dtype, value, tmp_path):
+    (tmp_path / "step.pt").write_bytes(dump_value(ScalarTensor(dtype, value)))
+    loaded = torch.load(tmp_path / "step.pt", weights_only=True)
+    assert loaded.shape == ()
+    assert loaded.dtype == getattr(torch, dtype)
+    assert loaded.item() == value
+
+
+@pytest.mark.parametrize("value", [7, 2.5, 2**70, None, True, "x", (1, [2.0, {"a": -1}])])
+def test_a_plain_step(value, tmp_path):
+    (tmp_path / "step.pt").write_bytes(dump_value(value))
+    assert torch.load(tmp_path / "step.pt", weights_only=True) == value
+
+
+def test_a_step_of_no_known_dtype():
+    with pytest.raises(CheckpointError, match="complex64"):
+        dump_value(ScalarTensor("complex64", 1))
+
+
+def test_the_same_bytes_every_time():
+    made = [make_image({"cat_dim": 0}, "float32", 5, (5,)) for _ in range(2)]
+    assert made[0] == made[1]
+    assert made[0].tail(1) == made[1].tail(1)
+
+
+@pytest.mark.parametrize(("dtype", "numel", "shape"), [("float31", 4, (4,)), ("float32", 3, (2, 2))])
+def test_what_cannot_be_written(dtype, numel, shape):
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        make_image({}, dtype, numel, shape)
+
+
+def test_a_stream_of_another_length(tmp_path):
+    pickled = write_pickle(make_tensor("0", "uint8", 4, (4,)))
+    with pytest.raises(CheckpointError, match=r"x\.pt: record archive/data/0 was to have 4 bytes, 3 came"):
+        write_torch_file(str(tmp_path / "x.pt"), pickled, {"0": Stream(4, [b"ab", b"c"])})
+
+
+VALUES = [0, 255, 256, 65535, 65536, -1, -(2**31), 2**31, 2**63, -(2**63), 10**400, -(10**700), 0.1, math.inf, -0.0]
+
+
+@pytest.mark.parametrize("value", [*VALUES, "", "ä\ud800\n", "x" * 300, b"", b"\xff" * 300, (), [], {}, (1, 2, 3, 4)])
+def test_plain_values(value):
+    found = pickle.loads(write_pickle(value, 4))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_shared_nodes_and_cycles():
+    shared = Node("list", [], [("appends", [1, 2])])
+    cycle = Node("list")
+    inside = Node("tuple", [cycle, shared])
+    cycle.edits.append(("append", [inside]))
+    found = pickle.loads(write_pickle([shared, shared, inside]))
+    assert found[0] is found[1] is found[2][1]
+    assert found[2][0][0] is found[2]
+
+
+def test_deep_graphs_need_no_recursion():
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    assert len(write_pickle(deep)) > 15_000
+
+
+def test_calls_and_instances():
+    found = pickle.loads(write_pickle([call("builtins", "complex", 1.0, 2.0), Global("math", "inf")]))
+    assert found == [1 + 2j, math.inf]
+    made = pickle.loads(write_pickle(make_instance("types", "SimpleNamespace", {"a": (1, 2)})))
+    assert made.a == (1, 2)
+
+
+def test_values_without_a_form():
+    with pytest.raises(UcpError, match="type set"):
+        write_pickle({"a": {1, 2}})

@@ -1,0 +1,423 @@
+"""Objects come back from a re-written state file as from the old one, without the file's code being run for it."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import os
+import pathlib
+import pickle
+import sys
+import types
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.io.opcodes import write_pickle
+from deepspeed_ucp.sources import repickle
+from deepspeed_ucp.sources.repickle import (
+    list_storages,
+    map_entries,
+    open_pickled,
+    parse_pickle,
+    read_entries,
+    read_items,
+    save_pickled,
+)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntFlag):
+    LOW = 1
+    HIGH = 4
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float
+    names: list[str] = dataclasses.field(default_factory=list)
+    parent: Settings | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    a: int
+    b: tuple[int, ...]
+
+
+class Named(dict):
+    """A dictionary with attributes."""
+
+
+class Stack(list):
+    """A list with attributes."""
+
+
+class Custom:
+    """An object that says itself how it is pickled."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getstate__(self):
+        return {"kept": self.value}
+
+    def __setstate__(self, state):
+        self.value = state["kept"]
+
+
+class Keyed:
+    """Made with keyword arguments (NEWOBJ_EX)."""
+
+    def __new__(cls, *, value):
+        made = super().__new__(cls)
+        made.value = value
+        return made
+
+    def __getnewargs_ex__(self):
+        return (), {"value": self.value}
+
+
+class Refilled:
+    """__reduce__ with all five parts."""
+
+    def __init__(self, first):
+        self.first, self.items, self.pairs = first, [], {}
+
+    def append(self, item):
+        self.items.append(item)
+
+    def __setitem__(self, key, value):
+        self.pairs[key] = value
+
+    def __reduce__(self):
+        return Refilled, (self.first,), {"marked": True}, iter(self.items), iter(self.pairs.items())
+
+
+def make_refilled():
+    made = Refilled((1, 2))
+    made.items, made.pairs, made.marked = [3, [4]], {"a": 5, (6,): 7}, True
+    return made
+
+
+def make_attributed(kind, *args, **attributes):
+    made = kind(*args)
+    made.__dict__.update(attributes)
+    return made
+
+
+def make_cycles():
+    shared, loop, table = ["shared"], [], {}
+    loop.append(loop)
+    table["self"] = (table, [table], shared)
+    owner = argparse.Namespace(children=[])
+    owner.children.append(argparse.Namespace(parent=owner, held=shared))
+    owner.me = owner
+    return {"twice": [shared, shared], "loop": loop, "table": table, "owner": owner, "pair": (shared, (shared,))}
+
+
+def make_tensors():
+    base = torch.arange(24.0)
+    return {
+        "views": [base[3:9], base.view(4, 6).t(), base[::2]],
+        "parameter": torch.nn.Parameter(torch.ones(2, 3)),
+        "attributed": make_attributed(torch.nn.Parameter, torch.ones(2), tensor_model_parallel=True),
+        "grad": torch.ones(2, requires_grad=True),
+        "sparse": torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8),
+        "complex": torch.view_as_complex(torch.ones(2, 2)).conj(),
+        "meta": torch.empty(3, device="meta"),
+        "dtypes": [torch.zeros(3).to(dtype) for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int64)],
+        "empty": [torch.empty(0, 3), torch.tensor(5.0), torch.empty(0)],
+        "typed": torch.FloatStorage([1.0, 2.0]),
+        "expanded": torch.ones(1).expand(1000),
+    }
+
+
+CASES = {
+    "plain": lambda: [None, True, -1, 2**80, -(2**4000), 1.5, float("inf"), "ä\n", "", b"\x00\xff", bytearray(b"ab")],
+    "containers": lambda: ((), (1,), (1, 2, 3, 4), {1: 2, "1": [], (1, 2): {}}, set(), {1, 2}, frozenset("ab"), []),
+    "more containers": lambda: [
+        collections.OrderedDict(a=1),
+        collections.defaultdict(list, a=[1]),
+        collections.Counter("aab"),
+        collections.deque([1, 2], maxlen=3),
+        Point(1, [2]),
+        range(3),
+        slice(1, 2),
+        array.array("d", [1.0]),
+        types.SimpleNamespace(a=1),
+        ...,
+    ],
+    "equal keys": lambda: [{1: "int"}, {True: "bool"}, {1.0: "float"}],
+    "namespace": lambda: argparse.Namespace(lr=1e-3, betas=(0.9, 0.99), path=pathlib.Path("a/b")),
+    "numbers": lambda: [1 + 2j, decimal.Decimal("0.1"), fractions.Fraction(1, 3), uuid.UUID(int=5)],
+    "times": lambda: [datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
+    "enums": lambda: [Colour.RED, Level.LOW | Level.HIGH, {Colour.RED: 1}],
+    "dataclasses": lambda: [Settings(0.1, ["a"], Settings(0.2)), Slotted(1, (2, 3))],
+    "own classes": lambda: [Custom([1]), Keyed(value=[2]), make_refilled()],
+    "classes themselves": lambda: [Settings, Colour, len, torch.nn.Linear, np.float32, functools.partial(int, base=2)],
+    "attributes": lambda: [
+        make_attributed(collections.OrderedDict, {"a": 1}, _metadata={"version": 1}),
+        make_attributed(Named, {"a": 1}, mark=[1]),
+        make_attributed(Stack, [1, 2], mark=(1,)),
+    ],
+    "numpy": lambda: [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array(["a", "bc"]),
+        np.array([None, [1]], dtype=object),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.float32(1.5),
+        np.int64(3),
+        np.dtype("f4"),
+        np.random.RandomState(0).get_state(),
+        np.random.default_rng(0).bit_generator.state,
+        np.datetime64("2026-01-02"),
+    ],
+    "torch": lambda: [torch.float16, torch.Size((1, 2)), torch.device("cpu"), torch.strided, torch.get_rng_state()],
+    "tensors": make_tensors,
+    "untyped": lambda: [
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.arange(3).to(torch.uint16),
+        torch.ones(2).untyped_storage(),
+    ],
+    "cycles": make_cycles,
+    "module": lambda: torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)),
+    "scheduler": lambda: torch.optim.lr_scheduler.StepLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), 2
+    ).state_dict(),
+}
+
+
+def rewrite(folder, value, **how):
+    """What torch loads from a file, and from the same file taken apart and put together."""
+    torch.save(value, folder / "old.pt", **how)
+    file = open_pickled(str(folder / "old.pt"))
+    save_pickled(file, file.root, str(folder / "new.pt"))
+    return [torch.load(folder / name, weights_only=False) for name in ("old.pt", "new.pt")]
+
+
+def assert_same(old, new, seen=None):
+    """Equal in type and value, with the same parts shared."""
+    seen = {} if seen is None else seen
+    assert type(old) is type(new), (old, new)
+    if id(old) in seen:
+        assert seen[id(old)][1] is new
+        return
+    if not isinstance(old, (int, float, str, bytes, type, type(None), tuple)):
+        seen[id(old)] = (old, new)
+    if isinstance(old, torch.Tensor):
+        assert_same_tensor(old, new, seen)
+    elif isinstance(old, np.ndarray):
+        assert (old.dtype, old.shape, old.strides) == (new.dtype, new.shape, new.strides)
+        assert old.tolist() == new.tolist()
+    elif isinstance(old, (torch.UntypedStorage, torch.TypedStorage)):
+        assert old.tolist() == new.tolist()
+    else:
+        assert_same_object(old, new, seen)
+
+
+def assert_same_object(old, new, seen):
+    parts = list_parts(old)
+    assert len(parts) == len(list_parts(new))
+    for one, other in zip(parts, list_parts(new), strict=True):
+        assert_same(one, other, seen)
+    if not parts and not isinstance(old, torch.Generator):
+        assert old == new
+
+
+def list_parts(value):
+    """What an object is made of, in order."""
+    found = []
+    if isinstance(value, dict):
+        found += [part for pair in value.items() for part in pair]
+    elif isinstance(value, (list, tuple, collections.deque)):
+        found += value
+    if isinstance(value, functools.partial):
+        found += [value.func, value.args, value.keywords]
+    if hasattr(value, "__dict__") and not isinstance(value, (type, types.BuiltinFunctionType, enum.Enum)):
+        found += [part for pair in vars(value).items() for part in pair]
+    return found
+
+
+def assert_same_tensor(old, new, seen):
+    assert (old.dtype, old.shape, old.layout, old.device) == (new.dtype, new.shape, new.layout, new.device)
+    assert (old.requires_grad, old.is_conj()) == (new.requires_grad, new.is_conj())
+    assert vars(old) == vars(new)
+    if old.layout is not torch.strided:
+        assert torch.equal(old.to_dense(), new.to_dense())
+    elif old.device.type != "meta":
+        assert (old.stride(), old.storage_offset()) == (new.stride(), new.storage_offset())
+        one, other = old.untyped_storage(), new.untyped_storage()
+        assert bytes(one) == bytes(other)
+        if one.nbytes():
+            assert seen.setdefault(("storage", one.data_ptr()), other.data_ptr()) == other.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_everything_comes_back(case, tmp_path):
+    assert_same(*rewrite(tmp_path, {"value": CASES[case](), "again": 1}))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", [name for name in CASES if name != "untyped"])
+def test_everything_comes_back_from_the_legacy_format(case, tmp_path):
+    assert_same(*rewrite(tmp_path, {"value": CASES[case](), "again": 1}, _use_new_zipfile_serialization=False))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("tensors", "untyped", "module")])
+def test_every_protocol(case, protocol):
+    value = CASES[case]()
+    old = pickle.dumps(value, protocol)
+    root, found = parse_pickle(io.BytesIO(old), "x.pt")
+    assert found == (protocol if protocol > 1 else 0)
+    assert_same(pickle.loads(old), pickle.loads(write_pickle(root, max(protocol, 2))))
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner)))
+def test_whatever_is_nested(value):
+    for protocol in (2, 5):
+        root, _ = parse_pickle(io.BytesIO(pickle.dumps(value, protocol)), "x.pt")
+        assert pickle.loads(write_pickle(root, protocol)) == value
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_is_run(tmp_path):
+    torch.save({"trap": Trap(str(tmp_path / "sprung"))}, tmp_path / "old.pt")
+    file = open_pickled(str(tmp_path / "old.pt"))
+    save_pickled(file, file.root, str(tmp_path / "new.pt"))
+    assert not (tmp_path / "sprung").exists()
+    torch.load(tmp_path / "new.pt", weights_only=False)
+    assert (tmp_path / "sprung").exists()  # as the old file would have done
+
+
+def test_classes_need_not_be_there(tmp_path, monkeypatch):
+    module = types.ModuleType("training_script")
+    exec("class Progress:\n    pass", module.__dict__)
+    module.Progress.__module__ = "training_script"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "training_script", module)
+        torch.save({"progress": make_attributed(module.Progress, epoch=3)}, tmp_path / "old.pt")
+    file = open_pickled(str(tmp_path / "old.pt"))
+    save_pickled(file, file.root, str(tmp_path / "new.pt"))
+    monkeypatch.setitem(sys.modules, "training_script", module)
+    assert torch.load(tmp_path / "new.pt", weights_only=False)["progress"].epoch == 3
+
+
+def test_weights_only_takes_what_it_took(tmp_path):
+    torch.save({"a": torch.ones(2), "b": collections.OrderedDict(x=(1, {"y"}))}, tmp_path / "old.pt")
+    file = open_pickled(str(tmp_path / "old.pt"))
+    save_pickled(file, file.root, str(tmp_path / "new.pt"))
+    assert_same(*(torch.load(tmp_path / name, weights_only=True) for name in ("old.pt", "new.pt")))
+
+
+def test_entries_are_left_out_with_their_storages(tmp_path):
+    shared = torch.arange(3.0)
+    torch.save({"model": {"w": torch.ones(1000), "s": shared}, "client": [shared, shared], "n": 1}, tmp_path / "old.pt")
+    file = open_pickled(str(tmp_path / "old.pt"))
+    kept = map_entries(file.root, lambda key, value: (key, None) if key == "model" else (key, value))
+    assert len(list_storages(file.root)) == 2
+    assert len(list_storages(kept)) == 1
+    save_pickled(file, kept, str(tmp_path / "new.pt"))
+    found = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert list(found) == ["model", "client", "n"]
+    assert found["model"] is None
+    assert found["client"][0] is found["client"][1]
+    assert torch.equal(found["client"][0], shared)
+    assert os.path.getsize(tmp_path / "new.pt") < 2000
+    left = map_entries(file.root, lambda key, value: () if key == "model" else (key, value))
+    assert list(read_entries(left)) == ["client", "n"]
+    assert len(read_items(read_entries(left)["client"])) == 2
+
+
+def test_the_file_that_was_read_is_not_changed(tmp_path):
+    torch.save({"a": [1], "b": torch.ones(2)}, tmp_path / "old.pt")
+    before = (tmp_path / "old.pt").read_bytes()
+    file = open_pickled(str(tmp_path / "old.pt"))
+    map_entries(file.root, lambda key, value: ())
+    written = [save_pickled(file, file.root, str(tmp_path / f"{name}.pt")) for name in "xy"]
+    assert (tmp_path / "old.pt").read_bytes() == before
+    assert written[0] == written[1] == ((tmp_path / "x.pt").stat().st_size, written[0][1])
+    assert (tmp_path / "x.pt").read_bytes() == (tmp_path / "y.pt").read_bytes()
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["crc", "nocrc"])
+def test_storages_are_copied_in_pieces_and_checked(checked, tmp_path, monkeypatch):
+    monkeypatch.setattr(repickle, "CHUNK", 7)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checked)
+    try:
+        old, new = rewrite(tmp_path, {"a": torch.arange(100.0)})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert_same(old, new)
+    file = open_pickled(str(tmp_path / "old.pt"))
+    with open(tmp_path / "old.pt", "r+b") as stream:
+        stream.seek(file.blobs["0"].offset + 50)
+        stream.write(b"\xff")
+    if checked:
+        with pytest.raises(CheckpointError, match=r"old\.pt: data/0 has CRC32"):
+            save_pickled(file, file.root, str(tmp_path / "new.pt"))
+    else:
+        save_pickled(file, file.root, str(tmp_path / "new.pt"))
+
+
+@pytest.mark.parametrize("end", range(1, 40, 3))
+def test_a_damaged_pickle(end):
+    data = pickle.dumps({"a": [1, (2, "x")], "b": {3}}, 2)
+    with pytest.raises(CheckpointError, match=r"x\.pt: its pickle cannot be read"):
+        parse_pickle(io.BytesIO(data[:end]), "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"\x80\x02cmath\ninf\n}b.", CheckpointError),  # BUILD on a global
+        (b"\x80\x02K\x01K\x02.", CheckpointError),  # two objects
+        (b"\x80\x02(K\x01.", CheckpointError),  # a mark is left
+        (b"\x80\x02R.", CheckpointError),
+        (b"\x80\x02h\x05.", CheckpointError),
+        (b"\x80\x02\x82\x01.", UnsupportedError),  # an extension code
+        (b"\x80\x02U\x01a.", UnsupportedError),  # Python 2's strings
+        (b"\x80\x02K\x01Q.", UnsupportedError),  # a persistent id of nothing
+    ],
+)
+def test_pickles_that_torch_does_not_write(data, error):
+    with pytest.raises(error, match=r"x\.pt"):
+        parse_pickle(io.BytesIO(data), "x.pt")
