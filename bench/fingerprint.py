@@ -106,6 +106,11 @@ def _sum_bits(values: torch.Tensor, places: torch.Tensor) -> int:
     return int((bits * (places + 1).mul_(_FACTOR)).sum()) % MODULUS
 
 
+def sum_whole(values: torch.Tensor) -> int:
+    """The number of a whole parameter's state."""
+    return _sum_bits(values.flatten(), torch.arange(values.numel()))
+
+
 def join_parts(parts: Iterable[Part]) -> dict[str, Sums]:
     """The fingerprint of a model from all ranks' parts, by parameter.
 

@@ -41,6 +41,12 @@ def state_pieces(tag_folder: Path) -> list[Piece]:
     return pieces
 
 
+def file_pieces(folder: Path) -> list[Piece]:
+    """All bytes of the files of a checkpoint, cut into pieces."""
+    sizes = {file: file.stat().st_size for file in sorted(folder.glob("*.pt"))}
+    return [Piece(file, at, min(_PIECE, size - at)) for file, size in sizes.items() for at in range(0, size, _PIECE)]
+
+
 def _records(file: Path) -> list[tuple[int, int]]:
     """(offset, length) in bytes of every tensor of one or more dimensions of the file's optimizer state."""
     content = torch.load(file, map_location="meta", weights_only=False)["optimizer_state_dict"]

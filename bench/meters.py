@@ -10,19 +10,22 @@ _SELF = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Io:
-    """Bytes: `storage` came from the storage, `requested` were asked of read calls (cached or not)."""
+    """Bytes: `storage` came from the storage, `requested` were asked of read calls (cached or not), `written` will
+    go to the storage (the kernel counts a page when it becomes dirty).
+    """
 
     storage: int
     requested: int
+    written: int = 0
 
     @classmethod
     def now(cls) -> Io:
         """The counters of this process and of the children that it has waited for."""
         fields = _fields("io")
-        return cls(storage=fields["read_bytes"], requested=fields["rchar"])
+        return cls(fields["read_bytes"], fields["rchar"], fields["write_bytes"])
 
     def __sub__(self, other: Io) -> Io:
-        return Io(self.storage - other.storage, self.requested - other.requested)
+        return Io(self.storage - other.storage, self.requested - other.requested, self.written - other.written)
 
 
 def resident_bytes() -> int:

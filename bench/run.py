@@ -1,6 +1,6 @@
-"""`make bench`: how long a resume takes, against the storage's floor, DeepSpeed's own load and upstream's conversion.
+"""`make bench`: how long resuming, converting, exporting and checking take, against the storage and upstream.
 
-All cases run in one go on one checkpoint, in rounds; before every measured load the page cache is emptied and checked.
+All cases run in one go on one checkpoint, in rounds; before every measurement the page cache is emptied and checked.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ from engines import state_bytes  # noqa: E402
 from fingerprint import Sums, find_differing, join_parts  # noqa: E402
 from floor import floor_body, state_pieces  # noqa: E402
 from meters import Io  # noqa: E402
+from offline import BEST, Source  # noqa: E402
+from offline import Bench as OfflineBench  # noqa: E402
+from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from planning import make_plan_section, measure_plans, summarise_plans  # noqa: E402
 from ranks import Body, RankFailed, Ranks  # noqa: E402
 from report import Measured, Results, describe_machine, explain, make_section, summary_table  # noqa: E402
-from suites import SUITES, Suite  # noqa: E402
+from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
+from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TAG = "global_step1"
 UNIVERSAL_TAG = f"{TAG}_universal"
-PLAN = "plan"
+PLAN, SCALING = "plan", "scaling"
+TITLES = {suite.name: suite.short for suite in SUITES}
+ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING, PLAN)
 ATTEMPTS = 6
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
-CONVERT = """
+CONVERSION = """
 import time
 from deepspeed.checkpoint import ds_to_universal
 began = time.perf_counter()
@@ -104,10 +110,22 @@ class Bench:
             say("the conversion failed")
         raise RuntimeError(f"upstream's conversion failed {ATTEMPTS} times: see {self._log('convert')}")
 
+    def describe(self) -> Source:
+        """The checkpoint for the commands that work on it."""
+        return Source(
+            self.checkpoint,
+            TAG,
+            self.folder / "out",
+            self.folder / "logs",
+            self.parameters,
+            self.saved,
+            self.suite.conversion_options,
+        )
+
     def _run_conversion(self) -> subprocess.CompletedProcess[str]:
         folders = {"input": self.checkpoint / TAG, "output": self.universal / UNIVERSAL_TAG}
         paths = [each for key, path in folders.items() for each in (f"--{key}_folder", str(path))]
-        command = [sys.executable, "-c", CONVERT, *self.suite.conversion_options, *paths]
+        command = [sys.executable, "-c", CONVERSION, *self.suite.conversion_options, *paths]
         log = self._log("convert")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as errors:
@@ -214,30 +232,62 @@ def run_rounds(bench: Bench, chosen: Sequence[str], rounds: int) -> list[Measure
     return measured
 
 
-def run_suite(suite: Suite, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything of one suite; its results as data."""
+def run_source(suite: Suite, folder: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Everything that is asked for and works on one suite's checkpoint; results go into `found`."""
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(suite, folder.resolve(), args.params_m)
     bench.save()
-    chosen = [case.name for case in suite.cases if not args.only or case.name in args.only]
+    if suite.name in args.suites:
+        results = run_loads(bench, args)
+        if results is not None:
+            found[suite.name] = results
+    source = bench.describe()
+    for offline in OFFLINE:
+        if offline.name in args.suites and suite in offline.sources:
+            run_offline(offline, source, suite, args, found)
+    if SCALING in args.suites and suite is DATA_PARALLEL:
+        runs = measure_scaling(source, args.rounds, say, args.only)
+        found.setdefault(SCALING, {})["runs"] = [dataclasses.asdict(run) for run in runs]
+
+
+def run_loads(bench: Bench, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The loads of a suite; its results as data, None where none of its cases is chosen."""
+    chosen = [case.name for case in bench.suite.cases if not args.only or case.name in args.only]
+    if not chosen:
+        return None
     wanted = any(name.startswith("upstream") for name in chosen)
     conversion, failures = bench.convert() if wanted else (None, 0)
     measured = run_rounds(bench, chosen, args.rounds)
-    results = Results(
-        tuple(measured),
-        bench.parameters,
-        state_bytes(bench.parameters),
-        conversion,
-        failures,
-        " ".join(["python", *sys.argv]),
-    )
-    return dataclasses.asdict(results)
+    shutil.rmtree(bench.universal, ignore_errors=True)
+    parameters, size = bench.parameters, state_bytes(bench.parameters)
+    return dataclasses.asdict(Results(tuple(measured), parameters, size, conversion, failures, tell_command()))
+
+
+def run_offline(
+    offline: Offline, source: Source, suite: Suite, args: argparse.Namespace, found: dict[str, Any]
+) -> None:
+    """One suite of commands on one checkpoint."""
+    say(f"suite {offline.name}: {suite.short}")
+    bench = OfflineBench(source, offline.jobs, say)
+    if any(job.name == BEST and (not args.only or BEST in args.only) for job in offline.jobs):
+        bench.find_workers()
+    runs = bench.run(args.rounds, args.only)
+    if runs:
+        found.setdefault(offline.name, {})[suite.name] = Found.of(runs, bench.source, tell_command()).data()
+
+
+def tell_command() -> str:
+    return " ".join(["python", *sys.argv])
 
 
 def make_page(found: dict[str, Any]) -> str:
     """docs/benchmarks.md from the results of all suites that have been measured."""
     suites = [(suite, _restore(found[suite.name])) for suite in SUITES if suite.name in found]
     sections = [make_section(results, suite.cases, suite.title, suite.tell(results)) for suite, results in suites]
+    measured = [(offline, restore_runs(found[offline.name])) for offline in OFFLINE if offline.name in found]
+    sections += [make_offline_section(offline.name, each, TITLES, offline.jobs) for offline, each in measured]
+    if SCALING in found:
+        sections.append(make_scaling_section(found[SCALING]))
     if PLAN in found:
         sections.append(make_plan_section(found[PLAN]))
     how = f"{explain(suites[0][1])}\n\n" if suites else ""
@@ -255,6 +305,8 @@ def update_readme(found: dict[str, Any]) -> None:
     for suite in (suite for suite in SUITES if suite.name in found):
         results = _restore(found[suite.name])
         parts.append(summary_table(results, suite.cases, suite.summary.format(size_m=results.parameters / 1e6)))
+    measured = [(offline, restore_runs(found[offline.name])) for offline in OFFLINE if offline.name in found]
+    parts += [summarise(each, TITLES, offline.jobs, offline.summary) for offline, each in measured]
     if PLAN in found:
         parts.append(summarise_plans(found[PLAN]))
     file.write_text(before + begin + "\n\n" + "\n\n".join(parts) + "\n\n" + end + after)
@@ -264,9 +316,20 @@ def _restore(data: dict[str, Any]) -> Results:
     return Results(**{**data, "measured": tuple(Measured(**each) for each in data["measured"])})
 
 
+def is_wanted(suite: Suite, names: Sequence[str]) -> bool:
+    """Whether something that is asked for works on this suite's checkpoint."""
+    offline = any(each.name in names and suite in each.sources for each in OFFLINE)
+    return suite.name in names or offline or (SCALING in names and suite is DATA_PARALLEL)
+
+
+def restore_runs(data: dict[str, Any]) -> dict[str, Found]:
+    return {key: Found.restore(each) for key, each in data.items()}
+
+
 def parse_arguments() -> argparse.Namespace:
-    names = [*(suite.name for suite in SUITES), PLAN]
-    cases = sorted({case.name for suite in SUITES for case in suite.cases})
+    names = list(ALL)
+    jobs = [*(job for offline in OFFLINE for job in offline.jobs), *JOBS]
+    cases = sorted({each.name for each in (*(case for suite in SUITES for case in suite.cases), *jobs)})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--suites", nargs="+", choices=names, default=names, help="measure these; the last results of the others stay"
@@ -295,17 +358,21 @@ def main() -> None:
     found: dict[str, Any] = json.loads(note.read_text()) if note.exists() and not args.partial else {}
     folder = args.keep or out / "work"
     try:
-        for suite in (suite for suite in SUITES if suite.name in args.suites):
+        for suite in SUITES:
+            if not is_wanted(suite, args.suites):
+                continue
             say(f"suite {suite.name}: {suite.title}")
-            found[suite.name] = run_suite(suite, folder / suite.name, args)
+            run_source(suite, folder / suite.name, args, found)
             note.write_text(json.dumps(found, indent=1))
             if not args.keep:  # two checkpoints may be more than the disk has room for
                 shutil.rmtree(folder / suite.name)
+        if SCALING in args.suites and not args.only:
+            found[SCALING] |= {"simulated": simulate_scaling(say, quick=args.quick), "command": tell_command()}
         if PLAN in args.suites and not args.only:
             found[PLAN] = measure_plans(folder / PLAN, quick=args.quick, rounds=args.rounds, say=say)
-            note.write_text(json.dumps(found, indent=1))
+        note.write_text(json.dumps(found, indent=1))
         page = make_page(found)
-        is_whole = not args.partial and {*found} == {*(suite.name for suite in SUITES), PLAN}
+        is_whole = not args.partial and {*found} == {*ALL}
         output = args.output or (ROOT / "docs" if is_whole else out) / "benchmarks.md"
         output.write_text(page)
         if is_whole and not args.output:

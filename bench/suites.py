@@ -10,6 +10,7 @@ import engines
 import megatron
 from engines import Engine
 from megatron import RENAME, Topology
+from offline import CONVERT, EXPORT, VERIFY, Job
 from report import Case
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Suite:
     Attributes:
         source: the topology that saves it.
         topologies, floors: case → the topology that loads it, or the number of processes that read its bytes.
+        short: the source in a few words.
         about, summary: of the section, and of README's table; `{size_m}` and `{state_gib}` are filled in.
         conversion_options: of upstream's conversion.
         save_body, load_body: see `engines` and `megatron`.
@@ -36,6 +38,7 @@ class Suite:
 
     name: str
     title: str
+    short: str
     summary: str
     about: str
     source: Any
@@ -53,6 +56,7 @@ class Suite:
 DATA_PARALLEL = Suite(
     name="dp",
     title="Other ranks, other ZeRO stage",
+    short="ZeRO-1, 4 ranks",
     summary="load of a {size_m:.0f} M parameter checkpoint (ZeRO-1 bf16, 4 ranks), cold",
     about="""A checkpoint of {size_m:.0f} M parameters in the shapes of a
 GPT, two param groups, AdamW, saved by 4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two
@@ -85,6 +89,7 @@ RENAMED = {"universal": {"patterns": {"rename": RENAME}}}
 PARALLEL = Suite(
     name="3d",
     title="Other tensor and pipeline parallelism",
+    short="TP2 PP2, ZeRO-1",
     summary="load of a {size_m:.0f} M parameter checkpoint (TP2 PP2 DP1, ZeRO-1 bf16), cold",
     about="""The GPT of
 examples/megatron_gpt with {size_m:.0f} M parameters, two param groups, AdamW, saved by 4 ranks (TP2 PP2 DP1) under
@@ -118,3 +123,26 @@ rule says which.""",
 )
 
 SUITES = (DATA_PARALLEL, PARALLEL)
+
+
+@dataclass(frozen=True)
+class Offline:
+    """Commands that work on checkpoints without engines.
+
+    Attributes:
+        jobs: the rows of its tables.
+        sources: the suites on whose checkpoints they are measured.
+        summary: title of README's table.
+    """
+
+    name: str
+    jobs: tuple[Job, ...]
+    sources: tuple[Suite, ...]
+    summary: str
+
+
+OFFLINE = (
+    Offline("convert", CONVERT, SUITES, "conversion to an atomic checkpoint, cold, until it is durable"),
+    Offline("export", EXPORT, (DATA_PARALLEL,), "fp32 weights as safetensors, cold, until they are durable"),
+    Offline("verify", VERIFY, (DATA_PARALLEL,), "check of every byte, cold"),
+)

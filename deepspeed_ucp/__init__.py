@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from .attach import install, install_when_imported, uninstall
 from .errors import CheckpointError, ConfigError, MismatchError, StorageError, UcpError, UnsupportedError
+from .version import __version__
 
 if TYPE_CHECKING:
     from .load import LoadReport
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",

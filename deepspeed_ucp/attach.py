@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-from wrapt import register_post_import_hook
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -29,7 +29,7 @@ _METHODS = (
 """Module, class, method, and the hook's function that takes its place."""
 
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
-_settings = {"default_on": False, "wanted": False, "awaited": False}
+_settings = {"default_on": False}
 
 
 def install(*, default_on: bool | None = None) -> None:
@@ -43,38 +43,62 @@ def install(*, default_on: bool | None = None) -> None:
     """
     if default_on is not None:
         _settings["default_on"] = default_on
-    _settings["wanted"] = True
     _attach(importlib.import_module(_ENGINE))
 
 
 def install_when_imported() -> None:
     """Wrap DeepSpeed's methods now if it has been imported, else as soon as it is."""
-    _settings["wanted"] = True
     module = sys.modules.get(_ENGINE)
     if module is None:
-        _await()
+        _watcher.awake = True
+        if _watcher not in sys.meta_path:  # it stays: to remove it would make other threads' imports skip a finder
+            sys.meta_path.insert(0, _watcher)
     elif _is_initializing(importlib.import_module(_ENGINE)):  # another thread's import has ended here, our own has not
         logger.warning("deepspeed_ucp was imported by DeepSpeed's own import: call deepspeed_ucp.install() after it.")
     else:
         _attach(module)
 
 
-def _await() -> None:
-    if not _settings["awaited"]:
-        _settings["awaited"] = True
-        register_post_import_hook(_attach, _ENGINE)
-
-
 def _is_initializing(module: ModuleType) -> bool:
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
+class _Watcher:
+    """Finds the engine's module as the other finders do, and attaches to it right after it has run."""
+
+    def __init__(self) -> None:
+        self.awake = False
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        if name != _ENGINE or not self.awake:
+            return None
+        self.awake = False
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.awake = True
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(_execute, spec.loader)  # type: ignore[method-assign]
+        return spec
+
+
+_watcher = _Watcher()
+
+
+def _execute(loader: Any, module: ModuleType) -> None:
+    del loader.exec_module  # the class's own again
+    loader.exec_module(module)
+    if _watcher.awake:
+        _attach(module)
+
+
 def uninstall() -> None:
     """Put DeepSpeed's own methods back; if it has not been imported yet, leave it alone."""
+    _watcher.awake = False
     for (owner, name), original in _originals.items():
         setattr(owner, name, original)
     _originals.clear()
-    _settings.update(default_on=False, wanted=False)
+    _settings["default_on"] = False
 
 
 def is_installed() -> bool:
@@ -88,8 +112,6 @@ def is_default_on() -> bool:
 
 
 def _attach(module: ModuleType) -> None:
-    if not _settings["wanted"]:
-        return
     for home, owner, name, replacement in _METHODS:
         _wrap(getattr(importlib.import_module(home), owner), name, replacement)
     if not hasattr(module.DeepSpeedEngine, "ucp_report"):

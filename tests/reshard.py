@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.io.checksum import join_checks, verify_records
+from deepspeed_ucp.io.checksum import join_checks, send_checks, verify_records
 from deepspeed_ucp.load import LoadArguments, direct, has_masters, join_groups
 from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.load.negotiate import negotiate
@@ -290,7 +290,7 @@ def verify(index: AtomicIndex, rank: Loaded) -> None:
     """What was read is what was saved, and replicas are equal; collective."""
     comm = rank.comm
     assert rank.reader is not None
-    checks = direct._send_checks(join_checks(*rank.reader.checked()), comm)
+    checks = send_checks(join_checks(*rank.reader.checked()), comm)
     with comm.together():
         verify_records(checks, index.records, index.files, comm.rank, comm.size)
     check_replicas([index.atoms[key] for key in rank.work.replicated], index, comm)

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,22 @@ BROKEN_PIPE = 141
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Descriptions and examples as they stand, options beside their help, no wider than can be read."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=find_width())
+
+    def _iter_indented_subactions(self, action: argparse.Action) -> Generator[argparse.Action, None, None]:
+        """Commands are not indented further: argparse reckons their column without that."""
+        yield from action._get_subactions() if isinstance(action, argparse._SubParsersAction) else ()
+
+
+def find_width() -> int:
+    """Columns of help texts."""
+    return max(40, min(shutil.get_terminal_size().columns - 2, 100))
+
+
 def add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
@@ -56,7 +72,7 @@ def add_command(
         help=help,
         description=fill_paragraphs(description),
         epilog=f"examples:\n{lines}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     if general:
@@ -66,8 +82,7 @@ def add_command(
 
 def fill_paragraphs(text: str) -> str:
     """Text broken at the terminal's width; an empty line separates paragraphs."""
-    width = max(40, min(shutil.get_terminal_size().columns - 2, 100))
-    return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
+    return "\n\n".join(textwrap.fill(" ".join(part.split()), find_width()) for part in text.split("\n\n"))
 
 
 def add_general_options(parser: argparse.ArgumentParser) -> None:

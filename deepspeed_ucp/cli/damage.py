@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from ..comm import Comm
@@ -21,26 +22,26 @@ def examine_folder(folder: str, error: UcpError) -> dict[str, Any]:
     Args:
         error: why the checkpoint as a whole does not open.
     """
-    from ..sources.files import list_sizes
-    from ..sources.survey import survey_folder
+    from ..sources.files import holds_atoms, is_state_file, list_sizes
 
-    flaws, sizes = [], {}
-    try:
+    flaws: list[tuple[str, str]] = []
+    sizes: dict[str, int] = {}
+    with suppress(UcpError):
         sizes = list_sizes(folder)
-        flaws = survey_folder(folder, Comm())
-    except UcpError as further:
-        if str(further) != str(error):
-            flaws = []
+        flaws = _find_flaws(folder, atomic=holds_atoms(sizes))
     told: dict[str, list[str]] = {}
-    for flaw in flaws:
-        told.setdefault(flaw.file, []).append(flaw.text)
+    for name, text in flaws:
+        told.setdefault(name, []).append(text)
     files = [
         {"name": name, "size": size, **_read_facts(folder, name), "faults": told.get(name, [])}
         for name, size in sorted(sizes.items())
-        if size >= 0
+        if size >= 0 and is_state_file(name)
     ]
-    missing = [{"name": flaw.file, "text": flaw.text} for flaw in flaws if flaw.file and flaw.file not in sizes]
-    general = [flaw.text for flaw in flaws if not flaw.file and flaw.text != str(error)]
+    elsewhere = [{"name": name, "text": text} for name, text in flaws if name and name not in sizes]
+    missing = [each for each in elsewhere if not os.path.exists(os.path.join(folder, each["name"]))]
+    general = [text for name, text in flaws if not name and text != str(error)]
+    general += [each["text"] for each in elsewhere if each not in missing]
+    general += [text for name, text in flaws if name in sizes and not is_state_file(name)]
     return {
         "inspect": VERSION,
         "folder": folder,
@@ -50,6 +51,18 @@ def examine_folder(folder: str, error: UcpError) -> dict[str, Any]:
         "missing": missing,
         "faults": general,
     }
+
+
+def _find_flaws(folder: str, *, atomic: bool) -> list[tuple[str, str]]:
+    """File (empty: the folder as a whole) and what is wrong with it; leftovers are no reason not to open."""
+    if atomic:
+        from ..convert.verify import verify_checkpoint
+
+        found = verify_checkpoint(folder, Comm(), headers_only=True)
+        return [(fault.file.removeprefix(f"{folder}/"), fault.text) for fault in found.faults if not fault.warning]
+    from ..sources.survey import survey_folder
+
+    return [(flaw.file, flaw.text) for flaw in survey_folder(folder, Comm()) if flaw.kind != "leftover"]
 
 
 def _read_facts(folder: str, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
 from .common import (
     FAULT,
     OK,
@@ -59,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     from ..comm import join_launch
     from ..convert.diff import DiffOptions, diff_checkpoints
 
+    if options.workers < 1 or options.window_mb < 1 or not options.tolerance >= 0:
+        raise ConfigError("--workers and --window-mb must be at least 1, --tolerance must not be negative.")
     states = frozenset(filter(None, options.states.split(",")))
     with join_launch() as comm:
         with comm.together():
@@ -131,13 +134,18 @@ def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
     """Atoms whose names differ in numbers only, together; the worst first, as they come."""
     groups: dict[tuple[str, str, str], list[AtomDifference]] = {}
     for atom in atoms:
-        groups.setdefault((re.sub(r"\d+", "*", atom.name), atom.state, atom.kind), []).append(atom)
+        groups.setdefault((_star(atom.name), atom.state, atom.kind), []).append(atom)
     return list(groups.values())
+
+
+def _star(name: str) -> str:
+    """A name with stars for the numbers among its parts: ``layers.*.mlp.dense_4h_to_h.weight``."""
+    return re.sub(r"(?<![^.#])\d+(?![^.#])", "*", name)
 
 
 def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     worst = atoms[0]
-    name = worst.name if len(atoms) == 1 else f"{re.sub(r'[0-9]+', '*', worst.name)} ({len(atoms)}, worst {worst.name})"
+    name = worst.name if len(atoms) == 1 else f"{_star(worst.name)} ({len(atoms)}, worst {worst.name})"
     what = worst.kind if worst.kind != "shape" else worst.text
     if worst.dtypes[0] != worst.dtypes[1]:
         what += f" ({worst.dtypes[0]}, {worst.dtypes[1]})"

@@ -111,7 +111,7 @@ def make_survey(index: AtomicIndex, folder: str, rules: Sequence[Any] = ()) -> S
     client, version = read_client_keys(index)
     findings = find_findings(index, folder, rows, settling)
     written = tell_origin(index, folder, version)
-    return Survey(folder, index, rows, count_totals(index, rows), client, written, findings)
+    return Survey(folder, index, rows, count_totals(index, folder, rows), client, written, findings)
 
 
 def _show_parameter(options: argparse.Namespace, survey: Survey) -> None:

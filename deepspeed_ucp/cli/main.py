@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from ..errors import UcpError
-from .common import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, find_rank, tell
+from .common import BROKEN_PIPE, ERROR, INTERRUPTED, HelpFormatter, Lines, find_rank, tell
 
 COMMANDS = ("run", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
@@ -36,19 +35,14 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         prog="ds_ucp",
         description="Elastic resume for DeepSpeed checkpoints: convert, look into, check, compare and export them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ds_ucp {_find_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name in names:
-        if _exists(name):
-            load_command(name).add_parser(commands)
+        load_command(name).add_parser(commands)
     return parser
-
-
-def _exists(name: str) -> bool:
-    return importlib.util.find_spec(f"{__package__}.{name}") is not None
 
 
 def load_command(name: str) -> ModuleType:

@@ -197,7 +197,9 @@ def _settle_each(index: AtomicIndex, rules: Sequence[RuleSet]) -> Settling:
 def order_names(index: AtomicIndex) -> list[str]:
     """Names of all atoms in the model's order: as the module states list them, layers by their numbers."""
     listed = [name for name, state in index.atoms if state in (COPY, MODULE)]
-    masters = [name for name, state in index.atoms if state not in (COPY, MODULE)]
+    owned = {name for name, state in index.atoms if state not in (COPY, MODULE)}
+    grouped = [name for group in index.groups for name in group.names if name in owned]
+    masters = [*grouped, *(name for name, _ in index.atoms if name in owned)]
     copied = any(state == COPY for _, state in index.atoms)
     names = list(dict.fromkeys([*listed, *masters] if copied else [*masters, *listed]))
     layers = _find_layers(index)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex
 from ..errors import ConfigError
 from .common import format_bytes, format_count
-from .parameters import Parameter, split_layer
+from .parameters import Parameter, sort_states, split_layer
 
 if TYPE_CHECKING:
     from .survey import Survey
@@ -106,12 +106,13 @@ def make_map(index: AtomicIndex, parameters: Sequence[Parameter]) -> Map:
     rows = {number: find_row(index, file.path) for number, file in enumerate(index.files)}
     lanes: dict[tuple[Row, str], Lane] = {}
     whole = {row.name: row.numel for row in parameters}
+    states = sort_states({state for _, state in index.atoms})
     for (name, state), atom in index.atoms.items():
         kind = _find_kind(state)
         for low, high, record, nbytes in _spread(atom, whole.get(name)):
             row = rows[index.records[record].file]
             if index.topology.wrapper == "atomic":
-                row = Row((KINDS.index(kind),), "", f"{state}.pt of every parameter")
+                row = Row((states.index(state),), "", f"{state}.pt")
             lane = lanes.setdefault((row, kind), Lane())
             lane.spans.append((starts[name] + low * sizes[name], starts[name] + high * sizes[name]))
             lane.nbytes += nbytes
@@ -346,7 +347,8 @@ def _paint_title(figure: Any, survey: Survey, height: float) -> None:
     totals, topology = survey.totals, survey.index.topology
     elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
     step = survey.index.counters.get("global_steps")
-    text = f"{topology.describe()} · {elements}{format_bytes(totals.file_bytes)} in {totals.files} files"
+    kind = f"atomic, {topology.precision}" if topology.wrapper == "atomic" else topology.describe()
+    text = f"{kind} · {elements}{format_bytes(totals.file_bytes)} in {totals.files} files"
     text += "" if step is None else f" · step {step}"
     name = "/".join(os.path.abspath(survey.folder).split("/")[-2:])
     figure.text(0.02, 1 - 0.3 / height, name, fontsize=14, fontweight="bold", color=INK, va="center")

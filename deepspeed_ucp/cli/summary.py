@@ -8,7 +8,7 @@ from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, AtomicIndex
 from .common import format_bytes, format_count, format_table
-from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, fold_names, fold_rows, shorten_path
+from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, fold_names, fold_rows, shorten_path, sort_states
 from .survey import Finding, Survey, list_states, tell_groups, tell_scalars
 
 _OFTEN = 12
@@ -146,7 +146,7 @@ def tell_resume(index: AtomicIndex) -> str:
     """Who can resume it where."""
     topology = index.topology
     if topology.wrapper == "atomic":
-        return "by deepspeed_ucp on any topology"
+        return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
     if not any(state not in ("module", COPY) for _, state in index.atoms):
         return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"
     degrees = f"tp {topology.tp} pp {topology.pp}"
@@ -210,17 +210,17 @@ def tell_finding(finding: Finding) -> str:
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     """One parameter with every fragment: file, byte offset in it, length in bytes, elements of its shard."""
     states = []
-    for (name, state), atom in index.atoms.items():
-        if name == row.name:
-            shards = [
-                {
-                    "rank": rank,
-                    "shape": shard.shape,
-                    "fragments": [_locate(index, f, atom.dtype) for f in shard.fragments],
-                }
-                for rank, shard in enumerate(atom.shards)
-            ]
-            states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
+    for state in sort_states(state for name, state in index.atoms if name == row.name):
+        atom = index.atoms[row.name, state]
+        shards = [
+            {
+                "rank": rank,
+                "shape": shard.shape,
+                "fragments": [_locate(index, f, atom.dtype) for f in shard.fragments],
+            }
+            for rank, shard in enumerate(atom.shards)
+        ]
+        states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
     hyper = index.groups[row.group].hyper if row.group is not None else None
     return {**row.to_data(), "hyper": hyper, "layout": states}
 

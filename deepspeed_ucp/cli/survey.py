@@ -141,7 +141,7 @@ def tell_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str,
     return found
 
 
-def count_totals(index: AtomicIndex, rows: Iterable[Parameter]) -> Totals:
+def count_totals(index: AtomicIndex, folder: str, rows: Iterable[Parameter]) -> Totals:
     """Counts and sizes."""
     sums = {MASTER: 0, COPY: 0, MODULE: 0, "": 0}
     covered: set[tuple[int, int, int]] = set()
@@ -152,7 +152,7 @@ def count_totals(index: AtomicIndex, rows: Iterable[Parameter]) -> Totals:
     parameters = [row for row in rows if row.kind != BUFFER and "#" not in row.name]
     numels = [row.numel for row in parameters]
     client = sum(index.records[record].nbytes for record in index.client_records)
-    records, files = sum(r.nbytes for r in index.records), sum(f.size for f in index.files)
+    records, sizes = sum(r.nbytes for r in index.records), _list_sizes(index, folder)
     return Totals(
         parameters=len(parameters),
         elements=None if None in numels else sum(numel or 0 for numel in numels),
@@ -162,10 +162,18 @@ def count_totals(index: AtomicIndex, rows: Iterable[Parameter]) -> Totals:
         module=sums[MODULE],
         client=client,
         padding=max(0, records - client - sum(nbytes for _, _, nbytes in covered)),
-        rest=files - records,
-        files=len(index.files),
-        file_bytes=files,
+        rest=sum(sizes) - records,
+        files=len(sizes),
+        file_bytes=sum(sizes),
     )
+
+
+def _list_sizes(index: AtomicIndex, folder: str) -> list[int]:
+    """Sizes of the checkpoint's files; an atomic one is everything in its folder, scalars and manifest too."""
+    if index.topology.wrapper != "atomic":
+        return [each.size for each in index.files]
+    found = (os.stat(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
+    return list({(each.st_dev, each.st_ino): each.st_size for each in found}.values())  # hard links once
 
 
 def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:

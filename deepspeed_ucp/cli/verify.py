@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from .common import (
     FAULT,
     OK,
@@ -47,10 +47,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
-    from ..convert.verify import list_files, verify_checkpoint
+    from ..convert.verify import Verification, list_files, verify_checkpoint
 
+    if options.workers < 1 or options.window_mb < 1:
+        raise ConfigError("--workers and --window-mb must be at least 1.")
     if (dangling := find_dangling(options.checkpoint)) is not None:
-        emit(options, {"folder": options.checkpoint, "whole": False, "faults": [_tell(dangling)]}, _word(dangling))
+        nothing = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (dangling,))
+        emit(options, to_data(nothing), _word(dangling))
         return FAULT
     folder = resolve(options.checkpoint)
     with join_launch() as comm:

@@ -108,6 +108,8 @@ def _strip_model(root: Node) -> Node:
     def change(key: Any, value: Any) -> tuple[Any, ...]:
         if key == "module" and isinstance(value, Node):
             return key, {name: state for name, state in read_entries(value).items() if str(name).endswith(EXTRA_STATE)}
+        if key == "mp_world_size":  # upstream's loader holds it against the number of model-states files
+            return key, 1
         return key, None if key in _EMPTIED else value
 
     return map_entries(root, change)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,14 @@ from ..errors import StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16
+
+_FEW = 64
+"""Files that are synced one by one: ``syncfs`` waits for what others have written to the file system as well."""
+
+_LARGE = 1 << 20
+"""Bytes of a write that the kernel is to begin writing out at once, so that little is left to wait for in the end."""
+
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def check_space(folder: str, nbytes: int) -> None:
@@ -83,10 +92,12 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
         StorageError: the disk is full.
     """
     rest = memoryview(data).cast("B")
+    start, nbytes = offset, rest.nbytes
     try:
         while rest:
             done = os.pwrite(fd, rest, offset)
             rest, offset = rest[done:], offset + done
+        _begin_writing(fd, start, nbytes)
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -106,11 +117,24 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> No
     total = sum(memoryview(part).nbytes for part in parts)
     with explain_full(_find_name(fd)):
         done = os.pwritev(fd, parts, offset)
+        _begin_writing(fd, offset, done)
     for part in parts if done < total else ():
         nbytes = memoryview(part).nbytes
         if done < nbytes:
             write_at(fd, memoryview(part).cast("B")[max(done, 0) :], offset + max(done, 0))
         offset, done = offset + nbytes, done - nbytes
+
+
+def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
+    """A hint; what it cannot do, the sync in the end does."""
+    call = getattr(_load_libc(), "sync_file_range", None)
+    if nbytes >= _LARGE and call is not None:
+        call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _BEGIN_WRITING)
+
+
+@functools.cache
+def _load_libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _find_name(fd: int) -> str:
@@ -164,20 +188,22 @@ def sync_folder(folder: str) -> None:
 
 
 def sync_tree(folder: str) -> None:
-    """Make everything below a folder durable that this node wrote: one ``syncfs``, else ``fsync`` of each file.
+    """Make everything below a folder durable that this node wrote: one ``syncfs``, or ``fsync`` of each file.
 
     Raises:
         StorageError: the disk turned out to be full.
     """
     with explain_full(folder):
-        if not _sync_filesystem(folder):
-            _sync_each(folder)
+        tree = list(os.walk(folder))
+        few = sum(len(names) for _, _, names in tree) <= _FEW
+        if few or not _sync_filesystem(folder):
+            _sync_each(tree)
 
 
 def _sync_filesystem(folder: str) -> bool:
     """One ``syncfs``; False where there is none that reports errors (Linux before 5.8)."""
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
-    call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    call = getattr(_load_libc(), "syncfs", None)
     if call is None or release < (5, 8):
         return False
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -192,8 +218,7 @@ def _sync_filesystem(folder: str) -> bool:
     raise OSError(code, os.strerror(code), folder)
 
 
-def _sync_each(folder: str) -> None:
-    tree = list(os.walk(folder))
+def _sync_each(tree: list[tuple[str, list[str], list[str]]]) -> None:
     files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
     with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="ucp-sync") as pool:
         list(pool.map(_sync_file, files))

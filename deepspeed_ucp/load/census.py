@@ -18,6 +18,7 @@ from ..patterns import (
     find_idle,
     from_attributes,
     from_config,
+    from_recorded,
     from_universal_info,
     rename_names,
     settle,
@@ -203,7 +204,8 @@ def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *
 def settle_layouts(
     index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet], *, tell: bool
 ) -> dict[str, tuple[Layout, Layout]]:
-    """How source and target cut each matched tensor, by plain saved name; nothing where neither side cuts any.
+    """How source and target cut each matched tensor, by plain saved name; without tensor parallelism only those of
+    another number of rows, which a vocabulary's padding makes.
 
     Args:
         rules: the user's.
@@ -212,7 +214,8 @@ def settle_layouts(
     Raises:
         MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
     """
-    if index.topology.tp == census.tp == 1:
+    whole = index.topology.tp == census.tp == 1
+    if whole and not match.resized:
         return {}
     source, target, equal = {}, {}, {}
     for live, saved in match.saved.items():
@@ -222,8 +225,9 @@ def settle_layouts(
             equal[saved] = (Replicate().join(held), Replicate().cut(held[0], shapes))
         else:
             source[saved], target[saved] = held, shapes
-    settled = settle(sorted(source), source, target, _list_rules(index, census, match, rules), index.hints)
-    if tell:
+    names = [match.saved[live] for live in match.resized] if whole else source
+    settled = settle(sorted(names), source, target, _list_rules(index, census, match, rules), index.hints)
+    if tell and not whole:
         for text in settled.notes:
             logger.info("%s", text)
         if settled.unused:
@@ -248,6 +252,8 @@ def _is_equal(index: AtomicIndex, name: str, shapes: set[Shape]) -> bool:
 def _list_rules(index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet]) -> list[RuleSet]:
     """Rule sets in the order in which they count: the user's, the checkpoint's, AutoTP's, the live attributes."""
     found = list(rules)
+    if index.recorded:
+        found.append(from_recorded(index.recorded))
     info = index.hints.get("universal_checkpoint_info")
     if info:
         found.append(from_universal_info(info, index.topology.tp))

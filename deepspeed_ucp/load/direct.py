@@ -196,7 +196,7 @@ def _prepare(
     grown = comm.gather(job.grown)
     with comm.together():
         if comm.rank == 0:  # every rank would read the same elements
-            _tell(match, grown)
+            _tell(match, index.dropped, grown)
             check_instances(index, census.everyone, touched)
     return _Work(job, match, touched, replicated)
 
@@ -227,7 +227,9 @@ def _is_replicated(layouts: Layouts, index: AtomicIndex, key: tuple[str, str]) -
     return found is not None and found[0].replicated and not found[0].mean and len(index.atoms[key].shards) > 1
 
 
-def _tell(match: Match, grown: list[dict[str, tuple[int, int]]]) -> None:
+def _tell(match: Match, dropped: str, grown: list[dict[str, tuple[int, int]]]) -> None:
+    if match.kept:
+        logger.warning("%s: %s keep the values that the new model has", dropped, shorten(match.kept, 40))
     if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", "; ".join(match.skipped))
     for name, (old, new) in sorted({item for each in grown for item in each.items()}):

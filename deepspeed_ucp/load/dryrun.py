@@ -15,6 +15,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, count
 from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
 from ..errors import ConfigError, MismatchError, shorten
 from ..patterns import Layout, Replicate, RuleSet, from_universal_info, settle
+from ..patterns.recorded import from_recorded
 from ..plan.claims import make_claims
 from ..plan.degrees import Degrees
 from ..plan.estimate import RankFigures, Totals, measure_plan, measure_sampled
@@ -34,6 +35,10 @@ Layouts = Mapping[str, tuple[Layout, Layout]]
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
 SAMPLES = 5
+_HINT = (
+    " A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows the checkpoint and "
+    "the rules that it is given (--patterns)."
+)
 DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"
 
 
@@ -121,7 +126,7 @@ def dry_run(
     try:
         target = make_target(index, degrees, rules, run=run)
     except MismatchError as error:
-        run.obstacles.append(str(error))
+        run.obstacles.append(f"{error}{_HINT if index.topology.tp != degrees.tp else ''}")
         return run
     measure(index, target, run, config, exact=exact, samples=samples)
     return run
@@ -230,7 +235,7 @@ def settle_target(
         return dict(shapes or source), {}
     equal = {name for name in names if name in index.buffers and _is_equal(index, name, degrees.tp)}
     asked = sorted(name for name in names if name not in equal)
-    sets = list(rules)
+    sets = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
     if info := index.hints.get("universal_checkpoint_info"):
         sets.append(from_universal_info(info, index.topology.tp))
     settled = settle(asked, source, shapes, sets, index.hints, degree=degrees.tp if shapes is None else None)

@@ -118,7 +118,7 @@ class Sampler:
         """What a rank does, exactly."""
         mine = make_claims((p for want in self.target.wants(rank) for p in locate(want)), _is_fresh, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
-        others = sorted({(claim.record, claim.offset // self.block) for claim in mine} - set(owned))
+        others = self._choose_others(mine, set(owned), rank)
         granted, shared, free, sent = self._judge(owned, rank)
         elsewhere = self._judge(others, rank)
         served = sum(claim.nbytes for claim in mine) - sum(c.nbytes for c in (*granted, *elsewhere[0]))
@@ -133,6 +133,26 @@ class Sampler:
             received=served - own,
             sent=sent,
             staged=sum(block.high - block.low for block in shared),
+        )
+
+    def _choose_others(self, mine: Iterable[Claim], owned: set[Block], rank: int) -> list[Block]:
+        """Other owners' blocks of which something may be granted: of short claims only where nobody else claims."""
+        long: dict[Block, bool] = {}
+        for claim in mine:
+            key = claim.record, claim.offset // self.block
+            direct = claim.count == 1 and claim.run >= self.min_direct
+            long[key] = long.get(key, False) or direct
+        blocks = (block for block in sorted(long) if block not in owned)
+        return [block for block in blocks if long[block] or not self._is_shared(block, rank)]
+
+    def _is_shared(self, block: Block, rank: int) -> bool:
+        """Whether another rank claims something of a block."""
+        others = (want for other, want in self._find_wants({block}) if other != rank)
+        return any(self._touches(piece, block) for want in others for piece in locate(want))
+
+    def _touches(self, whole: Piece, block: Block) -> bool:
+        return whole.record == block[0] and any(
+            piece.run.src * piece.itemsize // self.block == block[1] for piece in cut_blocks(whole, self.block)
         )
 
     def _judge(
@@ -175,17 +195,21 @@ class Sampler:
 
     def _find_wants(self, wanted: set[Block]) -> Iterator[tuple[int, Want]]:
         """Parts of ranks' wants among which are all that these blocks hold, each element once."""
-        spans: dict[tuple[str, str, int], list[tuple[int, int]]] = defaultdict(list)
+        spans: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
         atoms: dict[tuple[str, str], tuple[Atom, int]] = {}
         for record, number in wanted:
             low = number * self.block
             for atom, shard, first, last, buffer in self._cut_fragments(record, low, low + self.block):
                 atoms[atom.name, atom.state] = atom, buffer
                 for tp_rank, span in self._trace(atom, shard, first, last):
-                    spans[atom.name, atom.state, tp_rank].append(span)
-        for (name, state, tp_rank), found in spans.items():
+                    spans[atom.name, atom.state, shard, tp_rank].append(span)
+        for (name, state, shard, tp_rank), found in spans.items():
             for low, high in _join(found):
-                yield from self._assign(*atoms[name, state], tp_rank, low, high)
+                for rank, want in self._assign(*atoms[name, state], tp_rank, low, high):
+                    if want.view is None:
+                        yield rank, want
+                    elif shard in want.view.shards:  # what other shards hold lies in other blocks
+                        yield rank, replace(want, view=replace(want.view, shards=(shard,)))
 
     def _cut_fragments(self, record: int, low: int, high: int) -> Iterator[tuple[Atom, int, int, int, int]]:
         """(atom, shard, first element, behind the last, buffer) of what lies in bytes [low, high) of a record."""

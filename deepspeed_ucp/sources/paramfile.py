@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError, UcpError, UnsupportedError
+from .family import Save
 from .headers import OptimHeader, Piece
 from .reading import Reader, plain_scalar
 from .torchfile import ScalarRef, TorchFile, read_header
@@ -36,6 +37,29 @@ class ParamHeader:
     value: Any = None
     dtype: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a converted folder's headers say.
+
+    Attributes:
+        save: the copied model states, without optimizer files.
+        optim: the optimizer's param groups, of stage 3 with data-parallel rank 0's states.
+        stage: ZeRO stage of the source.
+        params: per folder in ``zero`` its files by state.
+    """
+
+    folder: str
+    save: Save
+    optim: OptimHeader
+    stage: int
+    params: dict[str, dict[str, ParamHeader]]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the source was of ZeRO 3."""
+        return self.stage == 3
 
 
 def read_param_file(folder: str, name: str) -> ParamHeader:

@@ -192,6 +192,8 @@ class _Machine:
         changed = self.stack[-1]
         if not isinstance(changed, Node):
             raise ValueError(f"it changes {changed!r:.80}, which is no object of it")
+        if kind == "setitems" and len(operands) % 2:
+            raise ValueError("a key without a value")
         changed.edits.append((kind, operands))
         return True
 

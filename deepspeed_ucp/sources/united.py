@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import MASTER, MODULE, AtomicIndex, GroupInfo, count, strip_compiled
+from ..atoms import MASTER, AtomicIndex, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, shorten
 from ..patterns import Pattern, ShardH, ShardNC, ShardV
 from ..patterns.recorded import record_pattern
 from ..topology import Topology
 from .builder import Builder, Seat
-from .family import Save
-from .headers import FileHeader, OptimHeader, Piece
+from .headers import FileHeader, Piece
 from .hints import join_hints
 from .index import find_device, find_precision, name_optimizer
-from .module import add_modules
-from .paramfile import ParamHeader
+from .leftout import add_rest, tell_copies
+from .paramfile import ParamHeader, Part
 from .torchfile import Blob
-from .zero import add_frozen_zero3
 
 _STEP = "step"
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a converted folder's headers say.
-
-    Attributes:
-        save: the copied model states, without optimizer files.
-        optim: the optimizer's param groups, of stage 3 with data-parallel rank 0's states.
-        stage: ZeRO stage of the source.
-        params: per folder in ``zero`` its files by state.
-    """
-
-    folder: str
-    save: Save
-    optim: OptimHeader
-    stage: int
-    params: dict[str, dict[str, ParamHeader]]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the source was of ZeRO 3."""
-        return self.stage == 3
 
 
 @dataclass(slots=True)
@@ -75,7 +50,8 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
     for name in owned.shapes:
         _add_param(builder, part, name, owned)
     _add_steps(builder, part, owned, notes)
-    aliases, dropped = _add_rest(builder, part, set(owned.shapes), notes)
+    notes += tell_copies(part)
+    aliases, dropped = add_rest(builder, part, set(owned.shapes), notes)
     _check_states(part, owned)
     atoms = builder.finish_atoms({})
     model = save.model(0)
@@ -255,56 +231,6 @@ def _make_groups(part: Part, owned: _Owned, notes: list[str]) -> tuple[GroupInfo
     for name, index in owned.flats.items():
         members[0 if index is None else owner.get(index, 0)].append(name)
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
-
-
-def _add_rest(builder: Builder, part: Part, optimized: set[str], notes: list[str]) -> tuple[dict[str, str], str]:
-    """Buffers and frozen parameters, from the model states as far as these hold them whole.
-
-    Returns:
-        Ties (name → the name that holds the data), and why some may be missing.
-    """
-    save = part.save
-    if not save.is_pipeline and save.tp == save.pp == 1:
-        if part.is_sharded:
-            add_frozen_zero3(builder, Seat(), save.models[0], optimized)
-        return add_modules(builder, save, optimized, sharded=part.is_sharded), ""
-    aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in save.model(0).shared.items()}
-    if save.is_pipeline:
-        dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
-        notes.append(f"{dropped}; a load leaves them as the new model has them")
-        return aliases, dropped
-    lost = _add_replicas(builder, part, optimized | set(aliases))
-    if not lost:
-        return aliases, ""
-    dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
-    notes.append(f"{dropped}: {shorten(lost)}; a load leaves them as the new model has them")
-    return aliases, dropped
-
-
-def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
-    """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
-    ranks = [
-        {strip_compiled(raw): piece for raw, piece in (part.save.model(tp).module or {}).items()}
-        for tp in range(part.save.tp)
-    ]
-    buffers = {strip_compiled(name) for name in part.save.model(0).buffers}
-    frozen = [strip_compiled(name) for name in part.save.model(0).frozen_shapes]
-    lost = [name for name in frozen if name not in others]
-    for name, piece in ranks[0].items():
-        if name in others or (part.is_sharded and name not in buffers):
-            continue
-        if name in buffers and _is_equal(held.get(name) for held in ranks):
-            builder.add(Seat(), name, MODULE, piece.shape, builder.file(part.save.main), piece)
-        elif name not in lost:
-            lost.append(name)
-    return lost
-
-
-def _is_equal(pieces: Iterable[Piece | None]) -> bool:
-    held = list(pieces)
-    known = [piece for piece in held if piece is not None and piece.blob.crc is not None]
-    told = {(piece.shape, piece.dtype, piece.offset, piece.blob.nbytes, piece.blob.crc) for piece in known}
-    return len(known) == len(held) and len(told) == 1
 
 
 def _record_cuts(part: Part, owned: _Owned) -> dict[str, dict[str, Any]]:

@@ -12,15 +12,15 @@ import logging
 import os
 from collections.abc import Mapping
 
-from ..atoms import AtomicIndex, strip_compiled
+from ..atoms import MODULE, AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError
 from .family import Save, arrange, find_strangers, name_model_files
-from .files import ZERO, Listing, sort_files
+from .files import MANIFEST, ZERO, Listing, sort_files
 from .headers import FileHeader, OptimHeader
-from .paramfile import ParamHeader, read_optimizer_file, read_param_file
+from .paramfile import ParamHeader, Part, read_optimizer_file, read_param_file
 from .reading import read_file
-from .united import Part, build_united
+from .united import build_united
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -95,6 +95,11 @@ def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
         files = sorted(os.listdir(os.path.join(folder, ZERO, name)))
     except OSError as error:
         raise CheckpointError(f"{folder}/{ZERO}/{name}: cannot be listed ({error.strerror or error}).") from error
+    if f"{MODULE}.pt" in files:
+        raise CheckpointError(
+            f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "
+            "it last. Copy the whole folder, or convert again."
+        )
     return {file[:-3]: read_param_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
 
 

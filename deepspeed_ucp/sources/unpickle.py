@@ -55,7 +55,7 @@ class TensorRef:
         return True
 
 
-@dataclass
+@dataclass(eq=False)
 class Opaque:
     """Stand-in for an object of a class that is not looked into: its name, arguments and state."""
 
@@ -77,6 +77,13 @@ class Opaque:
     def __call__(self, *args: Any, **kwargs: Any) -> Opaque:
         """What a call of it would give: ``functools.partial(cls.__new__, …)()`` of objects with keyword arguments."""
         return Opaque(f"{self.kind}()", (self, *args, kwargs) if kwargs else (self, *args))
+
+    def __eq__(self, other: object) -> bool:
+        """By what was pickled; every file has stand-in classes of its own."""
+        if not isinstance(other, Opaque):
+            return NotImplemented
+        mine, theirs = ((each.kind, each.args, each.state, each.items) for each in (self, other))
+        return mine == theirs
 
     def __hash__(self) -> int:
         return hash(self.kind)

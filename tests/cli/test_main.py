@@ -1,19 +1,35 @@
-"""``ds_ucp run``: an untouched script under every launcher."""
+"""The ``ds_ucp`` command as such, and ``ds_ucp run``: an untouched script under every launcher."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
+from argparse import Namespace, _SubParsersAction
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import hook
-from deepspeed_ucp.cli.main import main, split_launcher_arguments
+from deepspeed_ucp.cli.common import (
+    Progress,
+    emit,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_table,
+    read_rules,
+)
+from deepspeed_ucp.cli.completion import list_actions
+from deepspeed_ucp.cli.main import COMMANDS, build_parser, main, split_launcher_arguments
 from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError
 
 SCRIPT = """
 import json, sys, types
@@ -50,8 +66,6 @@ def script(tmp_path: Path) -> Path:
 
 
 def read(path: Path) -> list[object]:
-    import json
-
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
@@ -188,3 +202,185 @@ def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
     finally:
         deepspeed_ucp.install()
     assert hook.is_installed()
+
+
+# -- all commands -----------------------------------------------------------------------------------------------------
+
+
+def set_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Namespace], int]) -> None:
+    """Puts something else in the place of what ``ds_ucp inspect`` does."""
+    monkeypatch.setattr("deepspeed_ucp.cli.inspect.run", run)
+
+
+def fail(error: BaseException) -> Callable[[Namespace], int]:
+    def run(options: Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    for name in COMMANDS:
+        assert re.search(rf"^ +{name} +\S", shown, re.MULTILINE), name
+    assert "130" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: ds_ucp {name}" in shown
+    assert f"ds_ucp {name}" in shown.partition("examples:")[2]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_help(name: str) -> None:
+    (commands,) = (action for action in build_parser((name,))._actions if isinstance(action, _SubParsersAction))
+    for action in list_actions(commands.choices[name]):
+        assert action.help, action.option_strings or action.dest
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ds_ucp {deepspeed_ucp.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (CheckpointError("x.pt is damaged."), 2, "ds_ucp: error: x.pt is damaged.\n"),
+        (PermissionError(13, "Permission denied", "x.pt"), 2, "ds_ucp: error: [Errno 13] Permission denied: 'x.pt'\n"),
+        (KeyError("x"), 2, "ds_ucp: error: KeyError: 'x' (a fault of ds_ucp itself; --debug shows where)\n"),
+        (KeyboardInterrupt(), 130, "ds_ucp: interrupted\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_errors_are_lines_and_exit_codes(
+    error: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_command(monkeypatch, fail(error))
+    assert main(["inspect", "x"]) == code
+    assert capsys.readouterr().err == told
+    assert main(["inspect", "x", "--debug"]) == code
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert type(error).__name__ in shown
+
+
+def test_the_echo_of_another_rank_s_error_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = CheckpointError("[rank 0] x.pt is damaged.")
+    error.echo = True
+    set_command(monkeypatch, fail(error))
+    assert main(["inspect", "x"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    code = (
+        "import sys\nfrom deepspeed_ucp.cli import inspect\nfrom deepspeed_ucp.cli.main import main\n"
+        "inspect.run = lambda options: print('line\\n' * 100000) or 0\nsys.exit(main(['inspect', 'x']))"
+    )
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("line\n141\n", "")
+
+
+def test_the_library_s_warnings_are_short_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(options: Namespace) -> int:
+        logging.getLogger("deepspeed_ucp").info("not this")
+        logging.getLogger("deepspeed_ucp").warning("%d files", 3)
+        return 0
+
+    set_command(monkeypatch, run)
+    assert main(["inspect", "x"]) == 0
+    assert capsys.readouterr().err == "ds_ucp: warning: 3 files\n"
+    main(["inspect", "x", "--quiet"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    main(["inspect", "x"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("key", ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_only_rank_0_prints(key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in ("1", "0"):
+        monkeypatch.setenv(key, rank)
+        emit(Namespace(json=False), {}, "text\n")
+        assert capsys.readouterr().out == ("text\n" if rank == "0" else "")
+
+
+def test_json_is_what_every_parser_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"a": float("nan"), 3: (1, None), "inf": [float("-inf")], "set": {"y", "x"}, "path": Path("/x"), "t": True}
+    emit(Namespace(json=True), data, "")
+    assert json.loads(capsys.readouterr().out) == {
+        "a": "nan",
+        "3": [1, None],
+        "inf": ["-inf"],
+        "set": ["x", "y"],
+        "path": "/x",
+        "t": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (15 << 20, "15.0 MiB"), (2**50, "1.00 PiB"),
+     (1023.6 * 1024, "1.00 MiB")],
+)  # fmt: skip
+def test_bytes_in_words(nbytes: float, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (999, "999"), (1000, "1.00 k"), (304_123_456, "304 M")])
+def test_counts_in_words(count: int, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.416, "0.42 s"), (50, "50 s"), (119.6, "2 min 00 s"), (7199, "119 min 59 s"), (7500, "2 h 05 min"),
+     (float("inf"), "for ever")],
+)  # fmt: skip
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_tables_are_aligned() -> None:
+    assert format_table([("a", 1), ("bcd", 22)], ("x", "n"), right=(1,)) == "x     n\na     1\nbcd  22"
+    assert format_table([]) == ""
+
+
+def test_the_bar_is_off_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(Namespace(quiet=False, json=False), 10, "work") as bar:
+        bar.add(10)
+    assert capsys.readouterr().err == ""
+
+
+def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text("- {match: a, pattern: shard-v}")
+    assert read_rules(Namespace(patterns=None)) == ()
+    assert read_rules(Namespace(patterns="megatron-gpt"))[0].name == "family megatron-gpt"
+    assert "rules.yaml" in read_rules(Namespace(patterns=str(tmp_path / "rules.yaml")))[0].name
+    assert read_rules(Namespace(patterns='[{"match": "a", "pattern": "shard-v"}]'))[0].user
+    with pytest.raises(deepspeed_ucp.ConfigError, match="neither a family, a file nor JSON"):
+        read_rules(Namespace(patterns="[{"))
+
+
+def test_parsers_cost_little() -> None:
+    """`--help` and completion build all parsers: none of the commands' modules may need torch for that."""
+    code = "import sys\nfrom deepspeed_ucp.cli.main import build_parser\nbuild_parser()\n"
+    code += (
+        "sys.exit(' '.join(sorted({'torch', 'deepspeed', 'matplotlib', 'shtab', 'mpi4py'} & set(sys.modules))) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

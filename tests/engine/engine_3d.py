@@ -105,8 +105,15 @@ class Local:
     client_state: dict[str, Any] | None = None
 
 
-def make_trainer(model: str, launch: Launch, universal: Any = None, *, seed: int = 1) -> Any:
-    """The example's engine; other weights with another seed, but always the same text."""
+def make_trainer(
+    model: str, launch: Launch, universal: Any = None, *, seed: int = 1, checkpoint: dict[str, Any] | None = None
+) -> Any:
+    """The example's engine; other weights with another seed, but always the same text.
+
+    Args:
+        universal: the plugin's options.
+        checkpoint: the whole section, in their place.
+    """
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
     from config import Degrees, GPTConfig  # type: ignore[import-not-found]
@@ -114,7 +121,8 @@ def make_trainer(model: str, launch: Launch, universal: Any = None, *, seed: int
 
     config = GPTConfig(**MODELS[model], seed=seed)
     degrees = Degrees(launch.tp, launch.pp, launch.sp, launch.pipeline, launch.method)
-    ds_config = {**launch.ds_config, **({"checkpoint": {"universal": universal}} if universal is not None else {})}
+    checkpoint = checkpoint or ({"universal": universal} if universal is not None else {})
+    ds_config = {**launch.ds_config, **({"checkpoint": checkpoint} if checkpoint else {})}
     with _CHANGES.get(model, nullcontext)():
         trainer = Trainer(config, degrees, ds_config)
     trainer.config = replace(config, seed=1)
@@ -258,6 +266,18 @@ def resume(
     local.direct, local.reason = report.direct, report.reason
     if again:
         trainer.save(again)
+    local.losses = train(trainer, STEPS[1])
+    trainer.engine.destroy()
+    return local
+
+
+def resume_upstream(model: str, launch: Launch, folder: str) -> Local:
+    """DeepSpeed's own load of a universal checkpoint into a model of other weights, go on."""
+    trainer = make_trainer(model, launch, seed=2, checkpoint={"load_universal": True})
+    path, client_state = trainer.engine.load_checkpoint(folder)
+    assert path is not None
+    local = tell(trainer)
+    local.client_state = client_state
     local.losses = train(trainer, STEPS[1])
     trainer.engine.destroy()
     return local

@@ -454,4 +454,27 @@ def test_syncfs_is_used_where_it_reports_errors(tmp_path: Path, monkeypatch: pyt
         assert disk._sync_filesystem(str(tmp_path))
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError):
-        sync_tree(str(tmp_path))
+        disk._sync_filesystem(str(tmp_path))
+
+
+def test_many_files_are_synced_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        (tmp_path / str(number)).touch()
+    called: list[str] = []
+    monkeypatch.setattr(disk, "_sync_filesystem", lambda folder: bool(called.append(folder)) or True)
+    sync_tree(str(tmp_path))
+    assert called == []
+    monkeypatch.setattr(disk, "_FEW", 4)
+    sync_tree(str(tmp_path))
+    assert called == [str(tmp_path)]
+
+
+def test_large_writes_go_to_the_disk_at_once(tmp_path: Path) -> None:
+    """As far as a test can see: the hint does no harm, with any arguments."""
+    data = os.urandom(3 << 20)
+    with open(tmp_path / "file", "w+b") as stream:
+        write_at(stream.fileno(), data, 123)
+        disk.write_parts(stream.fileno(), [b"head", data, b"tail"], (5 << 30) + 7)
+        stream.seek((5 << 30) + 7)
+        assert stream.read() == b"head" + data + b"tail"
+    disk._begin_writing(-1, 0, 1 << 20)

@@ -14,8 +14,8 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError, UcpError, UnsupportedError
-from deepspeed_ucp.sources.samples import check_samples
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.samples import check_samples
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model(

@@ -409,6 +409,7 @@ def test_a_damaged_pickle(end):
     ("data", "error"),
     [
         (b"\x80\x02cmath\ninf\n}b.", CheckpointError),  # BUILD on a global
+        (b"\x80\x02}(K\x01u.", CheckpointError),  # a key without a value
         (b"\x80\x02K\x01K\x02.", CheckpointError),  # two objects
         (b"\x80\x02(K\x01.", CheckpointError),  # a mark is left
         (b"\x80\x02R.", CheckpointError),

@@ -260,3 +260,18 @@ def test_a_legacy_file_with_a_class(tmp_path: Path) -> None:
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"client": torch.nn.Linear, "global_steps": 3}, path, _use_new_zipfile_serialization=False)
     assert read_header(str(path)).tree["global_steps"] == 3
+
+
+def test_opaque_objects_of_two_files_are_equal_if_what_was_pickled_is(tmp_path: Path) -> None:
+    """A hyper-parameter of the script's own class is the same in every rank's file."""
+    trees = []
+    for rank, size in enumerate((3, 3, 4)):
+        torch.save({"option": _Plain(size)}, tmp_path / f"{rank}.pt")
+        trees.append(read_header(str(tmp_path / f"{rank}.pt")).tree)
+    assert trees[0] == trees[1]
+    assert trees[0] != trees[2]
+
+
+class _Plain:
+    def __init__(self, size: int) -> None:
+        self.size = size

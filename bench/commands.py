@@ -1,0 +1,159 @@
+"""Commands as a user types them, measured from outside: time with the interpreter's start, bytes, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meters import Io
+
+_PERIOD = 0.05  # seconds between two looks at a command's memory
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a command.
+
+    Attributes:
+        seconds: from its start to its end.
+        sync_seconds: until what it had written was durable then.
+        inside_seconds: what it tells of itself, without its start; None where it does not.
+        durable_seconds: the part of `seconds` in which it made its output durable itself.
+        storage_bytes, written_bytes: of it and its processes.
+        peak_bytes: the highest resident size of one process, or the highest sum of several's proportional sizes.
+        fault: why it came to nothing; "" otherwise.
+    """
+
+    case: str
+    round: int
+    seconds: float
+    sync_seconds: float = 0.0
+    inside_seconds: float | None = None
+    durable_seconds: float = 0.0
+    storage_bytes: int = 0
+    written_bytes: int = 0
+    peak_bytes: int = 0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a command printed, and what it took."""
+
+    code: int
+    output: str
+    seconds: float
+    io: Io
+    peak_bytes: int
+
+    def data(self) -> dict[str, Any]:
+        """The JSON object that it printed last."""
+        lines = self.output.strip().splitlines()
+        starts = [number for number, line in enumerate(lines) if line.startswith("{")]
+        return dict(json.loads("\n".join(lines[starts[-1] :]))) if starts else {}
+
+
+def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Told:
+    """Run a command to its end; its errors go to the end of `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**os.environ, **(environment or {})}
+    with tempfile.TemporaryFile() as output, log.open("ab") as errors:
+        io, began = Io.now(), time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=variables, start_new_session=True)
+        with PeakWatch(process.pid) as watch:
+            code = process.wait()
+        seconds, io = time.perf_counter() - began, Io.now() - io
+        output.seek(0)
+        return Told(code, output.read().decode(errors="replace"), seconds, io, watch.peak_bytes)
+
+
+def sync_folder(folder: Path) -> float:
+    """Make every file below a folder durable; seconds."""
+    began = time.perf_counter()
+    for path in [*sorted(folder.rglob("*")), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return time.perf_counter() - began
+
+
+class PeakWatch:
+    """Watches the memory of a session's processes; a context manager."""
+
+    def __init__(self, session: int) -> None:
+        self._session, self._stop = session, threading.Event()
+        self._sums, self._highest, self._seen = 0, 0, set[int]()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of one process its VmHWM; of several the highest sum of what each has of its own and of what they share."""
+        return self._sums if len(self._seen) > 1 else self._highest
+
+    def __enter__(self) -> PeakWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            members = list_members(self._session)
+            self._seen |= {*members}
+            if len(members) > 1:
+                self._sums = max(self._sums, sum(_read_kib(pid, "smaps_rollup", "Pss:") for pid in members) << 10)
+            self._highest = max([self._highest, *(_read_kib(pid, "status", "VmHWM:") << 10 for pid in members)])
+
+
+def list_members(session: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _read_kib(pid: int, file: str, key: str) -> int:
+    """0 where the process has ended meanwhile."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1])
+    return 0
+
+
+def run_in_turns(
+    cases: Sequence[str], rounds: int, measure: Callable[[str, int], Run], say: Callable[[str], None]
+) -> list[Run]:
+    """All cases in each round, next to each other; each round begins with another. What failed is not tried again."""
+    found: list[Run] = []
+    for round_ in range(rounds):
+        shift = round_ % len(cases)
+        for case in [*cases[shift:], *cases[:shift]]:
+            if any(run.case == case and run.fault for run in found):
+                continue
+            run = measure(case, round_)
+            found.append(run)
+            say(
+                f"round {round_ + 1}/{rounds}  {case:16}  {run.seconds:7.2f} s + {run.sync_seconds:.2f} s sync  "
+                f"{run.storage_bytes / (1 << 30):6.2f} GiB read, {run.written_bytes / (1 << 30):.2f} written  "
+                f"{run.peak_bytes >> 20} MiB  {run.fault}"
+            )
+    return found

@@ -1,0 +1,272 @@
+"""What `ds_ucp convert`, `export` and `verify` take, against upstream's scripts and the least that the bytes allow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from cold import make_cold
+from commands import Run, Told, run_command, run_in_turns, sync_folder
+from fingerprint import STATES, Sums, sum_whole
+from floor import file_pieces, floor_body
+from ranks import Ranks
+
+OURS = (sys.executable, "-m", "deepspeed_ucp")
+UPSTREAM = "deepspeed.checkpoint.ds_to_universal"
+WORKERS = ((1, 1), (2, 2), (4, 4))  # (extracting, merging), tried for upstream beside its default (4, 2)
+BEST = "upstream-convert-best"
+ATTEMPTS = 6
+
+
+class CommandFailed(RuntimeError):
+    """A command of ours failed, or wrote other values than were saved."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A normal checkpoint that is worked on.
+
+    Attributes:
+        checkpoint: the folder with `latest`.
+        tag: the one in it.
+        out: a folder for what is written; it is removed after each run.
+        logs: folder of the commands' error output.
+        parameters: of the model, without padding.
+        saved: the fingerprint of what was saved.
+        options: of upstream's conversion.
+        workers: upstream's best (extracting, merging) workers.
+    """
+
+    checkpoint: Path
+    tag: str
+    out: Path
+    logs: Path
+    parameters: int
+    saved: Mapping[str, Sums]
+    options: tuple[str, ...] = ()
+    workers: tuple[int, int] = WORKERS[1]
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint / self.tag
+
+    @property
+    def state_bytes(self) -> int:
+        """fp32 masters and two moments."""
+        return self.parameters * 4 * len(STATES)
+
+    @property
+    def output(self) -> Path:
+        """Where a command writes."""
+        return self.out / f"{self.tag}_out"
+
+
+Command = Callable[[Source], list[str]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of a table.
+
+    Attributes:
+        command: what is run; None is the floor that reads in a process of its own.
+        floor, rival: the rows that it is held against.
+        check: raises when the output is wrong; asked once.
+        start: the same command's start alone, where it tells no time of its own.
+    """
+
+    name: str
+    title: str
+    command: Command | None
+    floor: str = ""
+    rival: str = ""
+    check: Callable[[Source], None] | None = None
+    start: Sequence[str] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("ours")
+
+    @property
+    def is_floor(self) -> bool:
+        return self.name.startswith("floor")
+
+    @property
+    def is_upstream(self) -> bool:
+        return self.name.startswith("upstream")
+
+
+def copy_states(source: Source) -> list[str]:
+    """The files that hold masters and moments, and nothing else of the checkpoint."""
+    return ["cp", *map(str, sorted(source.folder.glob("*_optim_states.pt"))), str(source.output)]
+
+
+def convert_upstream(source: Source, *options: str) -> list[str]:
+    folders = ("--input_folder", str(source.folder), "--output_folder", str(source.output))
+    return [sys.executable, "-m", UPSTREAM, *source.options, *options, *folders]
+
+
+def convert_upstream_best(source: Source) -> list[str]:
+    extracting, merging = map(str, source.workers)
+    return convert_upstream(source, "--num_extract_workers", extracting, "--num_merge_workers", merging)
+
+
+def convert_ours(source: Source, *options: str) -> list[str]:
+    return [*OURS, "convert", str(source.checkpoint), str(source.output), "--json", "--quiet", *options]
+
+
+def export_upstream(source: Source) -> list[str]:
+    script = str(source.checkpoint / "zero_to_fp32.py")
+    return [sys.executable, script, str(source.checkpoint), str(source.output), "--safe_serialization"]
+
+
+def export_ours(source: Source) -> list[str]:
+    return [*OURS, "export", str(source.checkpoint), str(source.output), "--format", "safetensors", "--json", "--quiet"]
+
+
+def verify_ours(source: Source) -> list[str]:
+    return [*OURS, "verify", str(source.checkpoint), "--json", "--quiet"]
+
+
+def check_converted(source: Source) -> None:
+    """Every parameter's states in the atomic checkpoint are the saved ones."""
+    zero = source.output / "zero"
+
+    def read(name: str, state: str) -> torch.Tensor:
+        return torch.load(zero / name / f"{state}.pt", mmap=True, weights_only=True)["param"]
+
+    _compare(source, STATES, read)
+
+
+def check_exported(source: Source) -> None:
+    """Every parameter's exported weights are the saved masters."""
+    from safetensors import safe_open
+
+    files = [safe_open(path, "pt") for path in sorted(source.output.glob("*.safetensors"))]
+    homes = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+    _compare(source, ("fp32",), lambda name, _: homes[name].get_tensor(name))
+
+
+def _compare(source: Source, states: Sequence[str], read: Callable[[str, str], torch.Tensor]) -> None:
+    for name, sums in source.saved.items():
+        for state in states:
+            if sum_whole(read(name, state)) != sums[state]:
+                raise CommandFailed(f"{source.output}: {state} of {name} is not what was saved")
+
+
+UPSTREAM_START = (sys.executable, "-m", UPSTREAM, "--help")
+
+CONVERT = (
+    Job("floor-cp", "floor: `cp` of the optimizer's files", copy_states),
+    Job("upstream-convert", "upstream, defaults", convert_upstream, floor="floor-cp", start=UPSTREAM_START),
+    Job(BEST, "upstream, best workers", convert_upstream_best, floor="floor-cp", start=UPSTREAM_START),
+    Job("ours-convert", "ours", convert_ours, floor="floor-cp", rival="upstream-convert", check=check_converted),
+)
+EXPORT = (
+    Job("upstream-fp32", "upstream, `zero_to_fp32.py --safe_serialization`", export_upstream),
+    Job("ours-export", "ours, `ds_ucp export`", export_ours, rival="upstream-fp32", check=check_exported),
+)
+VERIFY = (
+    Job("floor-files", "floor: all files read, 4 threads", None),
+    Job("ours-verify", "ours, `ds_ucp verify`", verify_ours, floor="floor-files"),
+)
+
+
+class Bench:
+    """Measures jobs on one source."""
+
+    def __init__(self, source: Source, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
+        self.source, self.jobs, self._say = source, {job.name: job for job in jobs}, say
+        self._checked: set[str] = set()
+        self._starts: dict[Sequence[str], float] = {}
+
+    def run(self, rounds: int, only: Sequence[str] | None = None) -> list[Run]:
+        chosen = [name for name in self.jobs if not only or name in only]
+        return run_in_turns(chosen, rounds, self.measure, self._say) if chosen else []
+
+    def find_workers(self) -> tuple[int, int]:
+        """Upstream's fastest numbers of workers, by one cold run of each."""
+        found = {}
+        for workers in WORKERS:
+            self.source = replace(self.source, workers=workers)
+            run = self._measure_command(Job(BEST, "", convert_upstream_best), 0)
+            found[workers] = run.seconds if not run.fault else float("inf")
+            self._say(f"upstream with {workers[0]} extracting and {workers[1]} merging workers: {run.seconds:.1f} s")
+        best = min(found, key=lambda workers: found[workers])
+        self.source = replace(self.source, workers=best)
+        return best
+
+    def measure(self, name: str, round_: int) -> Run:
+        """Raises CommandFailed where it is ours that fails."""
+        job = self.jobs[name]
+        return self._measure_floor(name, round_) if job.command is None else self._measure_command(job, round_)
+
+    def _measure_floor(self, name: str, round_: int) -> Run:
+        log = self.source.logs / f"{name}.log"
+        with Ranks(1, floor_body(file_pieces(self.source.folder)), log) as ranks:
+            (told,) = ranks.run(before=lambda: make_cold(self.source.checkpoint))
+        return Run(name, round_, told["seconds"], storage_bytes=told["io"].storage)
+
+    def _measure_command(self, job: Job, round_: int) -> Run:
+        try:
+            for _ in range(ATTEMPTS if job.is_upstream else 1):  # two of upstream's processes may write one file
+                told, synced = self._call(job)
+                if not told.code:
+                    return self._tell(job, round_, told, synced)
+            log = self.source.logs / f"{job.name}.log"
+            if not job.is_upstream:
+                raise CommandFailed(f"{job.name}: exit code {told.code}; see {log}:\n{log.read_text()[-2000:]}")
+            return Run(job.name, round_, 0.0, fault=f"fails; its last line is `{_last_line(log)}`")
+        finally:
+            shutil.rmtree(self.source.out, ignore_errors=True)
+
+    def _call(self, job: Job) -> tuple[Told, float]:
+        shutil.rmtree(self.source.out, ignore_errors=True)
+        self.source.out.mkdir(parents=True)
+        if job.is_floor:
+            self.source.output.mkdir()
+        os.sync()  # what others have written must not be written out meanwhile
+        make_cold(self.source.checkpoint)
+        command = job.command(self.source) if job.command else []
+        told = run_command(command, self.source.logs / f"{job.name}.log")
+        return told, sync_folder(self.source.out) if not told.code else 0.0
+
+    def _tell(self, job: Job, round_: int, told: Told, synced: float) -> Run:
+        if job.check and job.name not in self._checked:
+            job.check(self.source)
+            self._checked.add(job.name)
+        data = told.data() if job.is_ours else {}
+        phases = {name: float(seconds) for name, seconds in data.get("phases", {}).items()}
+        return Run(
+            job.name,
+            round_,
+            told.seconds,
+            synced,
+            inside_seconds=self._ask_inside(job, told, data),
+            durable_seconds=phases.get("sync", 0.0) + phases.get("commit", 0.0),
+            storage_bytes=told.io.storage,
+            written_bytes=told.io.written,
+            peak_bytes=told.peak_bytes,
+            phases=phases,
+        )
+
+    def _ask_inside(self, job: Job, told: Told, data: Mapping[str, Any]) -> float | None:
+        if "seconds" in data:
+            return float(data["seconds"])
+        if not job.start:
+            return None
+        if job.start not in self._starts:
+            run_command(job.start, self.source.logs / "start.log")  # its modules are in the page cache then
+            self._starts[job.start] = run_command(job.start, self.source.logs / "start.log").seconds
+        return told.seconds - self._starts[job.start]
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""

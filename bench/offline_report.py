@@ -1,0 +1,217 @@
+"""The tables of `offline`: medians, ratios and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from commands import Run
+from offline import BEST, Job, Source
+from report import MIB, Target, table, targets_table
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Found:
+    """The runs of a table's jobs on one checkpoint."""
+
+    runs: tuple[Run, ...]
+    parameters: int
+    state_bytes: int
+    file_bytes: int
+    workers: tuple[int, int]
+    command: str
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], source: Source, command: str) -> Found:
+        size = sum(file.stat().st_size for file in source.folder.glob("*.pt"))
+        return cls(tuple(runs), source.parameters, source.state_bytes, size, source.workers, command)
+
+    @classmethod
+    def restore(cls, data: dict[str, Any]) -> Found:
+        """From JSON."""
+        return cls(**{**data, "runs": tuple(Run(**run) for run in data["runs"]), "workers": tuple(data["workers"])})
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def rounds(self) -> int:
+        return len({run.round for run in self.runs})
+
+    def of_job(self, name: str) -> list[Run]:
+        return [run for run in self.runs if run.case == name and not run.fault]
+
+    def fault(self, name: str) -> str:
+        return next((run.fault for run in self.runs if run.case == name and run.fault), "")
+
+    def seconds(self, name: str, kind: str) -> dict[int, float]:
+        return {run.round: take_seconds(run, kind) for run in self.of_job(name)}
+
+    def ratio(self, above: str, below: str, kind: str) -> float | None:
+        """The median of the per-round ratios of the seconds of two jobs."""
+        left, right = self.seconds(above, kind), self.seconds(below, kind)
+        ratios = [left[r] / right[r] for r in left.keys() & right.keys()]
+        return median(ratios) if ratios else None
+
+
+DURABLE, CACHED, INSIDE = "durable", "cached", "inside"
+
+
+def take_seconds(run: Run, kind: str) -> float:
+    """Seconds until the output is durable, until it is in the page cache, or without the command's start."""
+    if kind == DURABLE:
+        return run.seconds + run.sync_seconds
+    if kind == CACHED:
+        return run.seconds - run.durable_seconds
+    return run.seconds if run.inside_seconds is None else run.inside_seconds
+
+
+def commands_table(found: Found, jobs: Sequence[Job]) -> str:
+    """Every job's time, bytes and memory."""
+    header = ["command", "seconds, median (min-max)", "and durable", "of it start-up", "from storage ÷ state"]
+    header += ["written ÷ state", "peak memory", "÷ floor, durable", "÷ floor, cached", "upstream's ÷ this"]
+    rows = [_row(found, job) for job in jobs if any(run.case == job.name for run in found.runs)]
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    return table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def _row(found: Found, job: Job) -> list[str]:
+    runs = found.of_job(job.name)
+    if not runs:
+        return [job.title, found.fault(job.name), *[""] * 8]
+    seconds = [run.seconds for run in runs]
+    writes = any(run.written_bytes > found.state_bytes // 10 for run in runs)
+    starts = [run.seconds - run.inside_seconds for run in runs if run.inside_seconds is not None]
+    return [
+        job.title,
+        f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})",
+        f"{median(take_seconds(run, DURABLE) for run in runs):.2f}" if writes else "",
+        f"{median(starts):.2f}" if starts else "",
+        f"{median(run.storage_bytes for run in runs) / found.state_bytes:.3f}",
+        f"{median(run.written_bytes for run in runs) / found.state_bytes:.3f}" if writes else "",
+        f"{max(run.peak_bytes for run in runs) / MIB:.0f} MiB"
+        if job.command and not job.name.startswith("floor")
+        else "",
+        _tell(found.ratio(job.name, job.floor, DURABLE)),
+        _tell(found.ratio(job.name, job.floor, CACHED)) if writes else "",
+        _tell(found.ratio(job.rival, job.name, DURABLE)),
+    ]
+
+
+def _tell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def convert_targets(found: Found, title: str) -> list[Target]:
+    runs = found.of_job("ours-convert")
+    read = max((run.storage_bytes / found.state_bytes for run in runs), default=None)
+    written = max((run.written_bytes / found.state_bytes for run in runs), default=None)
+    faster = found.ratio("upstream-convert", "ours-convert", DURABLE)
+    floors = {kind: found.ratio("ours-convert", "floor-cp", kind) for kind in (DURABLE, CACHED)}
+    return [
+        Target(f"{title}: upstream's default over ours", faster, 10, at_least=True),
+        Target(f"{title}: time over `cp`'s, both durable", floors[DURABLE], 1.5),
+        Target(f"{title}: time over `cp`'s, both in the page cache", floors[CACHED], 1.5),
+        Target(f"{title}: bytes from storage over bytes of state", read, 1.02),
+        Target(f"{title}: bytes written over bytes of state", written, 1.02),
+    ]
+
+
+def export_targets(found: Found, title: str) -> list[Target]:
+    ratio = found.ratio("upstream-fp32", "ours-export", DURABLE)
+    return [Target(f"{title}: `zero_to_fp32.py`'s time over ours", ratio, 5, at_least=True)]
+
+
+def verify_targets(found: Found, title: str) -> list[Target]:
+    inside, whole = (found.ratio("floor-files", "ours-verify", kind) for kind in (INSIDE, CACHED))
+    return [
+        Target(f"{title}: speed over that of plain reading", inside, 0.9, at_least=True),
+        Target(f"{title}: the same with the start of the interpreter", whole, 0.9, at_least=True),
+    ]
+
+
+def phases_table(found: Found, name: str) -> str:
+    """Where the time of one job goes."""
+    runs = found.of_job(name)
+    names = list(dict.fromkeys(phase for run in runs for phase in run.phases))
+    rows = [[phase, f"{median(run.phases.get(phase, 0.0) for run in runs):.2f}"] for phase in names]
+    start = [run.seconds - run.inside_seconds for run in runs if run.inside_seconds is not None]
+    if start:
+        rows.insert(0, ["start-up, headers", f"{median(start):.2f}"])
+    return table(["phase", "seconds"], rows)
+
+
+EXPLAINED = """Commands are timed from start to end, the interpreter's start included, with a cold page cache (see
+above); before each of them all dirty pages are written out. *And durable* adds what fsync(2) of every file takes when
+the command has ended: ours has done that itself, which *cached* leaves out. *From storage* and *written* are
+`read_bytes` and `write_bytes` of /proc/self/io with all processes. *Peak memory* is VmHWM of one process, and of
+several the highest sum of their proportional set sizes (20 looks a second). What ours wrote is compared with what was
+saved."""
+
+
+def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job]) -> str:
+    """A section of docs/benchmarks.md.
+
+    Args:
+        name: "convert", "export" or "verify".
+        found: by checkpoint.
+        titles: of the checkpoints.
+    """
+    heading, about, make_targets = SECTIONS[name]
+    first = next(iter(found.values()))
+    parts = [f"## {heading}", f"Written by `{first.command}`. {about}"]
+    targets = []
+    for key, each in found.items():
+        parts += [f"### {heading}: {titles[key]}", _tell_sizes(each), commands_table(each, jobs)]
+        ours = next(job.name for job in jobs if job.is_ours)
+        if any(run.phases for run in each.of_job(ours)):
+            parts += ["Where ours spends its time (median over rounds):", phases_table(each, ours)]
+        targets += make_targets(each, titles[key])
+    return "\n\n".join([*parts, f"### Targets: {heading.lower()}", targets_table(targets)]) + "\n"
+
+
+def _tell_sizes(found: Found) -> str:
+    told = f"{found.parameters / 1e6:.0f} M parameters, {found.state_bytes / GIB:.2f} GiB of masters and moments in "
+    told += f"{found.file_bytes / GIB:.2f} GiB of files; {found.rounds} rounds."
+    if found.of_job(BEST):
+        told += f" Upstream's best: {found.workers[0]} extracting and {found.workers[1]} merging workers."
+    return told
+
+
+def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job], title: str) -> str:
+    """The table of README."""
+    header = [title, "seconds, median", "written ÷ state", "peak memory", "÷ floor", "upstream's ÷ this"]
+    rows = []
+    for key, each in found.items():
+        for job in jobs:
+            if each.of_job(job.name):
+                row = _row(each, job)
+                seconds = row[2] or row[1].partition(" ")[0]
+                where = f"{job.title}, {titles[key]}" if len(found) > 1 else job.title
+                rows.append([where, seconds, row[5], row[6], row[7], row[9]])
+    return table(header, rows)
+
+
+SECTIONS: dict[str, tuple[str, str, Any]] = {
+    "convert": (
+        "Atomic checkpoints: `ds_ucp convert`",
+        f"""A normal checkpoint becomes an atomic one on disk, by one process with
+its default threads. Upstream's is `python -m deepspeed.checkpoint.ds_to_universal`; the floor is `cp` of the files
+that hold masters and moments. {EXPLAINED}""",
+        convert_targets,
+    ),
+    "export": (
+        "Consolidated weights: `ds_ucp export`",
+        "The fp32 weights as safetensors, against the script that DeepSpeed puts into every\ncheckpoint.",
+        export_targets,
+    ),
+    "verify": (
+        "Checking a checkpoint: `ds_ucp verify`",
+        "Every record's CRC32 and every atom's coverage, against reading the same files once with\nplain `preadv`.",
+        verify_targets,
+    ),
+}

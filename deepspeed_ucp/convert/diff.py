@@ -1,0 +1,299 @@
+"""Two checkpoints of any topologies and kinds, held against each other atom by atom."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ..atoms import AtomicIndex
+from ..comm import Comm
+from ..io.memory import allocate
+from ..patterns import RuleSet
+from ..patterns.facts import compile_regex
+from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
+from ..topology import find_differences
+from .elements import Tally, compare
+from .pairing import Pair, Pairs, pair_atoms
+from .reading import Item, RangeReader
+from .values import ValueDifference, compare_runs, compare_values
+
+NOTHING = Tally()
+
+BATCH = 4 << 20
+"""Bytes that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtomDifference:
+    """An atom that is not the same in both checkpoints.
+
+    Attributes:
+        name, state: the atom's, as A names it.
+        kind: ``values``, ``shape``, ``only in A`` or ``only in B``.
+        dtypes: of A and B; values of two dtypes are compared as numbers.
+        tally: what comparing the elements has found, padding rows of a vocabulary left out.
+        padding: the same of the padding rows that both have.
+        index: of the first element that differs, in the logical tensor; in the shard of rank ``shard`` where nothing
+            tells how the shards make up the whole.
+        text: shapes that differ.
+    """
+
+    name: str
+    state: str
+    kind: str
+    dtypes: tuple[str, str]
+    tally: Tally = NOTHING
+    padding: Tally = NOTHING
+    index: tuple[int, ...] = ()
+    shard: int | None = None
+    text: str = ""
+
+    def is_within(self, tolerance: float) -> bool:
+        """Whether it is but a difference of values of at most ``tolerance``."""
+        return self.kind == "values" and max(self.tally.largest, self.padding.largest) <= tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What comparing two checkpoints has found.
+
+    Attributes:
+        compared: atoms that both have, of one logical shape.
+        numel: elements of these.
+        converted: how many of them differ in dtype, and so are compared as numbers.
+        atoms: those that are not the same, the worst first.
+        values: scalars, hyper-parameters, counters and other state that differ.
+        notes: what differs without being a difference: topology, padding rows.
+        unused: rules of the user's that match nothing.
+        tolerance: the largest absolute difference of values that is let pass.
+    """
+
+    compared: int
+    numel: int
+    converted: int
+    atoms: tuple[AtomDifference, ...]
+    values: tuple[ValueDifference, ...]
+    notes: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+    tolerance: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Nothing differs by more than the tolerance."""
+        return not self.values and all(atom.is_within(self.tolerance) for atom in self.atoms)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """What is compared, and with which means.
+
+    Attributes:
+        only: regular expression for names (searched for anywhere in them); then the run's counters, client state and
+            the like are left out.
+        states: names of states; then everything but tensors is left out.
+        tolerance: absolute; values that differ by no more are reported, and let pass.
+        threads: how many batches are compared at once.
+        window: bytes of memory for them.
+        bar: told the bytes to be compared (both sides together), gives what is told those that are done.
+    """
+
+    only: str = ""
+    states: Collection[str] = ()
+    tolerance: float = 0.0
+    threads: int = 4
+    window: int = 64 << 20
+    progress: Callable[[int], None] | None = None
+
+    def wants(self, name: str, state: str = "") -> bool:
+        """Whether an atom is compared (or a parameter, without ``state``)."""
+        return bool(compile_regex(self.only).search(name)) and (not state or not self.states or state in self.states)
+
+
+DEFAULT = DiffOptions()
+
+
+def diff_checkpoints(
+    left: AtomicIndex,
+    right: AtomicIndex,
+    comm: Comm | None = None,
+    options: DiffOptions = DEFAULT,
+    *,
+    rules: Sequence[RuleSet] = (),
+) -> Difference:
+    """Compare two checkpoints; collective, the same result on every rank. Each byte is read once.
+
+    Args:
+        left, right: A and B.
+        rules: the user's patterns and renames (from A's names to B's).
+
+    Raises:
+        MismatchError: both cut parameters differently and nothing tells how; or replicas differ within one of them.
+        CheckpointError: a file cannot be read.
+        ConfigError: ``only`` is no regular expression.
+    """
+    comm = comm or Comm()
+    with comm.together():
+        pairs = pair_atoms(left, right, rules, options.wants)
+        batches = plan_batches(pairs.both, options)[comm.rank :: comm.size]
+        tallies = _compare_batches(left, right, pairs.both, batches, options)
+        values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
+        notes = [f"topology: {text}" for text in find_differences(left.topology, right.topology)]
+        if not options.only and not options.states:
+            found, told = compare_runs(left, right)
+            values, notes = values + found, notes + told
+    merged = _merge(comm.gather(tallies))
+    return Difference(
+        compared=len(pairs.both),
+        numel=sum(pair.numel for pair in pairs.both),
+        converted=sum(pair.left.dtype != pair.right.dtype for pair in pairs.both),
+        atoms=_list_differences(pairs, merged),
+        values=tuple(values),
+        notes=tuple(notes + _note_padding(pairs.both)),
+        unused=tuple(pairs.unused),
+        tolerance=options.tolerance,
+    )
+
+
+def count_bytes(pairs: Sequence[Pair]) -> int:
+    """Bytes of both sides that are read."""
+    return sum(pair.numel * (pair.left.itemsize + pair.right.itemsize) for pair in pairs)
+
+
+def plan_batches(pairs: Sequence[Pair], options: DiffOptions = DEFAULT) -> list[Batch]:
+    """Ranges of elements that are compared together, in the order of A's files."""
+    widest = [max(pair.left.itemsize, pair.right.itemsize) for pair in pairs]
+    most = max(min(BATCH, options.window // (3 * max(options.threads, 1))), ALIGNMENT)
+    outputs = [Output(pair.numel, width, pair.left.place) for pair, width in zip(pairs, widest, strict=True)]
+    return cut_batches(outputs, most)
+
+
+Tallies = dict[int, tuple[Tally, Tally]]
+"""By pair: of the elements that mean something, and of padding rows."""
+
+
+@dataclass(slots=True)
+class _Work:
+    pairs: Sequence[Pair]
+    readers: tuple[RangeReader, RangeReader]
+    options: DiffOptions
+    found: Tallies = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _compare_batches(
+    left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], batches: Sequence[Batch], options: DiffOptions
+) -> Tallies:
+    turn, threads = iter(batches), max(min(options.threads, len(batches)), 1)
+    stop = threading.Event()
+    with RangeReader(left, checksum=False) as first, RangeReader(right, checksum=False) as second:
+        work = _Work(pairs, (first, second), options)
+
+        def run() -> None:
+            scratch = _Scratch()
+            try:
+                while not stop.is_set():
+                    with work.lock:
+                        batch = next(turn, None)
+                    if batch is None:
+                        return
+                    _compare_batch(work, batch, scratch)
+            except BaseException:
+                stop.set()
+                raise
+
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ucp-diff") as pool:
+            futures = [pool.submit(run) for _ in range(threads)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                stop.set()
+        return work.found
+
+
+class _Scratch:
+    """Memory of one thread, which grows to its largest batch."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
+
+    def take(self, nbytes: int) -> memoryview:
+        if self._memory.nbytes < nbytes:
+            self._memory = memoryview(allocate(nbytes))
+        return self._memory[:nbytes]
+
+
+def _compare_batch(work: _Work, batch: Batch, scratch: _Scratch) -> None:
+    sides: tuple[list[Item], list[Item]] = ([], [])
+    sizes = [work.pairs[r.output].left.itemsize + work.pairs[r.output].right.itemsize for r in batch.ranges]
+    # Every range starts at a multiple of 16 bytes, so that its elements can be looked at in place.
+    memory = scratch.take(sum(r.numel * size + 32 for r, size in zip(batch.ranges, sizes, strict=True)))
+    used = 0
+    for each in batch.ranges:
+        pair = work.pairs[each.output]
+        for whole, items in zip((pair.left, pair.right), sides, strict=True):
+            nbytes = each.numel * whole.itemsize
+            items.append(Item(whole, each.start, each.numel, memory[used : used + nbytes]))
+            used += -(-nbytes // 16) * 16
+    for reader, items in zip(work.readers, sides, strict=True):
+        reader.read_items(items)
+    for each, mine, theirs in zip(batch.ranges, *sides, strict=True):
+        found = _tally(work.pairs[each.output], mine, theirs)
+        with work.lock:
+            known = work.found.get(each.output, (NOTHING, NOTHING))
+            work.found[each.output] = (known[0].join(found[0]), known[1].join(found[1]))
+    if work.options.progress is not None:
+        work.options.progress(sum(r.numel * size for r, size in zip(batch.ranges, sizes, strict=True)))
+
+
+def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
+    """Compare a range: its elements that mean something, and those in padding rows."""
+    border = min(max(pair.meaning - mine.start, 0), mine.numel)
+    found = []
+    for low, high in ((0, border), (border, mine.numel)):
+        first, second = (item.into[low * item.whole.itemsize : high * item.whole.itemsize] for item in (mine, theirs))
+        found.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(mine.start + low))
+    return found[0], found[1]
+
+
+def _merge(gathered: Sequence[Tallies]) -> Tallies:
+    merged: Tallies = {}
+    for each in gathered:
+        for number, (values, padding) in each.items():
+            known = merged.get(number, (NOTHING, NOTHING))
+            merged[number] = (known[0].join(values), known[1].join(padding))
+    return merged
+
+
+def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, ...]:
+    found = [
+        AtomDifference(atom.name, atom.state, f"only in {side}", (atom.dtype, atom.dtype))
+        for side, atoms in (("A", pairs.only_left), ("B", pairs.only_right))
+        for atom in atoms
+    ]
+    found += [AtomDifference(a.name, a.state, "shape", (a.dtype, a.dtype), text=text) for a, text in pairs.shapes]
+    for number, (values, padding) in tallies.items():
+        if values.differing or padding.differing:
+            pair = pairs.both[number]
+            place = pair.locate(values.first if values.differing else padding.first)
+            dtypes = (pair.left.dtype, pair.right.dtype)
+            found.append(AtomDifference(pair.left.name, pair.left.state, "values", dtypes, values, padding, *place))
+    return tuple(sorted(found, key=_rate))
+
+
+def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:
+    """The worst first: what is not comparable, then by the largest difference; names in their natural order."""
+    parts = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", atom.name)]
+    return atom.kind == "values", -atom.tally.largest, -atom.tally.differing, parts, atom.state
+
+
+def _note_padding(pairs: Sequence[Pair]) -> list[str]:
+    return [
+        f"{pair.left.name} ({pair.left.state}): {pair.left.shape[0]} rows in A, {pair.right.shape[0]} in B, of which "
+        f"{pair.vocab} are the vocabulary; further padding rows are not compared"
+        for pair in pairs
+        if pair.left.shape != pair.right.shape
+    ]

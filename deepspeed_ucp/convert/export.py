@@ -1,0 +1,226 @@
+"""What an export holds: which tensors, under which names, in which element type; the same for every format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, count
+from ..comm import Comm
+from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
+from ..io.cast import FLOATING
+from ..patterns import Rename, RuleSet, rename_names
+from ..patterns.layout import Shape
+from ..plan.conversion import ALIGNMENT, RANGE
+from .progress import Bar, default_workers, no_bar
+from .wholes import Whole, Wholes, plain_name, settle_wholes
+
+logger = logging.getLogger("deepspeed_ucp")
+
+WEIGHTS = (MASTER, MODULE, COPY)
+"""States that hold a weight or a buffer; the first that a name has counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to export, and how.
+
+    Attributes:
+        dtype: element type of floating weights and buffers; None keeps what is stored.
+        tied: names that are tied to another one: "drop" them, or write "copy" after copy.
+        keep_padding: keep the padding rows of vocabularies.
+        strip_prefix: cut off names that begin with it, after renaming.
+        renames: saved names → names to be written; the first that matches counts.
+        workers: threads per node; 0 chooses from its cores.
+        window: bytes of memory per node for data on its way.
+        overwrite: replace an earlier export at the destination.
+        bar: makes a progress bar of so many bytes.
+    """
+
+    dtype: str | None = "float32"
+    tied: str = "drop"
+    keep_padding: bool = False
+    strip_prefix: str = ""
+    renames: tuple[Rename, ...] = ()
+    workers: int = 0
+    window: int = 256 << 20
+    overwrite: bool = False
+    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor to be read.
+
+    Attributes:
+        name: as written.
+        whole: the logical atom; elements are taken from its front, so that rows of padding fall away.
+        shape: as written.
+        dtype: as written.
+        again: its data is written a second time, under a tied name.
+    """
+
+    name: str
+    whole: Whole
+    shape: Shape
+    dtype: str
+    again: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements that are written."""
+        return count(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is exported.
+
+    Attributes:
+        tensors: weights and buffers, in the order of the state dict as far as the source tells it.
+        ties: names that are written as copies, and the names whose data they are.
+        names: saved name → written name, of everything.
+        wholes: the logical atoms.
+    """
+
+    tensors: tuple[Tensor, ...]
+    ties: dict[str, str]
+    names: dict[str, str]
+    wholes: Wholes
+
+    def make(self, whole: Whole, *, dtype: str | None, keep_padding: bool) -> Tensor:
+        """A tensor of the output.
+
+        Args:
+            whole: any state of a parameter.
+            dtype: of floating elements; None as stored.
+        """
+        pattern = self.wholes.patterns.get(plain_name(whole.name))
+        rows = None if keep_padding or pattern is None else pattern.vocab
+        shape = whole.shape if rows is None else (min(rows, whole.shape[0]), *whole.shape[1:])
+        is_cast = dtype is not None and whole.dtype in FLOATING
+        return Tensor(self.names[whole.name], whole, shape, dtype if is_cast and dtype else whole.dtype)
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an export did: files with their sizes in bytes, tensors, bytes, seconds, threads per node."""
+
+    format: str
+    folder: str
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    parameters: int = 0
+    dtypes: tuple[str, ...] = ()
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    nodes: int = 1
+    workers: int = 1
+
+
+def select_tensors(
+    index: AtomicIndex,
+    rules: Sequence[RuleSet],
+    options: ExportOptions,
+    *,
+    states: Callable[[str], bool] = WEIGHTS.__contains__,
+) -> Selection:
+    """Choose what is exported.
+
+    Args:
+        rules: how tensor parallelism cuts parameters, and their ``rename`` rules, by the user.
+        states: which states are wanted.
+
+    Raises:
+        ConfigError: unknown element type.
+        MismatchError: parameters whose pattern nothing settles; names that become one.
+        UnsupportedError: tensors that cannot be read.
+    """
+    if options.dtype is not None and options.dtype not in FLOATING:
+        raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
+    _refuse_unreadable(index, states)
+    wholes = settle_wholes(index, rules, states=states)
+    kept = {key: whole for key, whole in wholes.atoms.items() if plain_name(key[0]) == key[0]}
+    ties = dict(index.aliases)
+    renames = (*options.renames, *(rename for one in rules for rename in one.renames))
+    names = name_tensors(dict.fromkeys([name for name, _ in kept] + list(ties)), renames, options.strip_prefix)
+    selection = Selection((), {}, names, wholes)
+    weights = [_pick_weight(kept, name) for name in order_names(index, kept)]
+    make = [selection.make(w, dtype=options.dtype, keep_padding=options.keep_padding) for w in weights if w is not None]
+    if not make:
+        raise CheckpointError(f"{index.state_file}: there are no weights to export.")
+    copies = {names[alias]: names[owner] for alias, owner in ties.items() if owner in names}
+    return Selection(tuple(make), copies if options.tied == "copy" else {}, names, wholes)
+
+
+def _refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool]) -> None:
+    found = [f"{what}: {fault}" for what, fault in sorted(index.unreadable.items()) if states(what.split("(")[-1][:-1])]
+    if found:
+        raise UnsupportedError(
+            f"{index.state_file}: {shorten(found)}. Resume in the topology that saved it and save again with "
+            "contiguous tensors."
+        )
+
+
+def _pick_weight(kept: dict[tuple[str, str], Whole], name: str) -> Whole | None:
+    return next((kept[name, state] for state in WEIGHTS if (name, state) in kept), None)
+
+
+def order_names(index: AtomicIndex, kept: Iterable[tuple[str, str]]) -> list[str]:
+    """Names in the order of the model's state dict where its module states tell it, else of the optimizer's groups."""
+    has_copies = any(state == COPY for _, state in index.atoms)
+    first = [name for name, state in index.atoms if has_copies and state in (COPY, MODULE)]
+    names = {name for name, state in kept}
+    ordered = dict.fromkeys([*first, *(name for name, _ in index.atoms)])
+    return [name for name in ordered if name in names]
+
+
+def name_tensors(names: Iterable[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:
+    """Saved name → name to be written.
+
+    Raises:
+        MismatchError: two names become one.
+    """
+    renamed = {name: new.removeprefix(strip) for name, new in rename_names(names, renames).items()}
+    if len(set(renamed.values())) < len(renamed):
+        seen: dict[str, str] = {}
+        clashes = [f"{seen[new]} and {name}" for name, new in renamed.items() if seen.setdefault(new, name) != name]
+        raise MismatchError(f"--strip-prefix {strip!r}: these become one name: {shorten(clashes)}.")
+    return renamed
+
+
+def warn_losses(index: AtomicIndex, selection: Selection, comm: Comm) -> None:
+    """Tell on rank 0 what an export cannot hold, or what the source lacks."""
+    if comm.rank:
+        return
+    if index.dropped:
+        logger.warning("%s: %s", index.state_file, index.dropped)
+    if index.instances:
+        logger.warning(
+            "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
+            shorten(sorted(index.instances)),
+        )
+    if not any(state == MASTER for _, state in index.atoms) and index.topology.precision != "float32":
+        logger.warning(
+            "this checkpoint has no fp32 weights with names, so the model's own %s are written; where the optimizer "
+            "was given model.parameters() at stage 0, --groups module names its fp32 weights",
+            index.topology.precision,
+        )
+    if selection.wholes.unused:
+        logger.warning("patterns: rules that match no parameter: %s", shorten(selection.wholes.unused))
+
+
+def divide_window(options: ExportOptions) -> tuple[int, int]:
+    """(threads, bytes of source that each reads at once); a thread holds about three times these bytes."""
+    threads = options.workers or default_workers()
+    threads = max(min(threads, options.window // (3 * ALIGNMENT)), 1)
+    most = options.window // (3 * threads) // ALIGNMENT * ALIGNMENT
+    return threads, max(min(most, RANGE), ALIGNMENT)

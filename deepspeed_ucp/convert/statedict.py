@@ -1,0 +1,99 @@
+"""The state dict of an export to torch.distributed.checkpoint: keys, param groups, and placeholders for tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..atoms import AtomicIndex
+from .export import WEIGHTS, ExportOptions, Selection, Tensor
+
+LAYOUTS = ("torch", "flattened", "torchtitan")
+"""Keys: {"model", "optim"} as get_state_dict names them; the same with a flattened optimizer; torchtitan's own."""
+
+
+def make_tree(
+    index: AtomicIndex, selection: Selection, options: ExportOptions, *, weights_only: bool, layout: str
+) -> tuple[dict[str, Any], dict[int, Tensor]]:
+    """The state dict, with a placeholder for each tensor, and what the placeholders stand for, by ``id``."""
+    tensors: dict[int, Tensor] = {}
+
+    def stand_in(tensor: Tensor) -> torch.Tensor:
+        placeholder = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        tensors[id(placeholder)] = tensor
+        return placeholder
+
+    weights = {tensor.name: tensor for tensor in selection.tensors}
+    model = {name: stand_in(tensor) for name, tensor in weights.items()}
+    model.update(
+        {
+            alias: stand_in(replace(weights[name], name=alias, again=True))
+            for alias, name in selection.ties.items()
+            if name in weights
+        }
+    )
+    if weights_only:
+        return (model if layout == "torchtitan" else {"model": model}), tensors
+    optimizer = _make_optimizer(index, selection, options, stand_in)
+    if layout != "torch":
+        optimizer = flatten_optimizer(optimizer)
+    return (
+        {**model, "optimizer": optimizer} if layout == "torchtitan" else {"model": model, "optim": optimizer}
+    ), tensors
+
+
+def _make_optimizer(
+    index: AtomicIndex, selection: Selection, options: ExportOptions, stand_in: Callable[[Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """The optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
+    states: dict[str, dict[str, Any]] = {}
+    for (name, state), whole in selection.wholes.atoms.items():
+        if state not in WEIGHTS and name in selection.names:
+            tensor = selection.make(whole, dtype=None, keep_padding=options.keep_padding)
+            states.setdefault(name, {})[state] = stand_in(tensor)
+    for name, held in states.items():
+        scalars = index.scalars.get(name, {})
+        held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
+    groups = []
+    for group in index.groups:
+        names = [selection.names[name] for name in group.names if name in selection.names]
+        groups.append({**complete_group(group.hyper, states, group.names), "params": names})
+    return {"state": {selection.names[name]: held for name, held in states.items()}, "param_groups": groups}
+
+
+def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
+    """Torch's optimizers keep ``step`` as a 0-dim float32 tensor; DeepSpeed's own keep a number."""
+    dtype = index.scalar_dtypes.get(name, "float32" if name == "step" else None)
+    return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
+
+
+def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Any:
+    """Hyper-parameters, with torch's defaults for what DeepSpeed's Adam lacks and ``torch.optim.AdamW`` wants.
+
+    Args:
+        states: of all parameters; they tell whether the optimizer is Adam's kind.
+        names: the group's parameters.
+    """
+    told = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
+    held = next((states[name] for name in names if name in states), {})
+    if not {"exp_avg", "exp_avg_sq"} <= set(held):
+        return told
+    defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+    missing = {key: value for key, value in defaults.items() if key not in told and key != "params"}
+    if "max_exp_avg_sq" in held:
+        missing = {**missing, "amsgrad": True} if "amsgrad" in missing else missing
+    return {**told, **missing}
+
+
+def flatten_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The form that ``StateDictOptions(flatten_optimizer_state_dict=True)`` gives."""
+    flat = {
+        f"state.{name}.{state}": value for name, held in optimizer["state"].items() for state, value in held.items()
+    }
+    for group in optimizer["param_groups"]:
+        for name in group["params"]:
+            flat.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
+    return flat

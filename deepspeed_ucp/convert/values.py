@@ -1,0 +1,256 @@
+"""Comparing what is not an element: scalars, hyper-parameters, counters, scaler, scheduler and client state.
+
+Client state is compared as it lies in the files, without running any of it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..atoms import ITEMSIZE, AtomicIndex
+from ..io.read import read_bytes
+from ..sources.torchfile import ScalarRef, TorchFile, read_header
+from ..sources.unpickle import Opaque, TensorRef
+
+ABSENT = "(absent)"
+"""Stands for a value that one side does not have."""
+
+LIMIT = 100
+"""Differences of the client state that are told."""
+
+TOPOLOGY = ("dp_world_size", "mp_world_size")
+_MODEL = (
+    *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "global_steps"),
+    *("global_samples", "skipped_steps", *TOPOLOGY),
+)
+"""Keys of the model states that the index tells, or that describe the topology."""
+
+_ASIDE = ("ds_config", "ds_version")
+"""Keys whose differences are information."""
+
+_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A value that is not the same.
+
+    Attributes:
+        section: ``scalar``, ``hyper-parameter``, ``counter``, ``scaler``, ``clipping`` or ``client``.
+        key: which; a path with dots in the client state.
+        left, right: of A and B; ``ABSENT`` where there is none.
+        names: the parameters it concerns.
+    """
+
+    section: str
+    key: str
+    left: Any
+    right: Any
+    names: tuple[str, ...] = ()
+
+
+def compare_values(
+    left: AtomicIndex, right: AtomicIndex, names: Mapping[str, str], wants: Callable[[str], bool]
+) -> list[ValueDifference]:
+    """Scalars and hyper-parameters of the parameters that both have, alike differences joined.
+
+    Args:
+        names: A's names → B's, of those that differ.
+        wants: whether a parameter is compared.
+    """
+    found: dict[tuple[str, str, str, str], tuple[Any, Any, list[str]]] = {}
+    for section, mine, theirs in (
+        ("scalar", _list_scalars(left), _list_scalars(right)),
+        ("hyper-parameter", _list_hyper(left), _list_hyper(right)),
+    ):
+        for name in filter(wants, mine):
+            partner = theirs.get(_find_partner(name, right, theirs, names))
+            if partner is None or (section == "hyper-parameter" and not (mine[name] and partner)):
+                continue  # the atoms tell what one side lacks, and some files keep no hyper-parameters
+            for key, a, b in _differ_in_keys(mine[name], partner):
+                found.setdefault((section, key, repr(a), repr(b)), (a, b, []))[2].append(name)
+    return [ValueDifference(section, key, a, b, tuple(held)) for (section, key, *_), (a, b, held) in found.items()]
+
+
+def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDifference], list[str]]:
+    """Counters, scaler, clipping, scheduler and client state; and in words what is only information.
+
+    Raises:
+        CheckpointError: a state file cannot be read.
+    """
+    found = [
+        ValueDifference("counter", key, a, b)
+        for key, a, b in _differ_in_keys(left.counters, right.counters)
+        if key not in TOPOLOGY
+    ]
+    if _is_scaling(left.scaler) or _is_scaling(right.scaler):
+        found += [ValueDifference("scaler", key, a, b) for key, a, b in _differ_in_keys(left.scaler, right.scaler)]
+    notes = [
+        f"{side} keeps no hyper-parameters" for side, index in (("A", left), ("B", right)) if not _keeps_hyper(index)
+    ]
+    clipping = (left.clip_grad, right.clip_grad)
+    if None not in clipping and not is_same(*clipping):
+        found.append(ValueDifference("clipping", "clip_grad", *clipping))
+    if left.state_file and right.state_file:
+        client, told = _compare_clients(read_header(left.state_file), read_header(right.state_file))
+        found, notes = found + client, notes + told
+    return found, notes
+
+
+def is_same(left: Any, right: Any) -> bool:
+    """Equal as values: 1 and 1.0, lists and tuples, NaN and NaN."""
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(is_same, left, right))
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return bool(left == right)
+
+
+def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys((*left, *right)):
+        a, b = left.get(key, ABSENT), right.get(key, ABSENT)
+        if not is_same(a, b):
+            yield key, a, b
+
+
+def _find_partner(name: str, index: AtomicIndex, held: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    plain, _, instance = name.partition("#")
+    plain = names.get(plain, plain)
+    candidates = (f"{plain}#{instance}" if instance else plain, plain, index.resolve(plain))
+    return next((each for each in candidates if each in held), plain)
+
+
+def _list_scalars(index: AtomicIndex) -> dict[str, dict[str, Any]]:
+    """Per parameter; ``step`` may be kept with the group."""
+    found = {name: dict(scalars) for name, scalars in index.scalars.items()}
+    for group in index.groups:
+        for name in group.names if "step" in group.hyper else ():
+            found.setdefault(name, {}).setdefault("step", group.hyper["step"])
+    return found
+
+
+def _list_hyper(index: AtomicIndex) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: value for key, value in group.hyper.items() if key != "step"}
+        for group in index.groups
+        for name in group.names
+    }
+
+
+def _keeps_hyper(index: AtomicIndex) -> bool:
+    held = _list_hyper(index)
+    return not held or any(held.values())
+
+
+def _is_scaling(scaler: Mapping[str, Any]) -> bool:
+    """A static scale of 1 is none."""
+    return bool(scaler) and (bool(scaler.get("dynamic")) or scaler.get("cur_scale", 1) != 1)
+
+
+def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDifference], list[str]]:
+    trees = [file.tree if isinstance(file.tree, dict) else {} for file in (left, right)]
+    mine, theirs = ({key: value for key, value in tree.items() if key not in _MODEL} for tree in trees)
+    comparer = _Comparer(left, right)
+    found, notes = [], []
+    for key in dict.fromkeys((*mine, *theirs)):
+        a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
+        if a in (None, ABSENT) and b in (None, ABSENT):
+            continue  # DeepSpeed keeps None where it has nothing
+        for place, first, second in islice(comparer.differ(a, b, str(key)), LIMIT):
+            if key in _ASIDE:
+                notes.append(f"{place}: {first} → {second}")
+            else:
+                found.append(ValueDifference("client", place, first, second))
+    return found, notes
+
+
+class _Comparer:
+    """Compares two object trees, with the bytes of their tensors."""
+
+    def __init__(self, left: TorchFile, right: TorchFile) -> None:
+        self.left, self.right = left, right
+        self.seen: set[tuple[int, int]] = set()
+
+    def differ(self, left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+        """(path, of A, of B) of everything that differs."""
+        if isinstance(left, TensorRef) and isinstance(right, TensorRef):
+            yield from self._differ_tensors(left, right, place)
+        elif isinstance(left, Opaque) and isinstance(right, Opaque) and left.kind == right.kind:
+            for a, b in ((left.args, right.args), (left.state, right.state), (left.items, right.items)):
+                yield from self.differ(a, b, place)
+        elif type(left) is type(right) and isinstance(left, (dict, list, tuple)):
+            if (id(left), id(right)) not in self.seen:
+                self.seen.add((id(left), id(right)))
+                yield from self._differ_parts(left, right, place)
+        elif not _is_same_leaf(left, right):
+            yield place, _tell(left), _tell(right)
+
+    def _differ_parts(self, left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+        if not isinstance(left, dict):
+            left, right = dict(enumerate(left)), dict(enumerate(right))
+        for key in dict.fromkeys((*left, *right)):
+            if key not in left or key not in right:
+                yield f"{place}.{key}", _tell(left.get(key, ABSENT)), _tell(right.get(key, ABSENT))
+            else:
+                yield from self.differ(left[key], right[key], f"{place}.{key}")
+
+    def _differ_tensors(self, left: TensorRef, right: TensorRef, place: str) -> Iterator[tuple[str, Any, Any]]:
+        kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (left, right)]
+        if kinds[0] != kinds[1]:
+            yield place, _tell(left), _tell(right)
+            return
+        size = ITEMSIZE.get(left.dtype, 1)
+        for low in range(0, _span(left) * size, _PIECE):
+            nbytes = min(_PIECE, _span(left) * size - low)
+            if self._read(self.left, left, low, nbytes) != self._read(self.right, right, low, nbytes):
+                yield place, f"{_tell(left)}", "other elements"
+                return
+
+    @staticmethod
+    def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
+        offset = file.blobs[ref.storage.key].offset + ref.offset * ITEMSIZE.get(ref.dtype, 1)
+        return read_bytes(file.path, offset + low, nbytes)
+
+
+def _is_same_leaf(left: Any, right: Any) -> bool:
+    if isinstance(left, ScalarRef) and isinstance(right, ScalarRef):
+        return (left.dtype, left.data) == (right.dtype, right.data)
+    if isinstance(left, type) and isinstance(right, type):
+        return _name_class(left) == _name_class(right)
+    return not isinstance(left, (TensorRef, ScalarRef, Opaque)) and is_same(left, right)
+
+
+def _name_class(kind: type) -> str:
+    """Of an inert stand-in, the name of the class that it stands for."""
+    return kind("").kind if issubclass(kind, Opaque) else kind.__qualname__
+
+
+def _span(ref: TensorRef) -> int:
+    """Elements from a tensor's first to its last."""
+    if not ref.numel:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
+
+
+def _tell(value: Any) -> Any:
+    """A value for a message: plain ones as they are, others in a few words."""
+    if isinstance(value, ScalarRef) and value.dtype in _FORMATS:
+        return struct.unpack(_FORMATS[value.dtype], value.data)[0]
+    if isinstance(value, (TensorRef, ScalarRef)):
+        ref = value.ref if isinstance(value, ScalarRef) else value
+        return f"tensor {ref.dtype} {list(ref.shape)}"
+    if isinstance(value, Opaque):
+        return f"object of {value.kind}"
+    if isinstance(value, type):
+        return f"class {_name_class(value)}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value if not isinstance(value, str) or len(value) <= 80 else value[:79] + "…"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -1,0 +1,82 @@
+"""What ``ds_to_universal`` leaves out, as far as the copied model states have it: buffers and frozen parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ..atoms import MODULE, strip_compiled
+from ..errors import shorten
+from .builder import Builder, Seat
+from .headers import Piece
+from .hints import INFO
+from .module import add_modules
+from .paramfile import Part
+from .zero import add_frozen_zero3
+
+
+def add_rest(builder: Builder, part: Part, optimized: set[str], notes: list[str]) -> tuple[dict[str, str], str]:
+    """Buffers and frozen parameters, from the model states as far as these hold them whole.
+
+    Returns:
+        Ties (name → the name that holds the data), and why some may be missing.
+    """
+    save = part.save
+    if not save.is_pipeline and save.tp == save.pp == 1:
+        if part.is_sharded:
+            add_frozen_zero3(builder, Seat(), save.models[0], optimized)
+        return add_modules(builder, save, optimized, sharded=part.is_sharded), ""
+    aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in save.model(0).shared.items()}
+    if save.is_pipeline:
+        dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
+        notes.append(f"{dropped}; a load leaves them as the new model has them")
+        return aliases, dropped
+    lost = _add_replicas(builder, part, optimized | set(aliases))
+    if not lost:
+        return aliases, ""
+    dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
+    notes.append(f"{dropped}: {shorten(lost)}; a load leaves them as the new model has them")
+    return aliases, dropped
+
+
+def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
+    """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
+    ranks = [
+        {strip_compiled(raw): piece for raw, piece in (part.save.model(tp).module or {}).items()}
+        for tp in range(part.save.tp)
+    ]
+    buffers = {strip_compiled(name) for name in part.save.model(0).buffers}
+    frozen = [strip_compiled(name) for name in part.save.model(0).frozen_shapes]
+    lost = [name for name in frozen if name not in others]
+    for name, piece in ranks[0].items():
+        if name in others or (part.is_sharded and name not in buffers):
+            continue
+        if name in buffers and _is_equal(held.get(name) for held in ranks):
+            builder.add(Seat(), name, MODULE, piece.shape, builder.file(part.save.main), piece)
+        elif name not in lost:
+            lost.append(name)
+    return lost
+
+
+def _is_equal(pieces: Iterable[Piece | None]) -> bool:
+    held = list(pieces)
+    known = [piece for piece in held if piece is not None and piece.blob.crc is not None]
+    told = {(piece.shape, piece.dtype, piece.offset, piece.blob.nbytes, piece.blob.crc) for piece in known}
+    return len(known) == len(held) and len(told) == 1
+
+
+def tell_copies(part: Part) -> list[str]:
+    """Parameters of several pipeline stages: the converter joins all stages' files under one name, the last one counts.
+
+    Those that the checkpoint says to be alike are taken from the first stage.
+    """
+    save = part.save
+    stages: dict[str, int] = {}
+    for stage in range(save.pp):
+        for name in {raw for group in save.model(stage * save.tp).param_shapes or () for raw, _ in group}:
+            stages[name] = stages.get(name, 0) + 1
+    info = save.model(0).hints.get(INFO) or {}
+    shared = info.get("pipeline_replicated_parameter_patterns") or []
+    copies = sorted(n for n, held in stages.items() if held > 1 and not any(re.match(text, n) for text in shared))
+    told = "of parameters that several pipeline stages hold the converter kept one stage's values, whichever it was"
+    return [f"{told}: {shorten(copies)}"] if copies else []

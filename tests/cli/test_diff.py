@@ -1,0 +1,185 @@
+"""``ds_ucp diff``: exit codes, words and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.cli import diff as command
+from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.convert.diff import AtomDifference, Difference
+from deepspeed_ucp.convert.elements import Tally
+from deepspeed_ucp.convert.values import ValueDifference
+from tests.cli.samples import cut, make_gpt, write_sample
+from tests.synth import Run, State, Topology, random_state, write_checkpoint
+
+MODEL = make_gpt()
+STATE = random_state(MODEL, 0)
+RULES = json.dumps(
+    [
+        {"match": r".*(query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
+        {"match": r".*(attention\.dense|dense_4h_to_h)\.weight", "pattern": "shard-h"},
+        {"match": r"wte\.weight", "pattern": "shard-v"},
+        {"match": r".*(layernorm|ln_f|wpe).*|.*(attention\.dense|dense_4h_to_h)\.bias", "pattern": "replicate"},
+    ]
+)
+
+
+def write(folder: Path, topology: Topology, state: State = STATE, **run: Any) -> Path:
+    options: dict[str, Any] = {"global_samples": 96, "client_state": {"epoch": 2}, **run}
+    return write_checkpoint(folder, MODEL, state, topology, cut=cut, run=Run(**options))
+
+
+def shift(by: dict[tuple[str, str], float]) -> State:
+    """The state with some atoms moved."""
+    atoms = {
+        name: {key: value + by.get((name, key), 0.0) for key, value in held.items()}
+        for name, held in STATE.atoms.items()
+    }
+    return replace(STATE, atoms=atoms)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    return write(tmp_path / "left", Topology(1, 2))
+
+
+def run(*argv: object) -> int:
+    return main(["diff", *map(str, argv)])
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, Any]]:
+    code = run(*argv, "--json")
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_equal_checkpoints(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = write(tmp_path / "right", Topology(3, 3))
+    assert run(left.parent, right) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("equal: ") and "atoms" in lines[-1]
+    assert any(line.startswith("note: topology: zero_stage 1 → 3") for line in lines)
+    code, told = run_json(capsys, left, right)
+    assert (code, told["equal"], told["atoms"], told["values"]) == (0, True, [], [])
+
+
+def test_differences_exit_1_the_worst_first(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by = {("h.1.mlp.dense_h_to_4h.weight", "fp32"): 1.0, ("h.2.mlp.dense_h_to_4h.weight", "fp32"): 2.0}
+    right = write(tmp_path / "right", Topology(2, 3), shift({**by, ("ln_f.weight", "exp_avg"): 0.5}), global_steps=5)
+    assert run(left, right) == 1
+    out = capsys.readouterr().out
+    table = [line for line in out.splitlines()[:-1] if " values " in line]
+    assert table[0].startswith("h.*.mlp.dense_h_to_4h.weight (2, worst h.2.mlp.dense_h_to_4h.weight)")
+    assert table[1].startswith("ln_f.weight") and "[0]" in table[1] and "16 of 16" in table[1]
+    assert "counter global_steps: 3 ≠ 5" in out
+    assert out.splitlines()[-1].startswith("different: 3 atoms differ, ")
+    assert run(left, right, "--all") == 1
+    assert len([line for line in capsys.readouterr().out.splitlines()[:-1] if " values " in line]) == 3
+    code, told = run_json(capsys, left, right)
+    assert (code, [atom["name"] for atom in told["atoms"]][:2]) == (1, [name for name, _ in reversed(by)])
+    first = told["atoms"][0]
+    assert (first["kind"], first["state"], first["first"], first["differing"]) == ("values", "fp32", [0, 0], 64 * 16)
+    assert first["largest"] == pytest.approx(2.0)
+
+
+def test_choosing_and_tolerating(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = write(tmp_path / "right", Topology(1, 2), shift({("ln_f.weight", "fp32"): 1e-3}))
+    assert run(left, right) == 1
+    assert run(left, right, "--tolerance", "1e-2") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("equal within 0.01: 1 atoms differ; ")
+    assert run(left, right, "--only", r"^h\.") == 0
+    assert run(left, right, "--states", "exp_avg,exp_avg_sq") == 0
+    assert run(left, right, "--states", "fp32") == 1
+
+
+def test_tensor_parallelism_needs_patterns(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = write(tmp_path / "right", Topology(1, 2, tp=2))
+    assert run(left, right) == 2
+    assert "How tensor parallelism cuts" in capsys.readouterr().err
+    assert run(left, right, "--patterns", RULES) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("equal: ")
+
+
+def test_atomic_checkpoints(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = write(tmp_path / "right", Topology(1, 2, tp=2))
+    assert main(["convert", str(right), "--patterns", RULES, "-q"]) == 0
+    assert run(left, f"{right}_universal") == 0, capsys.readouterr().out
+    assert run(right, f"{right}_universal") == 0, capsys.readouterr().out
+    other = write(tmp_path / "other", Topology(1, 2), shift({("ln_f.weight", "fp32"): 1.0}))
+    assert run(other, f"{right}_universal") == 1
+
+
+def test_stage_0_is_named_by_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.synth import Model, Param
+
+    model = Model((Param("a", (3, 5)), Param("b", (4,))))
+    state = random_state(model, 0)
+    run_ = Run(global_samples=96)
+    zero, plain = (
+        write_checkpoint(tmp_path / t.label, model, state, t, run=run_) for t in (Topology(1, 2), Topology(0))
+    )
+    assert run(zero, plain) == 2
+    assert run(zero, plain, "--groups", "module") == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "argv", [["--tolerance", "-1"], ["--workers", "0"], ["--only", "("], ["--patterns", "[nonsense"]], ids=str
+)
+def test_nonsense_is_refused(left: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(left, left, *argv) == 2
+    assert capsys.readouterr().err.startswith("ds_ucp: error: ")
+
+
+def test_what_is_not_there_exits_2(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(left, tmp_path / "nothing") == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_samples_of_the_commands_compare_equal(tmp_path: Path) -> None:
+    a = write_sample(tmp_path / "a", Topology(1, 2, "bf16"), global_samples=5)
+    b = write_sample(tmp_path / "b", Topology(3, 2, "bf16"), global_samples=5)
+    assert run(a, b, "--only", "h|wte|ln") == 0
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def make(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = ()) -> Difference:
+    return Difference(9, 1234, 0, atoms, values, (), ())
+
+
+def test_long_tables_are_cut() -> None:
+    atoms = [
+        AtomDifference(
+            f"layer_{chr(97 + at)}", "fp32", "values", ("float32",) * 2, Tally(5, 1, 0, 2.0, 1.0), index=(0,)
+        )
+        for at in range(25)
+    ]
+    text = command.to_text(make(*atoms))
+    assert "… 5 more lines; --all shows all" in text
+    assert text.count("layer_") == 20
+    assert command.to_text(make(*atoms), everything=True).count("layer_") == 25
+
+
+def test_every_kind_of_difference_has_its_words() -> None:
+    dtypes = ("float32", "float32")
+    padding = AtomDifference(
+        "wte", "fp32", "values", dtypes, Tally(50), Tally(10, 2, 50, math.inf, math.inf), index=(5, 0), shard=1
+    )
+    text = command.to_text(
+        make(
+            AtomDifference("a", "fp32", "only in A", dtypes),
+            AtomDifference("b", "fp32", "shape", dtypes, text="shape (2,) ≠ (3,)"),
+            padding,
+            values=(ValueDifference("hyper-parameter", "lr", 0.1, 0.2, ("a", "b", "c")),),
+        )
+    )
+    assert "only in A" in text
+    assert "shape (2,) ≠ (3,)" in text
+    assert "padding rows" in text and "2 of 10" in text and "[5, 0] of tp rank 1" in text and "inf" in text
+    assert "hyper-parameter lr: 0.1 ≠ 0.2 (a and 2 more)" in text

@@ -1,0 +1,136 @@
+"""``ds_ucp verify``: exit codes, words and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.sources.records import list_records
+from tests.cli.samples import write_sample
+from tests.mpi import needs_mpi, run_mpi
+from tests.synth import Topology
+
+OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A ZeRO-1 checkpoint of three ranks: its tag's folder."""
+    return write_sample(tmp_path, Topology(1, 3))
+
+
+def flip_largest(path: Path) -> None:
+    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
+    data = bytearray(path.read_bytes())
+    data[record.offset + record.nbytes // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def run(*argv: object) -> int:
+    return main(["verify", *map(str, argv)])
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, Any]]:
+    code = run(*argv, "--json")
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_whole_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder.parent) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == f"{folder}: normal checkpoint, ZeRO-1 dp=3 float32 (zero12)"
+    assert lines[1].startswith("4 files, ") and "/s)" in lines[1]
+    assert lines[-1] == "whole"
+    assert err == ""
+
+
+def test_json_tells_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = run_json(capsys, folder)
+    assert (code, told["whole"], told["faults"], told["kind"]) == (0, True, [], "normal")
+    assert {file["name"]: file["bytes"] for file in told["files"]} == {
+        name: os.path.getsize(folder / name) for name in os.listdir(folder)
+    }
+    assert told["read"] == told["bytes"] == sum(file["bytes"] for file in told["files"])
+    assert told["rate"] == pytest.approx(told["read"] / told["seconds"])
+
+
+def test_faults_are_named_and_exit_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_largest(folder / OPTIM.format(1))
+    (folder / OPTIM.format(2)).unlink()
+    assert run(folder) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"FAULT [crc] {OPTIM.format(1)}: record data/") for line in lines)
+    assert any(line.startswith("FAULT [missing]") and OPTIM.format(2) in line for line in lines)
+    assert lines[-1] == "2 faults"
+    code, told = run_json(capsys, folder)
+    assert (code, told["whole"]) == (1, False)
+    assert {(fault["kind"], fault["file"]) for fault in told["faults"]} == {
+        ("crc", OPTIM.format(1)),
+        ("missing", OPTIM.format(2)),
+    }
+    assert next(fault for fault in told["faults"] if fault["kind"] == "crc")["atoms"]
+
+
+def test_warnings_exit_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sample(folder.parent, Topology(1, 2))
+    assert run(folder, "-q") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("warning [leftover]") for line in lines) == 1
+    assert lines[-1] == "whole (1 warning)"
+
+
+def test_headers_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_largest(folder / OPTIM.format(1))
+    assert run(folder, "--headers-only") == 0
+    assert "the headers only were looked at" in capsys.readouterr().out
+
+
+def test_latest_that_leads_nowhere_is_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.parent / "latest").write_text("global_step99")
+    assert run(folder.parent) == 1
+    assert "FAULT [latest]" in capsys.readouterr().out
+    code, told = run_json(capsys, folder.parent)
+    assert (code, told["faults"][0]["kind"]) == (1, "latest")
+    assert run(folder) == 0
+    assert "warning [latest]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "file"])
+def test_what_cannot_be_looked_at_exits_2(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if what == "empty":
+        (tmp_path / what).mkdir()
+    if what == "file":
+        (tmp_path / what).write_text("x")
+    assert run(tmp_path / what) == 2
+    assert capsys.readouterr().err.startswith("ds_ucp: error: ")
+
+
+def test_files_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.synth import Model, Param, random_state, write_checkpoint
+
+    model = Model((Param("a", (30, 5)),))
+    folder = write_checkpoint(tmp_path, model, random_state(model, 0), Topology(1, 2), legacy=True)
+    assert run(folder) == 0
+    assert "are unchecked: their writer stored no checksum" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--workers=0", "--window-mb=0"])
+def test_nonsense_is_refused(folder: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, option) == 2
+    assert "must" in capsys.readouterr().err
+
+
+@needs_mpi
+def test_ranks_of_mpirun_share_the_files(folder: Path) -> None:
+    flip_largest(folder / OPTIM.format(1))
+    result = run_mpi(2, ["-m", "deepspeed_ucp", "verify", str(folder), "--json"])
+    assert result.returncode != 0
+    told = json.loads(result.stdout[result.stdout.index("{") : result.stdout.rindex("}") + 1])
+    assert [fault["kind"] for fault in told["faults"]] == ["crc"]
+    assert told["read"] == told["bytes"]

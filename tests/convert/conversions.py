@@ -1,0 +1,35 @@
+"""Small checkpoints and their conversion, in many batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from deepspeed_ucp.convert import ConvertOptions, ConvertReport, convert_checkpoint
+from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
+
+MODEL = Model(
+    (Param("layer.weight", (30, 64)), Param("layer.bias", (30,)), Param("norm.weight", (64,), group=1)),
+    buffers={"scale": torch.ones(3)},
+)
+TOPOLOGY = Topology(1, 2, precision="bf16")
+
+
+def write_source(root: Path, seed: int = 0, topology: Topology = TOPOLOGY) -> Path:
+    """A checkpoint in ``root``: its tag's folder."""
+    state = random_state(MODEL, seed, precision=topology.precision)
+    return write_checkpoint(root, MODEL, state, topology, run=Run(client_state={"epoch": seed}))
+
+
+def convert(
+    source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1
+) -> ConvertReport:
+    """One process; one worker does everything in the same order each time."""
+    options = ConvertOptions(workers=workers, overwrite=overwrite)
+    return convert_checkpoint(str(source), str(destination) if destination else None, options=options)
+
+
+def read_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,46 @@
+"""One rank of a real launch (tests/convert/test_mpi.py): converts in small ranges; may fail alone, or with all."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from deepspeed_ucp.comm import join_launch
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, driver, execute
+from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.plan import conversion
+
+
+def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
+    """Atoms above ``size`` bytes are written in several ranges, smaller ones bundled to that size."""
+    monkeypatch.setattr(conversion, "ALIGNMENT", size)
+    monkeypatch.setattr(driver, "ALIGNMENT", size)
+
+
+def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank's first batch fail."""
+    if kind == "die":
+        monkeypatch.setattr(execute, "_run_batch", lambda *_: sys.exit("gone"))
+    if kind == "bug":
+        monkeypatch.setattr(execute, "_run_batch", lambda *_: 1 // 0)
+
+
+def main(source: str, destination: str, failure: str) -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    use_small_ranges(monkeypatch)
+    try:
+        with join_launch() as comm:
+            if comm.rank == 1:
+                fail(failure, monkeypatch)
+            for _ in range(2):
+                report = convert_checkpoint(source, destination, comm=comm, options=ConvertOptions(workers=2))
+                print(f"{comm.rank}/{comm.size} {report.resumed_bytes} {report.reused}")
+    except UcpError as error:
+        if not error.echo:
+            print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,355 @@
+"""A conversion that is killed, or runs out of room, at any moment: source untouched, nothing half-made, resumed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.convert import driver
+from deepspeed_ucp.errors import CheckpointError, StorageError
+from tests.convert.conversions import convert, read_bytes, write_source
+from tests.convert.converting import use_small_ranges
+from tests.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
+
+DST = "global_step3_universal"
+LATEST = "latest_universal"
+
+
+@pytest.fixture(autouse=True)
+def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_ranges(monkeypatch)
+    # Where it goes to is tests/io/test_staging.py's; here it would wait for everything else that the machine writes.
+    monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: None)
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with one checkpoint in it."""
+    root = tmp_path_factory.mktemp("source")
+    write_source(root)
+    return root
+
+
+@pytest.fixture
+def place(source: Path, tmp_path: Path) -> Callable[[object], Path]:
+    """A fresh copy of the root (hard links: who writes to one writes to all)."""
+    return lambda name: Path(shutil.copytree(source, tmp_path / str(name), copy_function=os.link))
+
+
+def make_reference(source: Path, folder: Path) -> dict[str, bytes]:
+    convert(source, folder / DST)
+    return read_bytes(folder / DST)
+
+
+def check_half_way(root: Path, expected: dict[str, bytes]) -> None:
+    """No output, or the whole of it."""
+    if (root / DST).exists():
+        assert read_bytes(root / DST) == expected
+    if (root / LATEST).exists():
+        assert (root / LATEST).read_text() == DST
+        assert (root / DST).exists()
+
+
+def check_done(root: Path, source: Path, expected: dict[str, bytes]) -> None:
+    """The output as an undisturbed conversion makes it, the source as it was, and nothing else."""
+    assert read_bytes(root / DST) == expected
+    assert (root / LATEST).read_text() == DST
+    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()} | {DST, LATEST}
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
+def test_killed_at_any_call(torn: bool, source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    before = read_bytes(source)
+    expected = make_reference(source, tmp_path)
+    root = place("dry")
+    calls = list_writes(lambda: convert(root)) if torn else range(len(list_calls(lambda: convert(root))))
+    assert len(calls) > 30
+    resumed = set()
+    for at in calls:
+        root = place(at)
+        assert run_dying(lambda root=root: convert(root), at, torn=torn)
+        check_half_way(root, expected)
+        report = convert(root)
+        resumed.add(report.resumed_bytes)
+        check_done(root, source, expected)
+        shutil.rmtree(root)
+    assert len(resumed) > 5
+    assert read_bytes(source) == before
+
+
+def test_killed_at_any_time_with_many_workers(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    """Until it gets through, each attempt a little longer."""
+    expected = make_reference(source, tmp_path)
+    root, delays = place("root"), random.Random(0)
+    for attempt in range(200):
+        child = os.fork()
+        if not child:
+            convert(root, workers=8)
+            os._exit(0)
+        time.sleep(0.002 * attempt * delays.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        check_half_way(root, expected)
+        if (root / DST).exists():
+            break
+    convert(root, workers=8)
+    check_done(root, source, expected)
+
+
+def test_interrupted_from_the_keyboard(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    """What is done is kept, nobody is locked out."""
+    expected = make_reference(source, tmp_path)
+    root = place("root")
+    half = len(list_calls(lambda: convert(place("dry")))) // 2
+
+    def interrupt(number: int, _name: str, _args: tuple[Any, ...]) -> None:
+        if number == half:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def work() -> None:
+        with pytest.raises(KeyboardInterrupt), intercept(interrupt):
+            convert(root)
+
+    assert run_child(work) == 0
+    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()} | {f".{DST}.ucp-partial"}
+    assert convert(root).resumed_bytes > 0
+    check_done(root, source, expected)
+
+
+def test_gone_on_with_in_other_ranges(
+    place: Callable[[object], Path], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number of nodes or another window cuts the atoms in other ways."""
+    expected = make_reference(source, tmp_path)
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    for first, second in ((1024, 1 << 20), (1 << 20, 1024), (2048, 3072)):
+        for at in range(0, calls, 9):
+            use_small_ranges(monkeypatch, first)
+            root = place(f"{first}-{at}")
+            run_dying(lambda root=root: convert(root), at)
+            use_small_ranges(monkeypatch, second)
+            convert(root)
+            check_done(root, source, expected)
+
+
+def test_what_was_written_and_got_lost_is_written_again(
+    place: Callable[[object], Path], source: Path, tmp_path: Path
+) -> None:
+    """After a power failure a journal may speak of bytes that never came to the disk."""
+    expected = make_reference(source, tmp_path)
+    root = place("root")
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    run_dying(lambda: convert(root), calls * 3 // 4)
+    written = sorted((root / f".{DST}.ucp-partial").rglob("*.pt"))
+    assert len(written) > 5
+    written[0].unlink()
+    written[1].write_bytes(b"")
+    os.truncate(written[2], written[2].stat().st_size - 1)
+    data = bytearray(written[3].read_bytes())
+    data[-300] ^= 1
+    written[3].write_bytes(bytes(data))
+    written[4].write_bytes(bytes(written[4].stat().st_size))
+    assert convert(root).resumed_bytes > 0
+    check_done(root, source, expected)
+
+
+def test_an_attempt_at_another_source_is_thrown_away(place: Callable[[object], Path], tmp_path: Path) -> None:
+    """Trained on and saved again under the same tag in the meantime."""
+    root = place("root")
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    run_dying(lambda: convert(root), calls // 2)
+    shutil.rmtree(root / "global_step3")
+    write_source(root, seed=1)
+    assert convert(root).resumed_bytes == 0
+    assert read_bytes(root / DST) == make_reference(root, tmp_path)
+
+
+# -- disk full --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_at_any_call(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    """One clear error, nothing left; with room again the same command does it."""
+    expected = make_reference(source, tmp_path)
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    names = {path.name for path in source.iterdir()}
+    failures = 0
+    for at in range(calls):
+        root = place(at)
+        try:
+            with failing(at):
+                convert(root)
+        except StorageError as error:
+            failures += 1
+            message = str(error)
+            assert "disk full" in message
+        left = {path.name for path in root.iterdir()} - names
+        assert left in (set(), {DST}, {DST, LATEST}), at
+        check_half_way(root, expected)
+        convert(root)
+        check_done(root, source, expected)
+    assert failures > calls / 2
+
+
+def test_a_limit_that_the_kernel_enforces(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    """Whoever writes, by whatever call: no file may grow beyond a few kilobytes."""
+    root = place("root")
+
+    def work(limit: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with pytest.raises(StorageError, match="disk full .File too large.*MiB free"):
+            convert(root)
+
+    for limit in (300, 3000, 9000):
+        assert run_child(lambda limit=limit: work(limit)) == 0
+        assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
+
+
+def test_too_little_room_is_told_before_the_first_byte(
+    source: Path, place: Callable[[object], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = place("root")
+    monkeypatch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
+    with pytest.raises(StorageError, match=r"needs .* bytes, has 1,000 bytes free"):
+        convert(root)
+    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
+
+
+# -- two at once ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_converter_refuses_and_the_first_gets_through(
+    source: Path, place: Callable[[object], Path], tmp_path: Path
+) -> None:
+    expected = make_reference(source, tmp_path)
+    root = place("root")
+    here, there = os.pipe(), os.pipe()
+
+    def pause(number: int, _name: str, _args: tuple[Any, ...]) -> None:
+        if number == 40:
+            os.close(here[1])
+            os.read(there[0], 1)
+
+    def first() -> None:
+        os.close(there[1])
+        with intercept(pause):
+            convert(root)
+
+    child = os.fork()
+    if not child:
+        try:
+            first()
+        finally:
+            os._exit(0)
+    os.close(here[1])
+    os.read(here[0], 1)
+    with pytest.raises(CheckpointError, match=f"a conversion to .*{DST} is under way already .pid {child} on "):
+        convert(root)
+    os.close(there[1])
+    os.waitpid(child, 0)
+    check_done(root, source, expected)
+    for end in (here[0], there[0]):
+        os.close(end)
+
+
+# -- what is there already --------------------------------------------------------------------------------------------
+
+
+def test_an_output_of_the_same_source_is_reused(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+    root = place("root")
+    assert not convert(root).reused
+    expected = read_bytes(root / DST)
+    stamps = {path: path.stat().st_mtime_ns for path in (root / DST).rglob("*")}
+    (root / LATEST).unlink()
+    report = convert(root, workers=3)
+    assert (report.reused, report.bytes_written) == (True, 0)
+    assert {path: path.stat().st_mtime_ns for path in (root / DST).rglob("*")} == stamps
+    check_done(root, source, expected)
+
+
+def test_an_output_of_another_source_is_replaced_only_where_that_is_asked_for(
+    place: Callable[[object], Path], tmp_path: Path
+) -> None:
+    root = place("root")
+    other = write_source(tmp_path / "other", seed=1)
+    convert(other, root / DST)
+    old = read_bytes(root / DST)
+    with pytest.raises(CheckpointError, match="made of something else. --overwrite"):
+        convert(root)
+    assert read_bytes(root / DST) == old
+    assert not convert(root, overwrite=True).reused
+    assert read_bytes(root / DST) == make_reference(root, tmp_path)
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["zero/layer.bias/exp_avg.pt", "mp_rank_00_model_states.pt", "ucp_manifest.json"])
+@pytest.mark.parametrize("damage", ["removed", "shortened"])
+def test_an_output_that_lost_files_is_not_reused(
+    damage: str, name: str, place: Callable[[object], Path], tmp_path: Path
+) -> None:
+    root = place("root")
+    convert(root)
+    path = root / DST / name
+    path.unlink() if damage == "removed" else os.truncate(path, 100)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert(root)
+    convert(root, overwrite=True)
+    assert read_bytes(root / DST) == make_reference(root, tmp_path)
+
+
+def test_a_folder_of_something_else_is_left_alone(place: Callable[[object], Path]) -> None:
+    root = place("root")
+    (root / DST).mkdir()
+    (root / DST / "thesis.tex").write_text("years")
+    with pytest.raises(CheckpointError, match="no atomic checkpoint, so it is left alone"):
+        convert(root, overwrite=True)
+    assert read_bytes(root / DST) == {"thesis.tex": b"years"}
+    with pytest.raises(CheckpointError, match="holds the checkpoint that is converted"):
+        convert(root, root, overwrite=True)
+
+
+def test_a_damaged_source_leaves_nothing(place: Callable[[object], Path], source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(source, root)
+    (path,) = (root / "global_step3").glob("*zero_pp_rank_1*")
+    data = bytearray(path.read_bytes())
+    at = data.find(b"data/1") + 300  # within some record's bytes
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+    names = {path.name for path in root.iterdir()}
+    with pytest.raises(CheckpointError):
+        convert(root)
+    assert {path.name for path in root.iterdir()} == names
+
+
+def test_an_error_that_is_no_full_disk_keeps_what_is_done(
+    source: Path, place: Callable[[object], Path], tmp_path: Path
+) -> None:
+    """A network file system that goes away for a moment."""
+    expected = make_reference(source, tmp_path)
+    root = place("root")
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    with failing(calls // 2, code=errno.EIO), pytest.raises(Exception, match="Input/output error"):
+        convert(root)
+    assert convert(root).resumed_bytes > 0
+    check_done(root, source, expected)
+
+
+def test_of_other_bytes_than_the_formats_nothing_is_taken_up(
+    place: Callable[[object], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = place("root")
+    calls = len(list_calls(lambda: convert(place("dry"))))
+    run_dying(lambda: convert(root), calls * 3 // 4)
+    monkeypatch.setattr(driver, "FORMAT", driver.FORMAT + 1)
+    assert convert(root).resumed_bytes == 0

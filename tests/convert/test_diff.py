@@ -1,0 +1,503 @@
+"""Comparing two checkpoints: equal whatever the topologies, and a single changed bit is found where it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert.diff import AtomDifference, Difference, DiffOptions, diff_checkpoints
+from deepspeed_ucp.convert.elements import Tally, compare
+from deepspeed_ucp.convert.values import ABSENT
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.plan import conversion
+from deepspeed_ucp.sources import open_checkpoint
+from tests.ranks import run_ranks
+from tests.reshard import examples, open_for, temporary_folder
+from tests.reshard3d import VOCAB, Held, draw_state, expect, make_config, make_pipeline, make_plain, trips
+from tests.sources.test_index import name_groups
+from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
+
+RUN = Run(global_samples=100, garbage=math.nan, client_state={"epoch": 2})
+KINDS = ("norm", "row", "qkv", "column", "gate_up", "few")
+
+
+def open_held(held: Held, folder: Path, run: Run = RUN) -> AtomicIndex:
+    """Write and open, with the names that a stage-0 source needs."""
+    held.write(folder, run)
+    targets = held.make_targets()
+    return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]
+
+
+def rules_of(held: Held) -> Any:
+    return from_config(make_config(held.model).patterns)
+
+
+def diff_held(a: Held, b: Held, folder: Path, rules: Any = None, **options: Any) -> Difference:
+    left, right = open_held(a, folder / "a"), open_held(b, folder / "b")
+    return diff_checkpoints(left, right, None, DiffOptions(**options), rules=rules_of(a) if rules is None else rules)
+
+
+def edit(held: Held, name: str, state: str, place: tuple[int, ...], value: float) -> Held:
+    """The same run with another element."""
+    atoms = {key: dict(states) for key, states in held.state.atoms.items()}
+    atoms[name][state] = atoms[name][state].clone()
+    atoms[name][state][place] = value
+    return replace(held, state=replace(held.state, atoms=atoms))
+
+
+def find_real(found: Difference, source: Held, target: Topology) -> list[AtomDifference]:
+    """Without what a resume cannot keep: stages' own copies where fewer hold them, masters rounded for good."""
+    narrowed = target.precision != source.topology.precision
+    return [a for a in found.atoms if "#" not in a.name and not (narrowed and a.state == "module")]
+
+
+def fit_target(trip: Any) -> Topology:
+    """As a source: no file of stage 0 tells which stages had which layers, so only runs of them are found."""
+    return replace(trip.target, placement=None) if trip.target.kind == "raw" else trip.target
+
+
+@examples(30)
+@given(trip=trips())
+def test_a_reshard_is_no_difference(trip: Any) -> None:
+    held, target = trip.source, fit_target(trip)
+    with temporary_folder() as folder:
+        found = diff_held(held, expect(held, target), folder)
+    if not any("#" in name for name in held.state.atoms):
+        assert find_real(found, held, target) == []
+    assert [each for each in found.values if not any("#" in name for name in each.names)] == []
+    assert found.compared > 0
+
+
+@examples(20)
+@given(trip=trips(), data=st.data())
+def test_one_changed_element_is_found_in_its_place(trip: Any, data: st.DataObject) -> None:
+    held, target = trip.source, fit_target(trip)
+    other = expect(held, target)
+    names = [
+        (name, state)
+        for name, states in other.state.atoms.items()
+        for state, value in states.items()
+        if value.numel() and "#" not in name and "word" not in name and "tied" not in name
+        if not next(param for param in other.model.params if param.name == name).frozen
+    ]
+    if not names:
+        return
+    name, state = data.draw(st.sampled_from(names))
+    shape = other.state.atoms[name][state].shape
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    with temporary_folder() as folder:
+        found = diff_held(held, edit(other, name, state, place, -9.5), folder)
+    (atom,) = find_real(found, held, target)
+    value = float(held.state.atoms[name][state][place])
+    replicas = 1 if atom.shard is None else target.tp  # without a pattern every rank's shard counts
+    assert (atom.name, atom.state, atom.kind) == (name, state, "values")
+    assert 1 <= atom.tally.differing <= replicas
+    assert atom.tally.largest == abs(value + 9.5)
+    assert atom.tally.relative == pytest.approx(abs(value + 9.5) / max(abs(value), 9.5))
+    assert atom.shard is not None or atom.index == place
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("tp_a", "tp_b"), [(1, 1), (2, 1), (2, 4), (2, 2)])
+def test_places_are_of_the_logical_tensor(tmp_path: Path, precision: str, tp_a: int, tp_b: int) -> None:
+    held = draw_state(make_plain(KINDS), Topology(1, 2, precision, tp=tp_a))
+    other = expect(held, Topology(3, 2, precision, tp=tp_b))
+    changed = edit(edit(other, "body.row", "fp32", (3, 7), 50.0), "body.row", "fp32", (4, 11), math.nan)
+    (atom,) = diff_held(held, changed, tmp_path).atoms
+    assert (atom.index, atom.shard, atom.tally.differing) == ((3, 7), None, 2)
+    assert (atom.tally.largest, atom.tally.numel) == (math.inf, 60)
+
+
+def test_alike_cuts_need_no_pattern(tmp_path: Path) -> None:
+    """The same shards on both sides: the element is told by rank and place in the shard."""
+    held = draw_state(make_plain(KINDS), Topology(1, 3, tp=2))
+    other = expect(held, Topology(3, 2, tp=2))
+    assert diff_held(held, other, tmp_path / "equal", rules=()).equal
+    found = diff_held(held, edit(other, "body.row", "exp_avg", (3, 7), 50.0), tmp_path / "other", rules=())
+    (atom,) = found.atoms
+    assert (atom.index, atom.shard) == ((3, 1), 1)
+
+
+def test_other_cuts_need_a_pattern(tmp_path: Path) -> None:
+    held = draw_state(make_plain(KINDS), Topology(1, 3, tp=2))
+    with pytest.raises(MismatchError, match=r"How tensor parallelism cuts .* body\.column.*body\.qkv"):
+        diff_held(held, expect(held, Topology(1, 2, tp=1)), tmp_path, rules=())
+
+
+def test_other_shapes_are_a_difference(tmp_path: Path) -> None:
+    left = draw_state(make_plain(("column", "row")), Topology(1, 2))
+    model = replace(left.model, params=tuple(replace(p, shape=(9, 5)) for p in left.model.params[:1]))
+    right = replace(left, model=replace(model, params=(*model.params, left.model.params[1])))
+    atoms = {**left.state.atoms, "body.column": {k: v[:9] for k, v in left.state.atoms["body.column"].items()}}
+    found = diff_held(left, replace(right, state=replace(left.state, atoms=atoms)), tmp_path, rules=())
+    assert {(a.name, a.state, a.kind) for a in found.atoms} == {
+        ("body.column", state, "shape") for state in ("fp32", "exp_avg", "exp_avg_sq")
+    }
+    assert "(12, 5) ≠ (9, 5)" in found.atoms[0].text
+    assert not found.equal
+
+
+def test_padding_rows_of_the_vocabulary_are_told_apart(tmp_path: Path) -> None:
+    held = draw_state(make_plain(("column", "word")), Topology(1, 2, tp=3))
+    other = expect(held, Topology(1, 2, tp=1))
+    rows = [len(each.state.atoms["body.word"]["fp32"]) for each in (held, other)]
+    assert rows[0] != rows[1]
+    found = diff_held(held, other, tmp_path / "equal")
+    assert found.equal
+    assert any(f"body.word (fp32): {rows[0]} rows in A, {rows[1]} in B" in note for note in found.notes)
+    changed = edit(other, "body.word", "fp32", (VOCAB, 2), 7.0)
+    (atom,) = diff_held(held, changed, tmp_path / "padding").atoms
+    assert (atom.tally.differing, atom.padding.differing, atom.index) == (0, 1, (VOCAB, 2))
+    (atom,) = diff_held(held, edit(changed, "body.word", "fp32", (1, 1), 7.0), tmp_path / "both").atoms
+    assert (atom.tally.differing, atom.padding.differing, atom.index) == (1, 1, (1, 1))
+
+
+def test_instances_of_stages_are_compared_each(tmp_path: Path) -> None:
+    model = make_pipeline([["column", "norm"], ["row", "column"]])
+    held = draw_state(model, Topology(1, 2, "bf16", tp=2, pp=2))
+    same = expect(held, Topology(1, 1, "bf16", tp=1, pp=2))
+    assert diff_held(held, same, tmp_path / "same").equal
+    name = "tied_modules.embed.positions#1"
+    (atom,) = diff_held(held, edit(same, name, "exp_avg", (2, 3), 5.0), tmp_path / "edited").atoms
+    assert (atom.name, atom.index) == (name, (2, 3))
+    fewer = expect(held, Topology(1, 2, "bf16", pp=1))
+    found = diff_held(held, fewer, tmp_path / "fewer")
+    assert {atom.name.partition("#")[2] for atom in found.atoms} == {"1"}, "the second stage's own values are gone"
+
+
+def test_equal_instances_are_no_difference(tmp_path: Path) -> None:
+    model = make_pipeline([["column", "norm"], ["row", "column"]])
+    held = draw_state(model, Topology(1, 2, tp=2, pp=2), equal_instances=True)
+    atoms = {name: held.state.atoms[name.partition("#")[0]] for name in held.state.atoms}
+    held = replace(held, state=replace(held.state, atoms=atoms))
+    assert diff_held(held, expect(held, Topology(1, 2)), tmp_path).equal
+
+
+# -- without tensor parallelism ---------------------------------------------------------------------------------------
+
+MODEL = Model((Param("a", (30, 50)), Param("b", (7,), group=1), Param("c.0", (4, 5)), Param("c.1", (4, 5))))
+
+
+def save(folder: Path, topology: Topology, state: State, run: Run = RUN, model: Model = MODEL) -> AtomicIndex:
+    path = write_checkpoint(folder, model, state, topology, run=run)
+    return open_checkpoint(str(path), Comm(), name_groups(model))
+
+
+def change(state: State, name: str, key: str, value: torch.Tensor) -> State:
+    return replace(state, atoms={**state.atoms, name: {**state.atoms[name], key: value}})
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> AtomicIndex:
+    return save(tmp_path / "left", Topology(1, 2), random_state(MODEL, 0))
+
+
+STATE = random_state(MODEL, 0)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_any_stage_is_equal_to_any_other(tmp_path: Path, left: AtomicIndex, stage: int, dp: int) -> None:
+    found = diff_checkpoints(left, save(tmp_path / "b", Topology(stage, dp), STATE))
+    assert (found.equal, found.compared, found.numel) == (True, 12, 3 * (1500 + 7 + 40))
+    assert (found.atoms, found.values, found.converted) == ((), (), 0)
+
+
+def test_single_bits_count(tmp_path: Path, left: AtomicIndex) -> None:
+    value = STATE.atoms["a"]["exp_avg_sq"].clone()
+    value.view(torch.int32)[17, 23] ^= 1
+    found = diff_checkpoints(left, save(tmp_path / "b", Topology(3, 3), change(STATE, "a", "exp_avg_sq", value)))
+    (atom,) = found.atoms
+    assert (atom.name, atom.state, atom.tally.differing, atom.index) == ("a", "exp_avg_sq", 1, (17, 23))
+    assert 0 < atom.tally.relative < 1e-6
+
+
+def test_bits_count_not_values(tmp_path: Path) -> None:
+    ones = torch.ones(30, 50)
+    ones[0, :4] = torch.tensor([0.0, math.nan, math.inf, 1.0])
+    other = ones.clone()
+    a = save(tmp_path / "a", Topology(1, 2), change(STATE, "a", "fp32", ones))
+    assert diff_checkpoints(a, save(tmp_path / "b", Topology(2, 3), change(STATE, "a", "fp32", other))).equal
+    other[0, 0] = -0.0
+    found = diff_checkpoints(a, save(tmp_path / "c", Topology(2, 3), change(STATE, "a", "fp32", other)))
+    assert (found.atoms[0].tally.differing, found.atoms[0].tally.largest) == (1, 0.0)
+
+
+def test_the_worst_comes_first(tmp_path: Path, left: AtomicIndex) -> None:
+    state = STATE
+    for name, by in (("a", 1.0), ("b", 3.0), ("c.0", 2.0), ("c.1", math.nan)):
+        state = change(state, name, "fp32", state.atoms[name]["fp32"] + by)
+    found = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 2), state))
+    assert [atom.name for atom in found.atoms] == ["c.1", "b", "c.0", "a"]
+    assert found.atoms[1].tally.differing == 7
+
+
+def test_a_tolerance_lets_small_differences_pass(tmp_path: Path, left: AtomicIndex) -> None:
+    state = change(STATE, "a", "fp32", STATE.atoms["a"]["fp32"] + 1e-4)
+    right = save(tmp_path / "b", Topology(1, 2), state)
+    assert not diff_checkpoints(left, right, options=DiffOptions(tolerance=1e-5)).equal
+    found = diff_checkpoints(left, right, options=DiffOptions(tolerance=1e-3))
+    assert (found.equal, len(found.atoms)) == (True, 1)
+
+
+def test_what_only_one_side_has(tmp_path: Path, left: AtomicIndex) -> None:
+    model = Model((*MODEL.params[:3], Param("d", (3,))))
+    right = save(tmp_path / "b", Topology(1, 2), random_state(model, 0), model=model)
+    found = diff_checkpoints(left, right)
+    told = {(atom.name, atom.kind) for atom in found.atoms if atom.kind != "values"}
+    assert told == {("c.1", "only in A"), ("d", "only in B")}
+    assert not found.equal
+
+
+def test_states_that_only_one_optimizer_has(tmp_path: Path, left: AtomicIndex) -> None:
+    atoms = {name: {"fp32": held["fp32"], "momentum_buffer": held["exp_avg"]} for name, held in STATE.atoms.items()}
+    right = save(tmp_path / "b", Topology(1, 2), replace(STATE, atoms=atoms))
+    kinds = {(atom.state, atom.kind) for atom in diff_checkpoints(left, right).atoms}
+    assert kinds == {("exp_avg", "only in A"), ("exp_avg_sq", "only in A"), ("momentum_buffer", "only in B")}
+
+
+def test_names_and_states_can_be_chosen(tmp_path: Path, left: AtomicIndex) -> None:
+    state = change(STATE, "a", "fp32", STATE.atoms["a"]["fp32"] + 1)
+    right = save(tmp_path / "b", Topology(1, 2), state, Run(global_steps=7))
+    assert diff_checkpoints(left, right, options=DiffOptions(only="b|c")).equal
+    assert diff_checkpoints(left, right, options=DiffOptions(states=("exp_avg", "exp_avg_sq"))).equal
+    found = diff_checkpoints(left, right, options=DiffOptions(only=r"^a$", states=("fp32",)))
+    assert (len(found.atoms), found.compared, found.values) == (1, 1, ())
+    assert len(diff_checkpoints(left, right).values) >= 2
+
+
+def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
+    wide = random_state(MODEL, 0, dtype=torch.float32)
+    atoms = {
+        n: {k: v.to(torch.bfloat16).float() if k != "fp32" else v for k, v in s.items()} for n, s in wide.atoms.items()
+    }
+    narrow = {n: {k: v.to(torch.bfloat16) if k != "fp32" else v for k, v in s.items()} for n, s in atoms.items()}
+    a = save(tmp_path / "a", Topology(1, 2), replace(wide, atoms=atoms))
+    b = save(tmp_path / "b", Topology(1, 3), replace(wide, atoms=narrow))
+    found = diff_checkpoints(a, b)
+    assert (found.equal, found.converted) == (True, 8)
+    narrow["a"]["exp_avg"][3, 4] += 1
+    (atom,) = diff_checkpoints(a, save(tmp_path / "c", Topology(1, 3), replace(wide, atoms=narrow))).atoms
+    assert (atom.dtypes, atom.index) == (("float32", "bfloat16"), (3, 4))
+
+
+def test_ties_on_one_side(tmp_path: Path, left: AtomicIndex) -> None:
+    tied = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
+    state = State({**STATE.atoms, "c.1": STATE.atoms["c.0"]}, STATE.scalars, STATE.groups)
+    a = save(tmp_path / "a", Topology(1, 2), state)
+    b = save(tmp_path / "b", Topology(1, 2), state, model=tied)
+    assert diff_checkpoints(a, b).equal
+    assert diff_checkpoints(b, a).equal
+    found = diff_checkpoints(left, b)
+    assert {(atom.name, atom.kind) for atom in found.atoms} == {("c.1", "values")}
+
+
+def test_names_can_be_translated(tmp_path: Path, left: AtomicIndex) -> None:
+    model = Model(tuple(replace(param, name=f"module.{param.name}") for param in MODEL.params))
+    state = State(*({f"module.{name}": v for name, v in each.items()} for each in (STATE.atoms, STATE.scalars)))
+    right = save(tmp_path / "b", Topology(1, 2), replace(state, groups=STATE.groups), model=model)
+    rules = from_config({"rules": [], "rename": [{"from": "(?P<name>.*)", "to": "module.{name}"}]})
+    assert diff_checkpoints(left, right, rules=rules).equal
+    assert not diff_checkpoints(left, right).equal
+
+
+# -- what is not an element -------------------------------------------------------------------------------------------
+
+
+def told(found: Difference) -> dict[tuple[str, str], tuple[Any, Any]]:
+    return {(each.section, each.key): (each.left, each.right) for each in found.values}
+
+
+def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, left: AtomicIndex) -> None:
+    groups = [dict(group) for group in STATE.groups]
+    groups[1]["lr"], groups[1]["betas"], groups[1]["new"] = 0.25, (0.5, 0.999), True
+    scalars = {**STATE.scalars, "b": {"step": torch.tensor(8.0)}}
+    right = save(tmp_path / "b", Topology(1, 2), replace(STATE, groups=tuple(groups), scalars=scalars))
+    found = diff_checkpoints(left, right)
+    assert told(found) == {
+        ("scalar", "step"): (3.0, 8.0),
+        ("hyper-parameter", "lr"): (5e-4, 0.25),
+        ("hyper-parameter", "betas"): ((0.9, 0.999), (0.5, 0.999)),
+        ("hyper-parameter", "new"): (ABSENT, True),
+    }
+    assert {each.names for each in found.values} == {("b",)}
+    assert not found.equal
+
+
+def test_groups_in_another_order_are_no_difference(tmp_path: Path, left: AtomicIndex) -> None:
+    model = Model(tuple(replace(param, group=1 - (param.group or 0)) for param in MODEL.params))
+    right = save(tmp_path / "b", Topology(2, 3), replace(STATE, groups=STATE.groups[::-1]), model=model)
+    assert diff_checkpoints(left, right).equal
+
+
+def test_elastic_checkpoints_keep_no_hyper_parameters(tmp_path: Path, left: AtomicIndex) -> None:
+    found = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 3, elastic=True), STATE))
+    assert found.equal, found.values
+    assert "B keeps no hyper-parameters" in found.notes
+
+
+def test_counters_scaler_and_clipping(tmp_path: Path) -> None:
+    state = random_state(MODEL, 0, precision="fp16")
+    a = save(tmp_path / "a", Topology(1, 2, "fp16"), state)
+    b = save(
+        tmp_path / "b", Topology(2, 3, "fp16"), state, replace(RUN, global_steps=5, skipped_steps=1, clip_grad=0.5)
+    )
+    keys = {key for section, key in told(diff_checkpoints(a, b))}
+    assert keys >= {"global_steps", "skipped_steps", "clip_grad", "cur_iter"}
+    assert not keys & {"dp_world_size", "mp_world_size"}
+    c = save(tmp_path / "c", Topology(3, 1, "fp16"), state)
+    assert diff_checkpoints(a, c).equal
+
+
+CLIENT: dict[str, Any] = {
+    "epoch": 2,
+    "args": {"lr": 0.1, "names": ["x", "y"], "shape": (1, 2)},
+    "rng": torch.arange(10),
+    "best": torch.tensor(0.5),
+    "counts": np.arange(3),
+    "nan": math.nan,
+}
+
+
+def with_client(client: Mapping[str, Any], **more: Any) -> Run:
+    return replace(RUN, client_state=client, lr_scheduler={"last": 3, "base": [0.1, 0.2]}, **more)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "key"),
+    [
+        (("epoch",), 3, "epoch"),
+        (("args", "lr"), 0.2, "args.lr"),
+        (("args", "names"), ["x", "z"], "args.names.1"),
+        (("args", "names"), ["x"], "args.names.1"),
+        (("args", "more"), 1, "args.more"),
+        (("rng",), torch.arange(10) + 1, "rng"),
+        (("rng",), torch.arange(10.0), "rng"),
+        (("best",), torch.tensor(0.75), "best"),
+        (("counts",), np.arange(3) + 1, "counts"),
+        (("added",), "x", "added"),
+    ],
+    ids=lambda each: ".".join(each) if isinstance(each, tuple) else "",
+)
+def test_client_state_is_compared_by_key(tmp_path: Path, place: tuple[str, ...], value: Any, key: str) -> None:
+    client = {**CLIENT, "args": dict(CLIENT["args"])}
+    inner = client if len(place) == 1 else client[place[0]]
+    inner[place[-1]] = value
+    a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(CLIENT))
+    b = save(tmp_path / "b", Topology(3, 2), STATE, with_client(client))
+    found = diff_checkpoints(a, b)
+    assert [section for section, _ in told(found)] == ["client"] * len(found.values)
+    assert any(name == key or name.startswith(f"{key}.") for _, name in told(found)), found.values
+
+
+def test_equal_client_states_are_equal(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(CLIENT))
+    b = save(tmp_path / "b", Topology(0, 1), STATE, with_client(dict(reversed(CLIENT.items()))))
+    assert diff_checkpoints(a, b).equal
+
+
+def test_the_scheduler_is_compared(tmp_path: Path, left: AtomicIndex) -> None:
+    a = save(tmp_path / "a", Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": 3}))
+    b = save(tmp_path / "b", Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": 4}))
+    assert told(diff_checkpoints(a, b)) == {("client", "lr_scheduler.last"): (3, 4)}
+    assert told(diff_checkpoints(left, b)) == {("client", "lr_scheduler"): (ABSENT, "{'last': 4}")} or told(
+        diff_checkpoints(left, b)
+    ) == {("client", "lr_scheduler"): (None, "{'last': 4}")}
+
+
+class Evil:
+    """Would tell if somebody unpickled it."""
+
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('client state was run')",))
+
+
+def test_client_state_is_not_run(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", Topology(1, 2), STATE, with_client({"evil": Evil()}))
+    b = save(tmp_path / "b", Topology(3, 2), STATE, with_client({"evil": Evil()}))
+    assert diff_checkpoints(a, b).equal
+
+
+def test_topology_is_information(tmp_path: Path, left: AtomicIndex) -> None:
+    found = diff_checkpoints(left, save(tmp_path / "b", Topology(3, 5), STATE))
+    assert found.equal
+    assert any("zero_stage 1 → 3" in note for note in found.notes)
+
+
+# -- how it is carried out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_the_work_and_tell_the_same(tmp_path: Path, left: AtomicIndex, size: int) -> None:
+    state = change(STATE, "a", "fp32", STATE.atoms["a"]["fp32"] + 1)
+    right = save(tmp_path / "b", Topology(3, 3), state)
+    results = run_ranks(size, lambda rank, comm: diff_checkpoints(left, right, comm))
+    assert all(result == diff_checkpoints(left, right) for result in results)
+
+
+def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "ALIGNMENT", 512)
+    monkeypatch.setattr("deepspeed_ucp.convert.diff.ALIGNMENT", 512)
+    held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
+    a, b = open_held(held, tmp_path / "a"), open_held(expect(held, Topology(3, 2)), tmp_path / "b")
+    done: list[int] = []
+    options = DiffOptions(window=12 * 512, progress=done.append)
+    found = diff_checkpoints(a, b, options=options, rules=rules_of(held))
+    assert found.equal
+    assert sum(done) == sum(atom.nbytes for atom in b.atoms.values() if atom.state != "copy") * 2
+    assert len(done) > 10
+
+
+DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "complex128", "float8_e4m3fn", "float8_e5m2"])
+def test_elements_of_any_dtype(dtype: str) -> None:
+    values = (torch.arange(101) % 7 - 2).abs().to(getattr(torch, dtype))
+    other = values.clone()
+    other[13], other[50] = other[13] == 0, other[50]
+    left, right = (each.view(torch.uint8).numpy().tobytes() for each in (values, other))
+    assert compare(left, left, dtype, dtype) == Tally(101)
+    found = compare(left, right, dtype, dtype)
+    distance = abs(complex(values[13].item()) - complex(other[13].item()))
+    assert (found.differing, found.first, found.largest) == (1, 13, distance)
+    assert found.relative == 1.0
+
+
+def test_nan_and_infinity() -> None:
+    def pack(*values: float) -> bytes:
+        return np.array(values, np.float32).tobytes()
+
+    assert compare(pack(math.nan), pack(math.nan), "float32", "float32") == Tally(1)
+    assert compare(pack(math.nan), pack(1), "float32", "float32").largest == math.inf
+    assert compare(pack(math.inf), pack(-math.inf), "float32", "float32").largest == math.inf
+    negative = bytes(bytearray(pack(math.nan))[:3]) + b"\xff"
+    found = compare(pack(math.nan), negative, "float32", "float32")
+    assert (found.differing, found.largest) == (1, 0.0)
+    wide = np.array([math.nan, 1.5], np.float64).tobytes()
+    assert compare(pack(math.nan, 1.5), wide, "float32", "float64") == Tally(2)
+
+
+@given(data=st.binary(min_size=0, max_size=64), places=st.lists(st.integers(0, 63), max_size=3))
+def test_comparing_is_what_numpy_says(data: bytes, places: list[int]) -> None:
+    left = data[: len(data) // 4 * 4]
+    right = bytearray(left)
+    for place in places:
+        if place < len(right):
+            right[place] ^= 0x41
+    unequal = np.frombuffer(left, np.uint32) != np.frombuffer(right, np.uint32)
+    found = compare(left, right, "float32", "float32")
+    assert found.differing == unequal.sum()
+    assert found.first == (np.flatnonzero(unequal)[0] if unequal.any() else -1)

@@ -1,0 +1,247 @@
+"""FSDP2 and torchtitan take over: torch.distributed.checkpoint reads what an export wrote, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from deepspeed_ucp.atoms import MASTER
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert.dcp import cut_chunks, export_dcp, locate_chunk
+from deepspeed_ucp.convert.export import ExportOptions
+from deepspeed_ucp.errors import CheckpointError, ConfigError
+from deepspeed_ucp.sources import open_checkpoint
+from tests.convert import fsdp_run
+from tests.convert.test_export_safetensors import MODEL, TOPOLOGIES, check_same, measure_peak, open_model
+from tests.convert.test_wholes import open_held, rules_of
+from tests.ranks import run_ranks
+from tests.reshard import examples
+from tests.reshard3d import VOCAB, draw_state, make_plain
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+OPTIONS = ExportOptions(tied="copy", workers=3)
+
+
+def read_all(folder: Path) -> dict[str, Any]:
+    """Everything in a checkpoint of torch.distributed.checkpoint, as torch nests it."""
+    tree: dict[str, Any] = {}
+    _load_state_dict(tree, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return tree
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+def test_weights_and_optimizer_state_are_the_runs(tmp_path: Path, topology: Topology) -> None:
+    export_dcp(open_model(tmp_path, topology), str(tmp_path / "out"), options=OPTIONS)
+    tree, state = read_all(tmp_path / "out"), random_state(MODEL, 0, precision=topology.precision)
+    weights = {name: states["fp32"] for name, states in state.atoms.items()} | dict(MODEL.buffers)
+    check_same(tree["model"], {**weights, "head.weight": weights["a.weight"]})
+    trained = [name for name in state.atoms if name != "frozen"]
+    assert set(tree["optim"]["state"]) == set(trained)
+    for name in trained:
+        held = dict(state.atoms[name], **state.scalars[name])
+        check_same(tree["optim"]["state"][name], {key: value for key, value in held.items() if key != "fp32"})
+    groups = tree["optim"]["param_groups"]
+    assert [set(group["params"]) for group in groups] == [{"a.weight", "scalar"}, {"b.weight"}]
+    assert [group["lr"] for group in groups] == [1e-3, 5e-4]
+    assert [group["betas"] for group in groups] == [(0.9, 0.999)] * 2
+
+
+def test_tensor_parallel_runs_come_out_whole(tmp_path: Path) -> None:
+    held = draw_state(make_plain(("word", "norm", "row", "qkv")), Topology(1, 2, tp=2))
+    index = open_held(held, tmp_path / "in")
+    export_dcp(index, str(tmp_path / "out"), options=OPTIONS, rules=rules_of(held))
+    tree = read_all(tmp_path / "out")
+    for name, states in held.state.atoms.items():
+        rows = VOCAB if name.endswith("word") else len(states["fp32"])
+        found = {"fp32": tree["model"][name], **tree["optim"]["state"][name]}
+        check_same(found, {key: value[:rows] for key, value in states.items()} | {"step": torch.tensor(3.0)})
+
+
+def test_weights_only_in_16_bits(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(3, 2))
+    options = ExportOptions(dtype="bfloat16", tied="drop")
+    export_dcp(index, str(tmp_path / "out"), options=options, weights_only=True)
+    tree = read_all(tmp_path / "out")
+    assert set(tree) == {"model"} and "head.weight" not in tree["model"]
+    expected = random_state(MODEL, 0).atoms["b.weight"]["fp32"].bfloat16()
+    check_same({"b": tree["model"]["b.weight"]}, {"b": expected})
+
+
+def test_chunks_of_large_tensors(tmp_path: Path) -> None:
+    """Rows in chunks over all workers' files, each source byte read once; a tied name reads its own again."""
+    model = Model((Param("a", (900, 3000)), Param("b", (4,)), Param("c", (900, 3000), alias_of="a")))
+    index = open_model(tmp_path, Topology(2, 3), model)
+    report = export_dcp(
+        index, str(tmp_path / "out"), options=ExportOptions(tied="copy", workers=4, window=12 << 20), weights_only=True
+    )
+    with open(tmp_path / "out" / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    assert len(metadata.state_dict_metadata["model.a"].chunks) == 11
+    assert len([name for name in report.files if name.endswith(".distcp")]) == 4
+    records = {f.record for s in index.atoms["a", MASTER].shards for f in s.fragments}
+    assert report.bytes_read == sum(index.records[number].nbytes for number in records) + 900 * 3000 * 4
+    a = random_state(model, 0).atoms["a"]["fp32"]
+    check_same(read_all(tmp_path / "out")["model"], {"a": a, "c": a, "b": random_state(model, 0).atoms["b"]["fp32"]})
+
+
+def test_nodes_share_the_work(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(3, 2))
+    run_ranks(3, lambda rank, comm: export_dcp(index, str(tmp_path / "out"), comm, OPTIONS))
+    assert {path.name.split("_")[2] for path in (tmp_path / "out").glob("__*")} - set("012345678") == set()
+    expected = random_state(MODEL, 0).atoms["b.weight"]
+    tree = read_all(tmp_path / "out")
+    check_same({"b": tree["model"]["b.weight"]}, {"b": expected["fp32"]})
+    check_same({"b": tree["optim"]["state"]["b.weight"]["exp_avg_sq"]}, {"b": expected["exp_avg_sq"]})
+
+
+@given(shape=st.lists(st.integers(0, 6), max_size=4).map(tuple), most=st.integers(1, 40))
+@examples(300)
+def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    seen = []
+    for offsets, sizes in cut_chunks(shape, most):
+        block = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        start, numel = locate_chunk(shape, offsets, sizes)
+        assert block.shape == sizes and block.size <= max(most, 1)
+        assert block.reshape(-1).tolist() == list(range(start, start + numel))
+        seen += block.reshape(-1).tolist()
+    assert seen == list(range(numbers.size))
+
+
+def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(2, 2, "bf16"))
+    record = index.records[index.atoms["b.weight", "exp_avg"].shards[0].fragments[0].record]
+    with open(index.files[record.file].path, "r+b") as stream:
+        stream.seek(record.offset + record.nbytes // 2)
+        stream.write(b"\x55\xaa\x55\xaa")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="damaged"):
+        export_dcp(index, str(tmp_path / "out"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_unknown_layout(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="torchtitan"):
+        export_dcp(open_model(tmp_path, Topology(1)), str(tmp_path / "out"), layout="nested")
+
+
+def test_memory_stays_in_the_window(tmp_path: Path) -> None:
+    """100 MB, in one large parameter and in many small ones, of which torch would keep each one's last chunk."""
+    many = tuple(Param(f"p{number}", (150, 1000)) for number in range(30))
+    model = Model((Param("a", (4_000, 1000)), *many))
+    path = write_checkpoint(tmp_path, model, random_state(model, 0), Topology(2, 2))
+    arguments = (str(path), str(tmp_path / "out"), "--format", "dcp", "--window-mb", "12")
+    assert measure_peak("dcp", *arguments) < (12 + 24) << 20
+
+
+# -- who takes over ---------------------------------------------------------------------------------------------------
+
+
+def save_trained(folder: Path, topology: Topology, **options: Any) -> Path:
+    """A run of :mod:`tests.convert.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
+    model, optimizer = fsdp_run.build()
+    fsdp_run.train(model, optimizer, range(3))
+    params = tuple(
+        Param(name, tuple(param.shape), group=int(param.dim() < 2)) for name, param in model.named_parameters()
+    )
+    described = Model(params, dict(model.named_buffers()))
+    names = {param: name for name, param in model.named_parameters()}
+    states = {names[param]: held for param, held in optimizer.state.items()}
+    atoms = {
+        name: {"fp32": param.detach(), **{key: value for key, value in states[name].items() if key != "step"}}
+        for name, param in model.named_parameters()
+    }
+    scalars = {name: {"step": held["step"]} for name, held in states.items()}
+    hyper = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    path = write_checkpoint(folder / "in", described, State(atoms, scalars, hyper), topology)
+    export_dcp(open_checkpoint(str(path), Comm()), str(folder / "out"), options=OPTIONS, **options)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("topology", [Topology(3, 4)], ids=lambda t: f"{t.label}→fsdp2-dp2")
+def test_fsdp2_goes_on(tmp_path: Path, topology: Topology) -> None:
+    """Two ranks load it and take two steps: losses and every weight are those of the run that never stopped."""
+    folder = save_trained(tmp_path, topology)
+    model, optimizer = fsdp_run.build()
+    losses = fsdp_run.train(model, optimizer, range(5))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", fsdp_run.__file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, str(folder), str(tmp_path / "result")], env=environment, check=True, timeout=120)
+    result = torch.load(tmp_path / "result")
+    assert result["losses"] == losses[3:]
+    check_same(result["model"], dict(model.state_dict()))
+    for name, param in model.named_parameters():
+        check_same(result["optim"]["state"][name], optimizer.state[param])
+
+
+def test_the_canonical_form_is_torchs(tmp_path: Path) -> None:
+    """set_state_dict takes it into a fresh model, and get_state_dict gives it back."""
+    folder = save_trained(tmp_path, Topology(1, 2))
+    model, optimizer = fsdp_run.build(seed=1)
+    weights, states = get_state_dict(model, optimizer)
+    tree = {"model": weights, "optim": states}
+    dcp.load(tree, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
+    losses = fsdp_run.train(model, optimizer, range(3, 5))
+    assert losses == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
+    assert set(read_all(folder)) == {"model", "optim"}
+
+
+def test_the_flattened_form_is_torchs(tmp_path: Path) -> None:
+    folder = save_trained(tmp_path, Topology(1, 2), layout="flattened")
+    model, optimizer = fsdp_run.build(seed=1)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=flat)
+    assert set(read_all(folder)["optim"]) == set(states)
+    tree = {"model": weights, "optim": states}
+    dcp.load(tree, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"], options=flat)
+    assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
+
+
+def test_torchtitans_form(tmp_path: Path) -> None:
+    """Its CheckpointManager asks for the weights on top and for ``optimizer``, flattened."""
+    folder = save_trained(tmp_path, Topology(1, 2), layout="torchtitan")
+    model, optimizer = fsdp_run.build(seed=1)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    tree = {**model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=flat)}
+    dcp.load(tree, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, tree.pop("optimizer"), options=flat)
+    model.load_state_dict(tree)
+    assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
+
+
+def test_deepspeeds_own_adam_gets_what_torchs_wants(tmp_path: Path) -> None:
+    """Its groups lack most of AdamW's hyper-parameters, and its step is a number."""
+    model = Model((Param("w", (4, 3)),))
+    drawn = random_state(model, 0)
+    hyper = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.0, "bias_correction": True}
+    path = write_checkpoint(tmp_path, model, State(drawn.atoms, {"w": {"step": 3}}, (hyper,)), Topology(1, 2))
+    export_dcp(open_checkpoint(str(path), Comm()), str(tmp_path / "out"))
+    optim = read_all(tmp_path / "out")["optim"]
+    check_same({"step": optim["state"]["w"]["step"]}, {"step": torch.tensor(3.0)})
+    fresh = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+    assert optim["param_groups"] == [{**fresh, **hyper, "params": ["w"]}]

@@ -1,0 +1,439 @@
+"""Exported weights are the run's, to the bit, in the bytes that the safetensors library writes and everybody reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from deepspeed_ucp.atoms import MASTER, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import output, safetensors
+from deepspeed_ucp.convert.export import ExportOptions
+from deepspeed_ucp.convert.safetensors import DTYPES, export_safetensors, split_shards
+from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
+from deepspeed_ucp.io.cast import FLOATING, cast
+from deepspeed_ucp.patterns import Rename, from_config
+from deepspeed_ucp.sources import open_checkpoint
+from tests.convert.test_wholes import open_held, rules_of
+from tests.ranks import run_ranks
+from tests.reshard import Case, cases, examples, temporary_folder
+from tests.reshard3d import VOCAB, Held, draw_state, make_plain, trips
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL = Model(
+    (
+        Param("a.weight", (3, 5)),
+        Param("b.weight", (700, 11), group=1),
+        Param("frozen", (4,), frozen=True),
+        Param("scalar", ()),
+        Param("head.weight", (3, 5), alias_of="a.weight"),
+    ),
+    {"count": torch.arange(5), "mask": torch.tensor([True, False]), "table": torch.randn(3)},
+)
+TOPOLOGIES = (
+    Topology(0),
+    Topology(0, precision="fp16", wrapper="fused"),
+    Topology(1, 3, "bf16"),
+    Topology(1, 2, "bf16", wrapper="bf16"),
+    Topology(2, 2, "fp16", round_robin=True),
+    Topology(3, 4, "bf16", sub_group_size=900),
+)
+
+
+def open_model(folder: Path, topology: Topology, model: Model = MODEL, seed: int = 0) -> AtomicIndex:
+    """A synthesised checkpoint's index."""
+    path = write_checkpoint(folder, model, random_state(model, seed, precision=topology.precision), topology)
+    return open_checkpoint(str(path), Comm(), [[(param.name, param.trains) for param in g] for g in model.groups])
+
+
+def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """What a synthesised run's export has to hold."""
+    atoms = random_state(model, seed, precision=topology.precision).atoms
+    found = {name: states["fp32"] for name, states in atoms.items()} | dict(model.buffers)
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export, by the library."""
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+def test_the_bytes_are_those_of_the_library(tmp_path: Path, topology: Topology, dtype: str) -> None:
+    report = export_safetensors(
+        open_model(tmp_path, topology), str(tmp_path / "out"), options=ExportOptions(dtype=dtype)
+    )
+    save_file(expect_weights(MODEL, 0, topology, TORCH[dtype]), tmp_path / "expected", {"format": "pt"})
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert report.files == {"model.safetensors": (tmp_path / "expected").stat().st_size}
+    assert (report.tensors, report.parameters) == (7, 15 + 7700 + 4 + 1)
+
+
+def test_16_bit_weights_are_the_models_own(tmp_path: Path) -> None:
+    topology = Topology(1, 3, "bf16")
+    index = open_model(tmp_path, topology)
+    export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(dtype="bfloat16"))
+    module = torch.load(index.state_file, weights_only=False)["module"]
+    found = load_all(tmp_path / "out")
+    for name in ("a.weight", "b.weight", "frozen"):
+        assert torch.equal(found[name], module[name]), name
+
+
+@given(case=cases())
+@examples(40)
+def test_any_run_comes_out(case: Case) -> None:
+    with temporary_folder() as folder:
+        names = [[(param.name, param.trains) for param in group] for group in case.model.groups]
+        index = open_checkpoint(str(case.write(folder / "in")), Comm(), names)
+        export_safetensors(index, str(folder / "out"), options=ExportOptions(workers=2))
+        found = load_all(folder / "out")
+    saved = {name: states["fp32"] for name, states in case.state.atoms.items()}
+    buffers = {n: v.float() if v.is_floating_point() else v for n, v in case.model.buffers.items()}
+    for name, value in {**saved, **buffers}.items():
+        if name in found or value.numel():  # no file tells of parameters without elements
+            check_same({name: found[name]}, {name: value})
+    assert set(found) <= {*saved, *buffers}
+
+
+def cut_padding(held: Held) -> dict[str, torch.Tensor]:
+    """The logical weights of a run, by the first stage that holds them, without the vocabulary's padding."""
+    plain = {name: states["fp32"] for name, states in held.state.atoms.items() if "#" not in name}
+    return {name: value[:VOCAB] if name.endswith("word") else value for name, value in plain.items()}
+
+
+@given(trip=trips(), nodes=st.integers(1, 2))
+@examples(30)
+def test_tensor_and_pipeline_parallel_runs_come_out_whole(trip: Any, nodes: int) -> None:
+    with temporary_folder() as folder:
+        index = open_held(trip.source, folder / "in")
+        run_ranks(nodes, lambda rank, comm: export_held(index, trip.source, folder / "out", comm))
+        found = load_all(folder / "out")
+    weights = cut_padding(trip.source)
+    assert set(found) <= set(weights) | set(trip.source.model.buffers)
+    assert {name for name, value in weights.items() if value.numel()} <= set(found)
+    check_same({name: found[name] for name in weights if name in found}, {n: weights[n] for n in weights if n in found})
+
+
+def export_held(index: AtomicIndex, held: Held, to: Path, comm: Comm | None = None, **options: Any) -> Any:
+    return export_safetensors(
+        index, str(to), comm, ExportOptions(**{"workers": 2, **options}), rules=rules_of(held), max_shard=400
+    )
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["cut", "kept"])
+def test_padding_rows_of_a_vocabulary(tmp_path: Path, keep: bool) -> None:
+    held = draw_state(make_plain(("word", "norm")), Topology(1, 2, tp=2))
+    export_held(open_held(held, tmp_path / "in"), held, tmp_path / "out", keep_padding=keep)
+    whole = held.state.atoms["body.word"]["fp32"]
+    assert len(whole) > VOCAB
+    check_same({"w": load_all(tmp_path / "out")["body.word"]}, {"w": whole if keep else whole[:VOCAB]})
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (1, 5), (3, 1), (2, 4)])
+def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, nodes: int, workers: int) -> None:
+    model = Model((Param("a", (1200, 1000)), Param("b", (70, 11)), Param("c", (900, 400))))
+    index = open_model(tmp_path, Topology(3, 3), model)
+    options = ExportOptions(workers=workers, window=8 << 20)
+    reports = run_ranks(
+        nodes, lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm, options, max_shard=2 * 10**6)
+    )
+    save_file({"a": expect_weights(model, 0, Topology(3, 3), None)["a"]}, tmp_path / "expected", {"format": "pt"})
+    assert (tmp_path / "out" / "model-00001-of-00002.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    check_same(load_all(tmp_path / "out"), expect_weights(model, 0, Topology(3, 3), None))
+    assert len({report.bytes_read for report in reports}) == 1
+
+
+def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
+    """Those of the records that hold weights; optimizer states are not touched."""
+    index = open_model(tmp_path, Topology(1, 3, "bf16", parameter_alignment=True))
+    report = export_safetensors(index, str(tmp_path / "out"))
+    weights = [atom for (_, state), atom in index.atoms.items() if state in (MASTER, "module")]
+    records = {f.record for atom in weights for shard in atom.shards for f in shard.fragments}
+    assert report.bytes_read == sum(index.records[number].nbytes for number in records)
+
+
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.5,
+    3e38,
+    1e-40,
+    65504.0,
+    65520.0,
+    6e-8,
+    float("inf"),
+    -float("inf"),
+    1.00390625,
+    1.01171875,
+]
+
+
+@pytest.mark.parametrize("target", sorted(FLOATING))
+@pytest.mark.parametrize("source", sorted(FLOATING))
+def test_casts_are_torchs(source: str, target: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    many = torch.randn(40_000, generator=random) * 10.0 ** torch.randint(-42, 38, (40_000,), generator=random)
+    values = torch.cat([torch.tensor(SPECIAL), many]).to(getattr(torch, source))
+    expected = values.to(getattr(torch, target))
+    into = bytearray(expected.nbytes)
+    cast(memoryview(values.view(torch.uint8).numpy()), source, memoryview(into), target)
+    found = torch.frombuffer(into, dtype=expected.dtype)
+    same = found.view(torch.uint8).view(-1, expected.itemsize) == expected.view(torch.uint8).view(-1, expected.itemsize)
+    assert bool((same.all(1) | (found.isnan() & expected.isnan())).all())
+
+
+def test_nan_stays_nan() -> None:
+    values, into = torch.tensor([float("nan"), -float("nan"), 1.0]), bytearray(6)
+    cast(memoryview(values.view(torch.uint8).numpy()), "float32", memoryview(into), "bfloat16")
+    assert torch.frombuffer(into, dtype=torch.bfloat16).isnan().tolist() == [True, True, False]
+
+
+def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:
+    tensors = {f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES)}
+    save_file(tensors, tmp_path / "all", {"format": "pt"})
+    laid = safetensors.lay_out(
+        {f"x{number}": (dtype, (2,), tensors[f"x{number}"].nbytes) for number, dtype in enumerate(DTYPES)}
+    )
+    assert (tmp_path / "all").read_bytes() == laid.files[0].header + bytes(laid.nbytes)
+
+
+def test_an_element_type_that_the_format_lacks_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="complex128"):
+        safetensors.lay_out({"x": ("complex128", (1,), 16)})
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), limit=st.integers(1, 60))
+@examples(200)
+def test_files_are_split_as_hugging_face_does(sizes: list[int], limit: int) -> None:
+    named = {f"t{number}": size for number, size in enumerate(sizes)}
+    split = split_state_dict_into_shards_factory(
+        named, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    assert split_shards(named, limit) == list(split.filename_to_tensors.values())
+
+
+def test_an_index_tells_where_tensors_are(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(3, 2))
+    report = export_safetensors(index, str(tmp_path / "out"), max_shard=200)
+    told = json.loads((tmp_path / "out" / safetensors.INDEX).read_text())
+    assert told["metadata"]["total_size"] == sum(v.nbytes for v in load_all(tmp_path / "out").values())
+    names = sorted(set(told["weight_map"].values()))
+    assert names == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, file in told["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    assert set(report.files) == {*names, safetensors.INDEX}
+
+
+def test_names(tmp_path: Path) -> None:
+    """Renamed by regular expressions, then without a prefix; ties follow."""
+    index = open_model(tmp_path, Topology(1, 2))
+    rules = from_config({"rules": [], "rename": [{"from": r"(?P<x>[ab])\.weight", "to": "model.{x}.w"}]})
+    options = ExportOptions(renames=(Rename("frozen", "cold"),), strip_prefix="model.", tied="copy")
+    export_safetensors(index, str(tmp_path / "out"), options=options, rules=rules)
+    found, expected = load_all(tmp_path / "out"), expect_weights(MODEL, 0, Topology(1), None)
+    assert set(found) == {"a.w", "b.w", "cold", "scalar", "head.weight", "count", "mask", "table"}
+    check_same({"x": found["head.weight"], "y": found["a.w"]}, {"x": expected["a.weight"], "y": expected["a.weight"]})
+
+
+def test_names_that_become_one(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(1, 2))
+    with pytest.raises(MismatchError, match=r"become w"):
+        export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(renames=(Rename(".*weight", "w"),)))
+    renames = (Rename("a.*", "x.y"), Rename("b.*", "y"))
+    with pytest.raises(MismatchError, match=r"a\.weight and b\.weight"):
+        export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(renames=renames, strip_prefix="x."))
+    assert not (tmp_path / "out").exists()
+
+
+def test_unsettled_parameters_are_listed(tmp_path: Path) -> None:
+    held = draw_state(make_plain(("norm", "column")), Topology(1, 2, tp=2))
+    index = open_held(held, tmp_path / "in")
+    with pytest.raises(MismatchError, match=r"body\.column"):
+        export_safetensors(index, str(tmp_path / "out"))
+
+
+def test_stage_0_without_names_has_the_models_own_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_checkpoint(
+        tmp_path, MODEL, random_state(MODEL, 0, precision="fp16"), Topology(0, precision="fp16", wrapper="fused")
+    )
+    index = open_checkpoint(str(path), Comm(), weights_only=True)
+    export_safetensors(index, str(tmp_path / "out"))
+    assert "model's own float16 are written" in caplog.text
+    expected = random_state(MODEL, 0, precision="fp16").atoms["b.weight"]["fp32"].half().float()
+    assert torch.equal(load_all(tmp_path / "out")["b.weight"], expected)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
+    index = open_model(tmp_path, Topology(2, 2, "bf16"))
+    record = index.records[index.atoms["b.weight", MASTER].shards[0].fragments[0].record]
+    with open(index.files[record.file].path, "r+b") as stream:
+        stream.seek(record.offset + record.nbytes // 2)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="damaged"):
+        run_ranks(nodes, lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_existing_folder(tmp_path: Path) -> None:
+    index, out = open_model(tmp_path, Topology(1, 2)), tmp_path / "out"
+    out.mkdir()
+    export_safetensors(index, str(out))  # an empty folder is as good as none
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        export_safetensors(index, str(out))
+    export_safetensors(index, str(out), options=ExportOptions(overwrite=True), max_shard=100)
+    assert not (out / "model.safetensors").exists() and len(load_all(out)) == 7
+    (out / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        export_safetensors(index, str(out), options=ExportOptions(overwrite=True))
+    assert (out / "thesis.tex").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+@pytest.mark.parametrize("where", ["", "global_step3", "file", "link"])
+def test_places_that_are_left_alone(tmp_path: Path, where: str) -> None:
+    index = open_model(tmp_path, Topology(1, 2))
+    tag = Path(index.state_file).parent
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tag)
+    place = {"": tmp_path, "global_step3": tag}.get(where, tmp_path / where)
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        export_safetensors(index, str(place), options=ExportOptions(overwrite=True))
+    assert tag.exists() and (tmp_path / "file").exists()
+
+
+def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = open_model(tmp_path, Topology(1, 2))
+
+    def refuse(folder: str, nbytes: int) -> None:
+        assert nbytes > 4 * 7700
+        raise StorageError(f"{folder}: disk full")
+
+    monkeypatch.setattr(output, "check_space", refuse)
+    with pytest.raises(StorageError):
+        export_safetensors(index, str(tmp_path / "out"))
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_killed_export_is_begun_anew(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(1, 2))
+    folder = output.OutputFolder(str(tmp_path / "out"))
+    Path(folder.staging).mkdir()
+    (Path(folder.staging) / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    Path(folder.aside).mkdir()
+    (Path(folder.aside) / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="--overwrite"):  # killed between two renames: what was there is back
+        export_safetensors(index, str(tmp_path / "out"))
+    export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(overwrite=True))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_unknown_element_type(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        export_safetensors(
+            open_model(tmp_path, Topology(1)), str(tmp_path / "out"), options=ExportOptions(dtype="int8")
+        )
+
+
+# -- memory, and the other side ---------------------------------------------------------------------------------------
+
+PEAK = """
+import sys
+from deepspeed_ucp.cli.main import main
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+import deepspeed_ucp.convert.{module}, deepspeed_ucp.sources.open, tqdm, yaml
+before = peak()
+assert main(["export", *sys.argv[1:], "-q"]) == 0
+print("PEAK", peak() - before)
+"""
+
+
+def measure_peak(module: str, *arguments: str) -> int:
+    """Bytes of memory that an export takes beyond the interpreter with its modules."""
+    command = [sys.executable, "-c", PEAK.format(module=module), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak = int(re.findall(r"PEAK (\d+)", done.stdout)[0])
+    print(f"{peak / (1 << 20):.1f} MiB")
+    return peak
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_memory_stays_in_the_window(tmp_path: Path, dtype: str) -> None:
+    """80 MB of weights, one of them 60 MB, through 12 MB."""
+    model = Model((Param("a", (15_000, 1000)), Param("b", (5_000, 1000))))
+    state = random_state(model, 0, states=(), step=None)
+    path = write_checkpoint(tmp_path, model, state, Topology(3, 2))
+    arguments = (str(path), str(tmp_path / "out"), "--window-mb", "12", "--dtype", dtype)
+    assert measure_peak("safetensors", *arguments) < (12 + 12) << 20
+
+
+def make_gpt2(folder: Path, *, tied: bool) -> Any:
+    """A small GPT-2 with its configuration beside, as a user has it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make_gpt2(tmp_path / "hf", tied=tied)
+    owners = {id(param): name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    described = Model(
+        tuple(
+            Param(name, tuple(param.shape), alias_of=None if owners[id(param)] == name else owners[id(param)])
+            for name, param in model.named_parameters(remove_duplicate=False)
+        )
+    )
+    state = random_state(described, 1)
+    path = write_checkpoint(tmp_path, described, state, Topology(2, 3))
+    index = open_checkpoint(str(path), Comm())
+    out = tmp_path / "out"
+    export_safetensors(index, str(out), hf_dir=str(tmp_path / "hf"), max_shard=4000 if sharded else 10**9)
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]), info
+    model.load_state_dict({name: states["fp32"] for name, states in state.atoms.items()}, strict=not tied)
+    tokens = torch.arange(10).view(1, 10)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -1,0 +1,73 @@
+"""Conversions by the ranks of mpirun and torchrun: the same bytes as by one process; one rank's failure ends all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.convert.conversions import convert, read_bytes, write_source
+from tests.convert.converting import use_small_ranges
+from tests.crash import list_calls, run_dying
+from tests.mpi import needs_mpi, run_mpi, run_torch
+
+CONVERTING = str(Path(__file__).parent / "converting.py")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("source")
+    write_source(root)
+    return root
+
+
+@pytest.fixture
+def expected(source: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What one process writes."""
+    convert(source, tmp_path / "expected" / "dst")
+    return read_bytes(tmp_path / "expected" / "dst")
+
+
+@needs_mpi
+def test_two_ranks_of_mpirun_write_the_same_bytes(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    done = run_mpi(2, [CONVERTING, str(source), str(tmp_path / "dst"), ""])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0/2 0 False", "0/2 0 True", "1/2 0 False", "1/2 0 True"]
+    assert read_bytes(tmp_path / "dst") == expected
+
+
+def test_two_ranks_of_torchrun_write_the_same_bytes(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    for code, _out, err in run_torch(2, [CONVERTING, str(source), str(tmp_path / "dst"), ""]):
+        assert code == 0, err
+    assert read_bytes(tmp_path / "dst") == expected
+
+
+@needs_mpi
+def test_two_ranks_go_on_with_what_one_process_began(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_ranges(monkeypatch)
+    root = Path(shutil.copytree(source, tmp_path / "root", copy_function=os.link))
+    calls = len(list_calls(lambda: convert(root, tmp_path / "dry")))
+    assert run_dying(lambda: convert(root, tmp_path / "dst"), calls // 2)
+    done = run_mpi(2, [CONVERTING, str(root), str(tmp_path / "dst"), ""])
+    assert done.returncode == 0, done.stderr
+    assert sum(int(line.split()[1]) > 0 for line in done.stdout.splitlines()) == 2
+    assert read_bytes(tmp_path / "dst") == expected
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("failure", "message"), [("bug", "[rank 1] ZeroDivisionError"), ("die", "gone")], ids=["bug", "die"]
+)
+def test_one_ranks_failure_ends_all_with_one_message(
+    failure: str, message: str, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    done = run_mpi(2, [CONVERTING, str(source), str(tmp_path / "dst"), failure])
+    assert done.returncode not in (0, None)
+    assert done.stderr.count(message) == 1, done.stderr
+    assert not (tmp_path / "dst").exists()
+    convert(source, tmp_path / "dst")
+    assert read_bytes(tmp_path / "dst") == expected

@@ -1,0 +1,302 @@
+"""The files without atoms: client state as it was saved, and what upstream's loaders take from optimizer_state.pt."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert.states import MODEL_STATES, MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.torchfile import read_header
+from tests.sources.test_repickle import assert_same
+from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
+
+PARAMS = (
+    Param("a", (3, 5)),
+    Param("b", (7,), group=1),
+    Param("big", (300, 300)),
+    Param("frozen", (4,), frozen=True),
+)
+MODEL = Model(PARAMS, buffers={"running": torch.arange(3.0)})
+PIPELINE = Model((Param("0.w", (4, 6)), Param("1.w", (6, 4)), Param("1.b", (6,), group=1)), layers=(Layer(), Layer()))
+GROUPS = (
+    {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "foreach": None},
+    {"lr": 2e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0, "amsgrad": False, "foreach": None},
+)
+"""Hyper-parameters that differ between the groups."""
+
+TOPOLOGIES = [
+    Topology(0),
+    Topology(0, 2, "fp16", "fused"),
+    Topology(0, 1, "fp16", "unfused"),
+    Topology(0, 2, "bf16", "bf16"),
+    Topology(1, 2, "bf16", "bf16"),
+    Topology(1, 2),
+    Topology(1, 2, "bf16", elastic=True),
+    Topology(2, 3, "fp16"),
+    Topology(3, 2),
+    Topology(3, 2, "bf16", sub_group_size=20),
+]
+
+
+@dataclass
+class Progress:
+    """An object of the training script."""
+
+    epoch: int
+    best: dict
+
+
+def make_client():
+    """Client state of a careful training script."""
+    rng, best = torch.get_rng_state()[:100], {"loss": np.float64(0.25), "at": (1, 2)}
+    ring = [1]
+    ring.append(ring)
+    return {
+        "iteration": 7,
+        "args": argparse.Namespace(lr=1e-3, betas=(0.9, 0.99), rank=0, tags={"x", "y"}),
+        "progress": Progress(3, best),
+        "best": best,
+        "rng": {"torch": rng, "again": rng, "numpy": np.random.RandomState(0).get_state()},
+        "ema": torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+        "view": torch.arange(10)[2:5],
+        "ring": ring,
+        "classes": [Progress, torch.float16, torch.Size((2,)), 2**90, b"\x00\xff"],
+    }
+
+
+def write(folder, topology, model=MODEL, **run):
+    run = Run(client_state=make_client(), lr_scheduler={"last_epoch": 3, "_last_lr": [0.1]}, skipped_steps=1, **run)
+    state = random_state(model, 0, precision=topology.precision, topology=topology)
+    groups = GROUPS[: len(model.groups)]
+    state = type(state)(state.atoms, state.scalars, groups)
+    path = write_checkpoint(folder, model, state, topology, run=run)
+    return path, state
+
+
+def open_index(path, model=MODEL):
+    groups = [[(param.name, param.trains) for param in group] for group in model.groups]
+    return open_checkpoint(str(path), Comm(), groups)
+
+
+def convert(tmp_path, topology, model=MODEL, **run):
+    """Index, source state file's content, and the folder of what was written."""
+    path, state = write(tmp_path / "src", topology, model, **run)
+    index = open_index(path, model)
+    out = tmp_path / "out"
+    out.mkdir()
+    return SimpleNamespace(
+        index=index,
+        state=state,
+        files=write_states(index, str(out)),
+        out=out,
+        old=torch.load(index.state_file, weights_only=False),
+        new=torch.load(out / MODEL_STATES, weights_only=False),
+        optimizer=torch.load(out / OPTIMIZER_STATE, weights_only=False),
+    )
+
+
+every_kind = pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+
+
+@every_kind
+def test_the_client_state_comes_back(topology, tmp_path):
+    found = convert(tmp_path, topology)
+    assert list(found.new) == list(found.old)
+    emptied = {"module", "optimizer", "frozen_param_fragments"}
+    for key in emptied:
+        found.old.pop(key)
+    assert {key: found.new.pop(key) for key in sorted(emptied)} == {
+        "frozen_param_fragments": None,
+        "module": {},
+        "optimizer": None,
+    }
+    assert_same(found.old, found.new)
+    assert found.new["rng"]["torch"] is found.new["rng"]["again"]
+    assert found.new["progress"].best is found.new["best"]
+
+
+@every_kind
+def test_files_sizes_and_checksums(topology, tmp_path):
+    found = convert(tmp_path, topology)
+    assert [file.name for file in found.files] == [MODEL_STATES, MODEL_STATES_ZERO3, OPTIMIZER_STATE]
+    for file in found.files:
+        header = read_header(str(found.out / file.name))
+        assert (file.size, file.crc) == (header.size, header.crc)
+        assert file.size < 60_000, "the model's tensors (360 kB) stay out"
+    assert os.path.samefile(found.out / MODEL_STATES, found.out / MODEL_STATES_ZERO3)
+    first = [(found.out / file.name).read_bytes() for file in found.files]
+    write_states(found.index, str(found.out))  # as after a conversion that was killed
+    assert [(found.out / file.name).read_bytes() for file in found.files] == first
+
+
+@every_kind
+def test_the_optimizers_common_state(topology, tmp_path):
+    found = convert(tmp_path, topology)
+    hyper = ({}, {}) if topology.keeps_lean_states else GROUPS  # elastic checkpoints keep none
+    expected = [{**group, "params": [i]} for i, group in enumerate(hyper)]
+    told = found.optimizer
+    assert told["param_groups"] == expected
+    assert told["optimizer_state_dict"]["param_groups"] == expected
+    step = told["optimizer_state_dict"]["state"][0]["step"]
+    assert torch.is_tensor(step)
+    assert (step.item(), step.dtype, step.shape) == (3.0, torch.float32, ())
+    assert told["ds_version"] == found.old["ds_version"]
+
+
+def fake(**fields):
+    """A live optimizer, before a load."""
+    return SimpleNamespace(
+        loss_scaler="live", dynamic_loss_scale="live", overflow="live", clip_grad=0.5, compute_grad_norm=True, **fields
+    )
+
+
+@every_kind
+def test_upstreams_loaders_take_it(topology, tmp_path):
+    """The parts of the loaders that read the top of the file, as they are."""
+    told = convert(tmp_path, topology, clip_grad=0.75).optimizer
+    zero12, zero3 = fake(partition_gradients=False), fake()
+    DeepSpeedZeroOptimizer._load_global_state(zero12, told)
+    DeepSpeedZeroOptimizer_Stage3._load_global_state_stage3(zero3, told)
+    assert zero12.clip_grad == (0.5 if topology.kind in ("raw", "unfused") or topology.stage == 3 else 0.75)
+    for live in (zero12, zero3):
+        if topology.kind in ("raw", "bf16"):  # no scaler was saved
+            assert live.loss_scaler == "live"
+        elif topology.precision == "fp16":
+            assert type(live.loss_scaler) is DynamicLossScaler
+            assert live.loss_scaler.cur_scale == 2**16
+            assert live.dynamic_loss_scale is True
+        else:
+            assert type(live.loss_scaler) is LossScaler
+            assert live.dynamic_loss_scale is False
+
+
+@pytest.mark.parametrize("wrapper", ["fused", "unfused"])
+def test_a_scaler_that_was_saved_as_fields_becomes_one(wrapper, tmp_path):
+    """It has the very fields of a scaler that DeepSpeed makes from the same configuration."""
+    config = Topology(0, 1, "fp16", wrapper).ds_config()
+    config["fp16"] |= {"hysteresis": 4, "min_loss_scale": 8, "consecutive_hysteresis": True}
+    told = convert(tmp_path, Topology(0, 1, "fp16", wrapper), ds_config=config).optimizer
+    made = vars(told["loss_scaler"])
+    real = vars(DynamicLossScaler(2.0**16, 1000, min_scale=8, delayed_shift=4, consecutive_hysteresis=True))
+    changing = ("cur_iter", "last_overflow_iter")
+    assert {key: value for key, value in made.items() if key not in changing} == {
+        key: value for key, value in real.items() if key not in changing
+    }
+    assert made["cur_iter"] == 3
+
+
+def test_a_static_scaler_that_was_saved_as_fields(tmp_path):
+    told = convert(tmp_path, Topology(0, 1, "bf16", "unfused")).optimizer
+    assert vars(told["loss_scaler"]) == vars(LossScaler(1.0))
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 2, pp=2), Topology(0, 2, "bf16", "bf16", pp=2)], ids=lambda t: t.label
+)
+def test_a_pipeline(topology, tmp_path):
+    found = convert(tmp_path, topology, PIPELINE)
+    assert found.new["module"] is None
+    assert found.old["mp_world_size"] == 2
+    assert_same({**found.old, "optimizer": None, "mp_world_size": 1}, found.new)
+    assert [group["lr"] for group in found.optimizer["param_groups"]] == [1e-3, 2e-3]
+    assert found.optimizer["optimizer_state_dict"]["state"][0]["step"].item() == 3
+
+
+@pytest.mark.parametrize("topology", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
+def test_extra_states_of_modules_stay(topology, tmp_path):
+    """`torch.nn.Module.get_extra_state`: objects of any kind among the model's tensors."""
+    extra = {"layer._extra_state": {"amax": torch.arange(4.0), "recipe": Progress(1, {})}, "_extra_state": None}
+    run = Run(nest=lambda module: {**module, **extra})
+    path = write_checkpoint(tmp_path / "src", MODEL, random_state(MODEL, 0, precision="fp32"), topology, run=run)
+    write_states(open_index(path), str(tmp_path))
+    assert_same(extra, torch.load(tmp_path / MODEL_STATES, weights_only=False)["module"])
+
+
+@every_kind
+def test_an_atomic_source_gives_the_same_files(topology, tmp_path):
+    found = convert(tmp_path, topology)
+    index = replace(
+        found.index,
+        state_file=str(found.out / MODEL_STATES),
+        topology=replace(found.index.topology, wrapper="atomic"),
+    )
+    (tmp_path / "again").mkdir()
+    assert write_states(index, str(tmp_path / "again")) == found.files
+    for file in found.files:
+        assert (tmp_path / "again" / file.name).read_bytes() == (found.out / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_step_that_is_a_number(legacy, tmp_path):
+    state = random_state(MODEL, 0, step=None)
+    state = type(state)(state.atoms, {name: {"step": 5} for name in ("a", "b", "big")}, GROUPS)
+    path = write_checkpoint(tmp_path / "src", MODEL, state, Topology(3, 2), legacy=legacy)
+    write_states(open_index(path), str(tmp_path))
+    inner = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)["optimizer_state_dict"]
+    assert inner["state"] == {0: {"step": 5}}
+
+
+def test_a_step_that_the_groups_hold(tmp_path):
+    """FusedAdam of older releases."""
+    state = random_state(MODEL, 0, step=None)
+    groups = tuple({**group, "step": 9} for group in GROUPS)
+    path = write_checkpoint(tmp_path / "src", MODEL, type(state)(state.atoms, {}, groups), Topology(2, 2))
+    write_states(open_index(path), str(tmp_path))
+    told = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)
+    assert [group["step"] for group in told["param_groups"]] == [9, 9]
+    assert told["optimizer_state_dict"]["state"] == {0: {"step": 9}}
+
+
+def test_hyper_parameters_that_are_objects(tmp_path):
+    """Taken over from the source's own groups, whatever they are."""
+    state = random_state(MODEL, 0)
+    groups = tuple({**group, "schedule": Progress(i, {})} for i, group in enumerate(GROUPS))
+    path = write_checkpoint(tmp_path / "src", MODEL, type(state)(state.atoms, state.scalars, groups), Topology(1))
+    write_states(open_index(path), str(tmp_path))
+    told = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)
+    assert [group["schedule"] for group in told["param_groups"]] == [Progress(0, {}), Progress(1, {})]
+
+
+def test_a_second_copy_where_links_fail(tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    found = convert(tmp_path, Topology(3, 2))
+    assert not os.path.samefile(found.out / MODEL_STATES, found.out / MODEL_STATES_ZERO3)
+    assert (found.out / MODEL_STATES).read_bytes() == (found.out / MODEL_STATES_ZERO3).read_bytes()
+
+
+def test_damaged_client_tensors_are_not_taken_over(tmp_path):
+    path, _ = write(tmp_path / "src", Topology(1, 2))
+    index = open_index(path)
+    record = next(index.records[number] for number in index.client_records if index.records[number].nbytes == 24)
+    with open(index.state_file, "r+b") as stream:
+        stream.seek(record.offset)
+        stream.write(b"\x55")
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: data/\d+ has CRC32"):
+        write_states(index, str(tmp_path))
+
+
+def test_a_source_without_an_optimizer(tmp_path):
+    """Stage 0, saved before the first step, by a release that wrote no version."""
+    files = build_files(MODEL, random_state(MODEL, 0, states=(), step=None), Topology(0))
+    for content in files.values():
+        del content["ds_version"]
+    write_files(tmp_path / "src", files)
+    write_states(open_index(tmp_path / "src"), str(tmp_path))
+    told = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)
+    assert told["optimizer_state_dict"]["state"] == {0: {}}
+    assert told["ds_version"]

@@ -1,0 +1,146 @@
+"""Work that is killed: in a forked child that dies by SIGKILL right before its n-th system call, or half-way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+CALLS = (
+    "pwrite",
+    "pwritev",
+    "write",
+    "rename",
+    "replace",
+    "unlink",
+    "link",
+    "mkdir",
+    "rmdir",
+    "fsync",
+    "ftruncate",
+    "open",
+)
+"""What changes files, as Python names it; the calls are counted together, over all threads."""
+
+_ALARM = 120
+
+
+@contextmanager
+def intercept(act: Callable[[int, str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call ``act(number, name, arguments)`` before each of the calls (`open`: only where it creates or truncates)."""
+    numbers, lock = count(), threading.Lock()
+    originals = {name: getattr(os, name) for name in CALLS}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" or (len(args) > 1 and args[1] & (os.O_CREAT | os.O_TRUNC)):
+                with lock:
+                    act(next(numbers), name, args)
+            return originals[name](*args, **kwargs)
+
+        return wrapper
+
+    try:
+        for name in CALLS:
+            setattr(os, name, wrap(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def run_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a forked child; minus the number of the signal that ended it, or 0.
+
+    Raises:
+        AssertionError: it raised something.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(_ALARM)
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the parent sees the exit code, the test's output the rest
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code <= 0, "the child raised"
+    assert code != -signal.SIGALRM, f"the child took more than {_ALARM} seconds"
+    return code
+
+
+def run_dying(work: Callable[[], object], at: int, *, torn: bool = False) -> bool:
+    """Run ``work`` in a child that is killed at call number ``at``; whether it came to that.
+
+    Args:
+        torn: half of the bytes of a write are written before.
+    """
+    tear = _make_tearing()
+
+    def act(number: int, name: str, args: tuple[Any, ...]) -> None:
+        if number != at:
+            return
+        if torn and name in tear:
+            tear[name](*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        with intercept(act):
+            work()
+
+    return run_child(run) == -signal.SIGKILL
+
+
+def _make_tearing() -> dict[str, Callable[..., object]]:
+    """Calls that write half of what they are given."""
+    write, pwrite = os.write, os.pwrite
+
+    def halve(data: Any) -> memoryview:
+        view = memoryview(data).cast("B")
+        return view[: view.nbytes // 2]
+
+    return {
+        "write": lambda fd, data: write(fd, halve(data)),
+        "pwrite": lambda fd, data, offset: pwrite(fd, halve(data), offset),
+        "pwritev": lambda fd, parts, offset: pwrite(fd, halve(b"".join(parts)), offset),
+    }
+
+
+@contextmanager
+def failing(
+    at: int, *, names: tuple[str, ...] = ("pwrite", "pwritev", "write", "mkdir", "open"), code: int = errno.ENOSPC
+) -> Iterator[None]:
+    """From call number ``at`` on, those that need room fail, until the block ends."""
+
+    def act(number: int, name: str, _args: tuple[Any, ...]) -> None:
+        if number >= at and name in names:
+            raise OSError(code, os.strerror(code))
+
+    with intercept(act):
+        yield
+
+
+def list_calls(work: Callable[[], object]) -> list[str]:
+    """The names of the calls that ``work`` makes, in this process."""
+    names: list[str] = []
+    with intercept(lambda _number, name, _args: names.append(name)):
+        work()
+    return names
+
+
+def list_writes(work: Callable[[], object]) -> list[int]:
+    """The numbers of those of its calls that write, and can be torn."""
+    return [number for number, name in enumerate(list_calls(work)) if "write" in name]

@@ -1,0 +1,178 @@
+"""Atomic checkpoints as sources: whatever was converted loads into any topology, by the manifest's patterns alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import COPY, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.convert import ConvertOptions
+from deepspeed_ucp.convert.driver import convert_index
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.load import read_rules
+from deepspeed_ucp.sources import open_checkpoint
+from tests.load.test_reshard import AWKWARD
+from tests.ranks import run_ranks
+from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for
+from tests.reshard3d import Held, draw_state, expect, load_all, make_config, make_pipeline, make_plain
+from tests.synth import Model, Param, Topology, build_files, random_state, write_files
+
+PATIENT = UniversalConfig(threads=1)
+"""No patterns: the manifest has them."""
+
+
+def convert(source: Path, targets: list[FakeTarget], config: UniversalConfig = PATIENT) -> tuple[AtomicIndex, Path]:
+    """Convert a checkpoint whose parameters live ranks name, where it needs that; its index, and the output."""
+    index = run_ranks(len(targets), lambda rank, comm: open_for(source, targets[rank], comm))[0]
+    out = source.parent / "atomic"
+    convert_index(index, str(source), str(out), Comm(), ConvertOptions(workers=1), rules=read_rules(config.patterns))
+    return index, out
+
+
+def resume(source: Held, topology: Topology, folder: Path, config: UniversalConfig = PATIENT) -> AtomicIndex:
+    """Convert a run's checkpoint and load it into another topology; check every byte."""
+    path = source.write(folder / "tag")
+    _, out = convert(path, source.make_targets(), make_config(source.model))
+    wanted = expect(source, topology)
+    index, ranks = load_all(out, wanted.make_targets(), config)
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
+    return index
+
+
+PIPELINE = make_pipeline([["column", "norm", "router", "row"], ["qkv", "experts"], ["gate_up", "bias"]])
+PLAIN = make_plain(["column", "norm", "router", "qkv_uneven", "few", "word", "row"], frozen=["router", "row"])
+
+PIPELINE_PAIRS = [
+    (Topology(1, 2, "bf16", tp=2, pp=2), Topology(0, 1, tp=3)),
+    (Topology(0, 1, "fp32", tp=2, pp=2), Topology(1, 2, "bf16", pp=3)),
+    (Topology(1, 2, pp=3), Topology(1, 1, "bf16", "bf16", tp=4, pp=2)),
+]
+PLAIN_PAIRS = [
+    (Topology(3, 2, "bf16", tp=2), Topology(1, 1, tp=4)),
+    (Topology(2, 2, "bf16", tp=4), Topology(3, 3, "bf16")),
+    (Topology(0, 1, "bf16", "fused", tp=3), Topology(0, 1, "bf16", "unfused", tp=2)),
+    (Topology(1, 2), Topology(2, 1, tp=4)),
+    (Topology(1, 1, tp=3), Topology(3, 2)),
+]
+
+
+def pair_id(pair: tuple[Topology, Topology]) -> str:
+    return f"{pair[0].label}→{pair[1].label}"
+
+
+@pytest.mark.parametrize("pair", PIPELINE_PAIRS, ids=pair_id)
+def test_converted_pipelines(pair: tuple[Topology, Topology], tmp_path: Path) -> None:
+    resume(draw_state(PIPELINE, pair[0]), pair[1], tmp_path)
+
+
+@pytest.mark.parametrize("pair", PLAIN_PAIRS, ids=pair_id)
+def test_converted_models_without_a_pipeline(pair: tuple[Topology, Topology], tmp_path: Path) -> None:
+    """TP degrees, vocabularies of other paddings (18 rows at TP 3, 12 else), frozen parameters, buffers."""
+    index = resume(draw_state(PLAIN, pair[0]), pair[1], tmp_path)
+    assert (index.topology.wrapper, index.topology.tp, index.topology.dp) == ("atomic", 1, 1)
+
+
+ZEROS = [
+    Topology(0, 1, "bf16", "fused"),
+    Topology(0, 2, "fp16", "unfused"),
+    Topology(2, 5, "fp16", round_robin=True, parameter_alignment=True),
+    Topology(1, 3, elastic=True),
+    Topology(3, 7, "bf16", sub_group_size=10),
+]
+
+
+@pytest.mark.parametrize("source", ZEROS, ids=lambda t: t.label)
+def test_every_wrapper_is_converted_and_loaded(source: Topology, tmp_path: Path) -> None:
+    """Tied, frozen, empty, one-element and unoptimized parameters, buffers of all dtypes."""
+    state = random_state(AWKWARD, 7, precision=source.precision)
+    write_files(tmp_path / "tag", build_files(AWKWARD, state, source))
+    index, out = convert(tmp_path / "tag", make_targets(AWKWARD, source))
+    for target in (Topology(0, 1), Topology(3, 2, "bf16")):
+        targets = make_targets(AWKWARD, target)
+        found = open_for(out, targets[0])
+        ranks = load(found, targets)
+        kept = state if index.groups and index.groups[0].hyper else replace(state, groups=())
+        check_content(ranks, kept)
+        check_reads(found, ranks)
+
+
+def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
+    """Everything but where the bytes lie."""
+    held = draw_state(PIPELINE, Topology(1, 2, "bf16", tp=2, pp=2))
+    index, out = convert(held.write(tmp_path / "tag"), held.make_targets(), make_config(held.model))
+    found = open_checkpoint(str(out), Comm())
+    same = ("scalars", "groups", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "instances")
+    for field in (*same, "hints", "scalar_dtypes", "dropped"):
+        assert getattr(found, field) == getattr(index, field), field
+    assert set(found.atoms) == {key for key in index.atoms if key[1] != COPY}
+    assert all(len(atom.shards) == 1 for atom in found.atoms.values())
+    assert {key: atom.dtype for key, atom in found.atoms.items()} == {
+        key: index.atoms[key].dtype for key in found.atoms
+    }
+    assert all(record.crc is not None for record in found.records)
+    assert found.topology.precision == "bfloat16"
+    assert found.recorded["tied_modules.embed.word"] == {"kind": "shard-v", "vocab": 11}
+
+
+def test_several_ranks_open_a_folder_together(tmp_path: Path) -> None:
+    held = draw_state(PLAIN, Topology(1, 2, tp=2))
+    _, out = convert(held.write(tmp_path / "tag"), held.make_targets(), make_config(held.model))
+    alone = open_checkpoint(str(out), Comm())
+    assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(out), comm)) == [alone] * 3
+
+
+def test_the_users_patterns_come_before_the_manifests(tmp_path: Path) -> None:
+    """A wrong one is taken at its word, and contradicts the shapes."""
+    held = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
+    wrong = UniversalConfig(threads=1, patterns=[{"match": ".*", "pattern": "shard-h"}])
+    with pytest.raises(MismatchError, match=r"body\.column: .*shard along dimension 1"):
+        path = held.write(tmp_path / "tag")
+        _, out = convert(path, held.make_targets(), make_config(held.model))
+        load_all(out, expect(held, Topology(1, 1, tp=4)).make_targets(), wrong)
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """A small atomic checkpoint."""
+    model = Model((Param("w", (3, 5)), Param("b", (3,), group=1)), {"count": torch.arange(3)})
+    state = random_state(model, 0)
+    write_files(tmp_path / "tag", build_files(model, state, Topology(1, 2)))
+    return convert(tmp_path / "tag", make_targets(model, Topology(1, 2)))[1]
+
+
+def test_a_missing_file_is_named(converted: Path) -> None:
+    (converted / "zero" / "w" / "exp_avg.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"zero/w/exp_avg.pt: No such file.*the manifest lists it"):
+        open_checkpoint(str(converted), Comm())
+
+
+def test_a_short_file_is_named(converted: Path) -> None:
+    os.truncate(converted / "zero" / "b" / "fp32.pt", 100)
+    with pytest.raises(CheckpointError, match=r"zero/b/fp32.pt: has 100 bytes, \d+ bytes.* are in the manifest"):
+        open_checkpoint(str(converted), Comm())
+
+
+def test_a_replaced_state_file_is_named(converted: Path) -> None:
+    """Of another step: of the same size, with another directory."""
+    path = converted / "mp_rank_00_model_states.pt"
+    size = path.stat().st_size
+    torch.save({"global_steps": 1}, path)
+    os.truncate(path, size)
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt"):
+        open_checkpoint(str(converted), Comm())
+
+
+def test_without_a_manifest_the_headers_tell_the_same(converted: Path) -> None:
+    """What we write is upstream's layout: names, shapes, groups and steps are found without the manifest."""
+    with_manifest = open_checkpoint(str(converted), Comm())
+    (converted / "ucp_manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="param_shapes|listed|missing"):
+        open_checkpoint(str(converted), Comm())
+    assert with_manifest.atoms

@@ -1,0 +1,143 @@
+"""Importing the package is cheap, and the hook is there in whatever order things are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import deepspeed_ucp
+from deepspeed_ucp import attach
+
+HEAVY = ("torch", "deepspeed", "mpi4py", "transformers")
+
+
+def run(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_a_command_imports_is_light() -> None:
+    """Also of the rooms that commands use; torch alone takes a second or more."""
+    modules = ["", ".cli.main", ".sources", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"]
+    found = run(f"""
+        import importlib, sys
+        for name in {modules}:
+            importlib.import_module("deepspeed_ucp" + name)
+            print("-", name, [heavy for heavy in {HEAVY} if heavy in sys.modules])
+    """)
+    assert found.splitlines() == [f"- {name} []" for name in modules]
+
+
+# DeepSpeed itself takes seconds to import and is the same in all orders: packages of its name stand in for it.
+FAKE = """
+import sys, types, importlib.abc, importlib.machinery, threading, time
+
+SOURCES = {
+    "deepspeed": "import fake_hooks; fake_hooks.early(); from . import runtime; from .runtime import engine",
+    "deepspeed.runtime": "",
+    "deepspeed.runtime.config": "class DeepSpeedConfig:\\n    def _configure_train_batch_size(self): return 'own'",
+    "deepspeed.runtime.engine": "import fake_hooks; from . import config; fake_hooks.inner()\\n"
+        "class DeepSpeedEngine:\\n    def load_checkpoint(self): return 'own'\\n"
+        "    def _check_for_duplicates(self): pass\\n"
+        "fake_hooks.late()",
+}
+hooks = sys.modules["fake_hooks"] = types.ModuleType("fake_hooks")
+hooks.early = hooks.inner = hooks.late = lambda: None
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name in SOURCES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name in ("deepspeed", "deepspeed.runtime"))
+    def exec_module(self, module):
+        exec(SOURCES[module.__name__], module.__dict__)
+
+sys.meta_path.insert(0, Finder())
+
+def told():
+    engine = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    config = sys.modules["deepspeed.runtime.config"].DeepSpeedConfig
+    methods = engine.load_checkpoint, config._configure_train_batch_size
+    print([hasattr(method, "__wrapped__") for method in methods], getattr(engine, "ucp_report", "absent"))
+"""
+
+ORDERS = {
+    "ours-first": "import deepspeed_ucp, deepspeed; told()",
+    "deepspeed-first": "import deepspeed, deepspeed_ucp; told()",
+    "from-within-deepspeed's-import": "hooks.early = lambda: __import__('deepspeed_ucp'); import deepspeed; told()",
+    "explicit": "import deepspeed_ucp; deepspeed_ucp.install(); told()",
+    "explicit-after-uninstalling": (
+        "import deepspeed_ucp; deepspeed_ucp.uninstall(); import deepspeed; deepspeed_ucp.install(); told()"
+    ),
+    "after-an-import-that-failed": """
+def fail(): raise RuntimeError
+hooks.inner = fail
+import deepspeed_ucp
+try: import deepspeed
+except RuntimeError: hooks.inner = lambda: None
+import deepspeed; told()
+""",
+    "while-another-thread-imports-deepspeed": """
+entered = threading.Event()
+def slowly(): entered.set(); time.sleep(0.3)
+hooks.late = slowly
+thread = threading.Thread(target=__import__, args=("deepspeed",)); thread.start()
+entered.wait()
+import deepspeed_ucp
+told(); thread.join()
+""",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_hook_is_there_in_any_order(order: str) -> None:
+    assert run(FAKE + ORDERS[order]) == "[True, True] None"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import deepspeed_ucp; deepspeed_ucp.uninstall(); import deepspeed; told()",
+        "import deepspeed_ucp, deepspeed; deepspeed_ucp.uninstall(); told()",
+    ],
+    ids=["before", "after"],
+)
+def test_uninstalling_cancels(order: str) -> None:
+    assert run(FAKE + order).startswith("[False, False]")
+
+
+def test_an_import_from_within_the_engines_own_module_says_what_to_do() -> None:
+    """There is no moment at which the hook could be put in by itself."""
+    told = run(
+        FAKE
+        + """
+import logging; logging.basicConfig(stream=sys.stdout, format="%(message)s")
+hooks.inner = lambda: __import__("deepspeed_ucp")
+import deepspeed; told()
+deepspeed_ucp = sys.modules["deepspeed_ucp"]; deepspeed_ucp.install(); told()
+"""
+    )
+    warning, before, after = told.splitlines()
+    assert "call deepspeed_ucp.install() after it" in warning
+    assert (before, after) == ("[False, False] absent", "[True, True] None")
+
+
+def test_deepspeed_itself_gets_the_hook() -> None:
+    import deepspeed
+
+    assert deepspeed.DeepSpeedEngine.load_checkpoint.__wrapped__
+    assert attach.is_installed()
+
+
+def test_public_names_are_there() -> None:
+    for name in deepspeed_ucp.__all__:
+        assert getattr(deepspeed_ucp, name)
+        assert name in dir(deepspeed_ucp)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = deepspeed_ucp.nothing
