@@ -40,6 +40,7 @@ class Source:
         parameters: of the model, without padding.
         saved: the fingerprint of what was saved.
         options: of upstream's conversion.
+        patterns: options of ours.
         workers: upstream's best (extracting, merging) workers.
     """
 
@@ -50,6 +51,7 @@ class Source:
     parameters: int
     saved: Mapping[str, Sums]
     options: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     workers: tuple[int, int] = WORKERS[1]
 
     @property
@@ -118,7 +120,8 @@ def convert_upstream_best(source: Source) -> list[str]:
 
 
 def convert_ours(source: Source, *options: str) -> list[str]:
-    return [*OURS, "convert", str(source.checkpoint), str(source.output), "--json", "--quiet", *options]
+    options = (*source.patterns, "--json", "--quiet", *options)
+    return [*OURS, "convert", str(source.checkpoint), str(source.output), *options]
 
 
 def export_upstream(source: Source) -> list[str]:

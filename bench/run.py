@@ -120,6 +120,7 @@ class Bench:
             self.parameters,
             self.saved,
             self.suite.conversion_options,
+            self.suite.patterns,
         )
 
     def _run_conversion(self) -> subprocess.CompletedProcess[str]:

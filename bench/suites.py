@@ -33,6 +33,7 @@ class Suite:
         short: the source in a few words.
         about, summary: of the section, and of README's table; `{size_m}` and `{state_gib}` are filled in.
         conversion_options: of upstream's conversion.
+        patterns: options of ours that say how tensor parallelism cuts parameters.
         save_body, load_body: see `engines` and `megatron`.
     """
 
@@ -48,6 +49,7 @@ class Suite:
     save_body: Callable[[Any, float, Path], Body]
     load_body: Callable[[Any, float, Path, str, bool], Body]
     conversion_options: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
 
     def tell(self, results: Results) -> str:
         return self.about.format(size_m=results.parameters / 1e6, state_gib=results.state_bytes / (1 << 30))
@@ -120,6 +122,7 @@ rule says which.""",
     save_body=megatron.save_body,
     load_body=megatron.load_body,
     conversion_options=("--no_strict",),  # the metadata names parameters of other variants of the model too
+    patterns=("--patterns", "megatron-gpt"),
 )
 
 SUITES = (DATA_PARALLEL, PARALLEL)

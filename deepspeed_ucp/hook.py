@@ -138,7 +138,7 @@ def _load_checkpoint(
 def _convert_first(
     index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
 ) -> tuple[AtomicIndex, ConvertReport]:
-    """Mode "atomic": write the checkpoint as an atomic one with all ranks, or take the one that is there; collective."""
+    """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
     rules = read_rules(config.patterns)
     census = take_census(target, (), comm)
     live: list[RuleSet] = []

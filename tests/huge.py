@@ -1,4 +1,4 @@
-"""Checkpoints of any size that take no room: DeepSpeed's own files and formats, with holes where the tensors' bytes are.
+"""Checkpoints of any size that take no room: DeepSpeed's own files and formats, with holes for the tensors' bytes.
 
 The synthesiser runs on the meta device, and `torch.save`'s zip is written around sparse records.
 """
@@ -46,7 +46,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        arguments = (self._store(value), value.storage_offset(), tuple(value.shape), value.stride(), False, OrderedDict())
+        arguments = (
+            self._store(value),
+            value.storage_offset(),
+            tuple(value.shape),
+            value.stride(),
+            False,
+            OrderedDict(),
+        )
         return torch._utils._rebuild_tensor_v2, arguments
 
     def _store(self, tensor: torch.Tensor) -> _Storage:
@@ -66,7 +73,10 @@ def save_sparse(content: Any, path: Path) -> None:
     pickler = _Pickler(stream)
     pickler.dump(content)
     with path.open("wb") as file:
-        directory = [_add(file, path.stem, "data.pkl", stream.getvalue()), _add(file, path.stem, "byteorder", b"little")]
+        directory = [
+            _add(file, path.stem, "data.pkl", stream.getvalue()),
+            _add(file, path.stem, "byteorder", b"little"),
+        ]
         directory += [_add(file, path.stem, f"data/{key}", data) for key, data in pickler.records.items()]
         directory.append(_add(file, path.stem, "version", b"3\n"))
         _finish(file, directory)
@@ -146,7 +156,9 @@ def write_gpt(folder: Path, model: Model, topology: Topology, *, train_batch_siz
     with torch.device("meta"):
         atoms = {p.name: {key: torch.empty(p.shape) for key in ("fp32", "exp_avg", "exp_avg_sq")} for p in model.params}
         scalars = {name: {"step": torch.tensor(1000.0, device="cpu")} for name in atoms}
-        local = split(model, State(atoms, scalars, ({"lr": 1e-4}, {"lr": 1e-4, "weight_decay": 0.0})), topology, cut_gpt)
+        local = split(
+            model, State(atoms, scalars, ({"lr": 1e-4}, {"lr": 1e-4, "weight_decay": 0.0})), topology, cut_gpt
+        )
         tag = folder / "global_step1000"
         tag.mkdir(parents=True)
         for rank in local:

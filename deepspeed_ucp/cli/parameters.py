@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
@@ -12,7 +13,7 @@ from ..convert.wholes import EQUAL, list_rules, plain_name, settle_wholes
 from ..convert.wholes import _is_equal as is_replica
 from ..convert.wholes import _list_weights as list_weights
 from ..errors import MismatchError
-from ..patterns import Pattern, Replicate, RuleSet, Unique, settle
+from ..patterns import Pattern, Replicate, RuleSet, Unique, list_families, load_family, settle
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
 from ..patterns.rules import suggest_rule
 
@@ -78,13 +79,20 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How parameters are cut, as far as anything tells: by plain name."""
+    """How parameters are cut, as far as anything tells: by plain name.
+
+    Attributes:
+        open: what nothing settles, with a rule to be completed.
+        unused: rules of the user's that match nothing.
+        families: the package's families that would settle what is open.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     patterns: dict[str, Pattern]
     origin: dict[str, str]
     open: dict[str, dict[str, Any]]
     unused: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
 
 
 def list_parameters(index: AtomicIndex, settling: Settling) -> list[Parameter]:
@@ -127,7 +135,7 @@ def _make_row(
         copy=copy.dtype if copy else None,
         states={state: atom.dtype for state, atom in states.items()},
         pattern=UNSETTLED if plain in settling.open else name_pattern(pattern),
-        origin=settling.origin.get(plain, ""),
+        origin="" if pattern is None else settling.origin.get(plain, ""),
         group=group,
         scalars=dict(index.scalars.get(name, {})),
         aliases=aliases,
@@ -166,11 +174,20 @@ def settle_patterns(index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> Settli
     try:
         wholes = settle_wholes(index, rules)
     except MismatchError:
-        return _settle_each(index, rules)
+        return replace(_settle_each(index, rules), families=_find_families(index, rules))
     shapes = {plain_name(name): whole.shape for (name, _), whole in wholes.atoms.items()}
     recorded = {name: read_pattern(told) for name, told in index.recorded.items()}
     origin = {**wholes.origin, **dict.fromkeys(recorded, ORIGIN)}
     return Settling(shapes, {**wholes.patterns, **recorded}, origin, {}, tuple(wholes.unused))
+
+
+def _find_families(index: AtomicIndex, rules: Sequence[RuleSet]) -> tuple[str, ...]:
+    found = []
+    for family in list_families():
+        with suppress(MismatchError):
+            settle_wholes(index, [*rules, load_family(family)])
+            found.append(family)
+    return tuple(found)
 
 
 def _settle_each(index: AtomicIndex, rules: Sequence[RuleSet]) -> Settling:

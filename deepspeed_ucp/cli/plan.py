@@ -81,7 +81,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how = extent.add_mutually_exclusive_group()
     how.add_argument("--exact", action="store_true", help="plan every rank, however long it takes")
     how.add_argument(
-        "--sample", type=_positive, metavar="N", help="plan N ranks (default: all where that takes seconds, else 5)"
+        "--sample",
+        type=_positive,
+        metavar="N",
+        help="plan N ranks (default: all where that takes seconds, else 3 to 5)",
     )
 
 
@@ -118,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         config=UniversalConfig(window_mb=window),
         train_batch=options.train_batch_size,
         exact=True if options.exact else False if options.sample else None,
-        **({"samples": options.sample} if options.sample else {}),
+        samples=options.sample,
     )
     times = _tell_times(found, speeds)
     emit(options, _to_data(index, found, speeds, times), _to_text(index, found, speeds, times, every=options.all))
@@ -186,9 +189,7 @@ def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times
     }
 
 
-def _to_text(
-    index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None, *, every: bool
-) -> str:
+def _to_text(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None, *, every: bool) -> str:
     lines = [f"from   {index.topology.describe()}", f"to     {found.degrees.describe()}"]
     lines.append(f"loads  {_tell_loader(found)}")
     if found.batch.train is not None:

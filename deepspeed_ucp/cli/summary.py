@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -201,7 +202,8 @@ def tell_finding(finding: Finding) -> str:
     rules = [f"      {json.dumps(rule)}" for rule in finding.rules if "match" in rule]
     rules = ["    rules to be checked and pasted (docs/patterns.md):", *rules] if rules else []
     faults = [f"      {rule['error']}" for rule in finding.rules if "error" in rule]
-    return "\n".join([f"  {finding.kind}: {finding.text}", *names, *faults, *rules])
+    text = textwrap.fill(f"{finding.kind}: {finding.text}", 116, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join([text, *names, *faults, *rules])
 
 
 # -- one parameter ----------------------------------------------------------------------------------------------------

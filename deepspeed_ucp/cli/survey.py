@@ -222,14 +222,22 @@ def tell_origin(index: AtomicIndex, folder: str, version: str) -> dict[str, Any]
     return {"tool": f"deepspeed_ucp {manifest.package}", "deepspeed": version or None, "source": source}
 
 
+def _advise(settling: Settling) -> str:
+    """Which patterns to give."""
+    if settling.families:
+        known = "; ".join(settling.families)
+        return f"families with rules for all of them: {known} (which one is the model's is for you to say), or rules"
+    return f"a family ({', '.join(list_families())}) or rules"
+
+
 def find_findings(index: AtomicIndex, folder: str, rows: Iterable[Parameter], settling: Settling) -> list[Finding]:
     """What is missing, odd or to be decided."""
     found: list[Finding] = []
     unsettled = [row for row in rows if row.why]
     if unsettled:
         text = (
-            "nothing tells how tensor parallelism cuts these; converting, and resuming with another degree, needs "
-            f"--patterns: a family ({', '.join(list_families())}) or rules"
+            "nothing tells how tensor parallelism cuts these; to convert, or to resume with another degree, give "
+            f"--patterns: {_advise(settling)}"
         )
         rules = {row.why.get("match", row.name): row.why for row in unsettled}
         found.append(Finding("unsettled", text, tuple(row.name for row in unsettled), tuple(rules.values())))

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, MismatchError, StorageError, UnsupportedEr
 from ..io.checksum import Checked
 from ..io.staging import MANIFEST, Staging, check_space, write_atomically, write_latest
 from ..patterns import RuleSet
+from ..patterns.recorded import read_pattern
 from ..plan.conversion import ALIGNMENT, RANGE, Range, plan_conversion
 from ..sources.manifest import AtomRecord, Manifest, fingerprint, make_manifest, read_manifest
 from ..sources.samples import check_samples
@@ -158,7 +159,7 @@ def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
         CheckpointError: it is something else.
     """
     staging = work.staging
-    manifest = read_manifest(staging.destination)
+    manifest = _read_own(staging.destination)
     if manifest is not None and manifest.fingerprint == identity["fingerprint"]:
         fault = _find_fault(staging.destination, manifest, work)
         if not fault:
@@ -170,13 +171,25 @@ def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
     return False
 
 
+def _read_own(folder: str) -> Manifest | None:
+    """The destination's manifest; None where it has none, or none that can be read."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError as error:
+        logger.warning("not reused: %s", error)
+        return None
+
+
 def _find_fault(folder: str, manifest: Manifest, work: _Work) -> str:
     """Why an existing output of the same source does not do."""
-    expected = {file.path: (file.image.size, file.whole.shape) for file in work.files}
-    found = {record.file: (record.offset + record.nbytes, record.shape) for record in manifest.atoms}
-    if set(expected) != set(found) or any(found[path][1] != shape for path, (_, shape) in expected.items()):
+    expected = {file.path: file.whole.shape for file in work.files}
+    united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
+    if united != work.wholes.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was united by other patterns"
-    for path, (size, _) in expected.items():
+    sizes = {file.path: file.image.size for file in work.files}
+    sizes.update((path, len(data)) for path, data in work.steps.items())
+    sizes.update((state.name, state.size) for state in manifest.states)
+    for path, size in sizes.items():
         try:
             if os.stat(os.path.join(folder, path)).st_size != size:
                 return f"{path} has another size"

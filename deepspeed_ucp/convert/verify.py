@@ -258,7 +258,9 @@ def _sort_faults(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     unique: dict[tuple[str, ...], Fault] = {}
     for fault in faults:
         unique.setdefault((fault.file, fault.kind, "" if fault.kind == "header" else fault.text), fault)
-    known = {kind: {f.file for f in unique.values() if f.kind == kind} for kind in ("crc", "header", "missing", "manifest")}
+    known = {
+        kind: {f.file for f in unique.values() if f.kind == kind} for kind in ("crc", "header", "missing", "manifest")
+    }
     named = set().union(*known.values())
     kept = [fault for fault in unique.values() if not _is_repeated(fault, known, named)]
     return tuple(sorted(kept, key=lambda fault: (fault.warning, fault.file, fault.kind, fault.text)))

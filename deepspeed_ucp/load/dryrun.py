@@ -34,7 +34,8 @@ Layouts = Mapping[str, tuple[Layout, Layout]]
 
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
-SAMPLES = 5
+SAMPLES, SAMPLED_BLOCKS = 5, 25_000
+"""Ranks in a sample at most, and blocks that they read together; three ranks are planned in any case."""
 _HINT = (
     " A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows the checkpoint and "
     "the rules that it is given (--patterns)."
@@ -95,7 +96,7 @@ def dry_run(
     config: UniversalConfig | None = None,
     train_batch: int | None = None,
     exact: bool | None = None,
-    samples: int = SAMPLES,
+    samples: int | None = None,
 ) -> DryRun:
     """Plan a resume at other degrees.
 
@@ -106,7 +107,7 @@ def dry_run(
         config: window and threads.
         train_batch: a ``train_batch_size`` to take instead of the saved one.
         exact: plan all ranks (True), or a sample of them (False); None chooses by the amount of work.
-        samples: how many ranks a sample has.
+        samples: how many ranks a sample has; None chooses by the amount of work.
 
     Raises:
         CheckpointError: the state file cannot be read.
@@ -270,7 +271,7 @@ def measure(
     config: UniversalConfig,
     *,
     exact: bool | None = None,
-    samples: int = SAMPLES,
+    samples: int | None = None,
     block: int = BLOCK,
     min_direct: int = MIN_DIRECT,
 ) -> None:
@@ -283,7 +284,8 @@ def measure(
     if run.exact:
         run.ranks = _measure_all(index, target, share, threads, block, min_direct)
     else:
-        for rank in choose_ranks(target.ranks, samples):
+        each = max(sampler.count_bytes() // block // target.ranks, 1)
+        for rank in choose_ranks(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES)):
             found = measure_sampled(sampler.sample(rank), threads, share)
             run.ranks.append(_place(target, rank, found))
     run.totals = _sum_up(index, target, run, sampler)

@@ -155,7 +155,9 @@ def measure_plan(plan: LoadPlan, rank: int, files: Sequence[int], threads: int) 
         "read": plan.nbytes,
         "requests": len(plan.requests),
         "files": len({files[request.record] for request in plan.requests}),
-        "received": sum(c.nbytes for r in plan.rounds for peer, one in enumerate(r.receives) if peer != rank for c in one),
+        "received": sum(
+            c.nbytes for r in plan.rounds for peer, one in enumerate(r.receives) if peer != rank for c in one
+        ),
         "sent": sum(s.nbytes for r in plan.rounds for peer, one in enumerate(r.sends) if peer != rank for s in one),
         "rounds": len(plan.rounds),
         "peak": max(measure_scratch(plan.direct, threads), measure_exchange(plan.rounds, rank)),

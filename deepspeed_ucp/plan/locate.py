@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..atoms import ITEMSIZE, Atom, Fragment
 from ..patterns import Layout, Run, copy_runs, restrict_source
@@ -80,7 +80,8 @@ def locate(want: Want) -> Iterator[Piece]:
             for fragment, part in _meet(fragments, run):
                 src = part.src - fragment.start + fragment.offset // itemsize
                 dst = part.dst - want.start + want.offset
-                yield Piece(fragment.record, want.buffer, itemsize, replace(part, src=src, dst=dst))
+                moved = Run(src, dst, part.width, part.count, part.src_step, part.dst_step)
+                yield Piece(fragment.record, want.buffer, itemsize, moved)
 
 
 def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
@@ -114,4 +115,4 @@ def cut_blocks(piece: Piece, block: int) -> Iterable[Piece]:
         return
     for number in range(first_block, last_block + 1):
         for part in restrict_source(run, number * step, (number + 1) * step):
-            yield replace(piece, run=part)
+            yield Piece(piece.record, piece.buffer, piece.itemsize, part)

@@ -140,8 +140,7 @@ class VirtualTarget:
     def want(self, name: str, start: int, numel: int, tp_rank: int) -> Iterator[Want]:
         """Elements [start, start + numel) of a tensor-parallel rank's shard of a parameter, all states of it."""
         for number, atom in enumerate(self.states[name]):
-            for want in self.want_atom(atom, start, numel, tp_rank, FRESH if number else LIVE):
-                yield want
+            yield from self.want_atom(atom, start, numel, tp_rank, FRESH if number else LIVE)
 
     def want_atom(self, atom: Atom, start: int, numel: int, tp_rank: int, buffer: int) -> Iterator[Want]:
         """The same of one atom."""
@@ -273,9 +272,7 @@ def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], deg
             yield VirtualFlat(group, (name,), (numel,), (0,), numel, 1)
 
 
-def _lay_sub_groups(
-    group: int, names: Sequence[str], numels: Sequence[int], degrees: Degrees
-) -> Iterator[VirtualFlat]:
+def _lay_sub_groups(group: int, names: Sequence[str], numels: Sequence[int], degrees: Degrees) -> Iterator[VirtualFlat]:
     """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches its size."""
     parts = [part_numel(numel, degrees.shards) for numel in numels]
     begin = size = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,17 +18,22 @@ TOPOLOGY = Topology(1, 2, precision="bf16")
 
 
 def write_source(root: Path, seed: int = 0, topology: Topology = TOPOLOGY) -> Path:
-    """A checkpoint in ``root``: its tag's folder."""
+    """A checkpoint in ``root``: its tag's folder. Tensor parallelism cuts the rows of the matrix."""
     state = random_state(MODEL, seed, precision=topology.precision)
-    return write_checkpoint(root, MODEL, state, topology, run=Run(client_state={"epoch": seed}))
+    return write_checkpoint(root, MODEL, state, topology, run=Run(client_state={"epoch": seed}), cut=_cut)
+
+
+def _cut(_name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    return tensor.chunk(tp)[rank] if tensor.dim() > 1 else tensor
 
 
 def convert(
-    source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1
+    source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1, patterns: Any = None
 ) -> ConvertReport:
     """One process; one worker does everything in the same order each time."""
     options = ConvertOptions(workers=workers, overwrite=overwrite)
-    return convert_checkpoint(str(source), str(destination) if destination else None, options=options)
+    to = str(destination) if destination else None
+    return convert_checkpoint(str(source), to, patterns=patterns, options=options)
 
 
 def read_bytes(folder: Path) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from deepspeed_ucp.convert import driver
 from deepspeed_ucp.errors import CheckpointError, StorageError
-from tests.convert.conversions import convert, read_bytes, write_source
+from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
 from tests.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
 
@@ -305,6 +306,41 @@ def test_an_output_that_lost_files_is_not_reused(
         convert(root)
     convert(root, overwrite=True)
     assert read_bytes(root / DST) == make_reference(root, tmp_path)
+
+
+WRONG = {"pattern": "shard-nc", "parts": [10, 20]}
+RIGHT = {"pattern": "shard-v"}
+
+
+def make_rules(kind: dict[str, Any]) -> dict[str, Any]:
+    """Two patterns that give the same shapes, and other bytes."""
+    return {"rules": [{"match": r"layer\.weight", **kind}, {"match": ".*", "pattern": "replicate"}]}
+
+
+def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
+    """The user has corrected a rule."""
+    write_source(tmp_path, topology=replace(TOPOLOGY, tp=2))
+    convert(tmp_path, patterns=make_rules(WRONG))
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert(tmp_path, patterns=make_rules(RIGHT))
+    assert convert(tmp_path, patterns=make_rules(WRONG)).reused
+    old = read_bytes(tmp_path / DST)["zero/layer.weight/fp32.pt"]
+    assert not convert(tmp_path, patterns=make_rules(RIGHT), overwrite=True).reused
+    new = read_bytes(tmp_path / DST)["zero/layer.weight/fp32.pt"]
+    assert (len(old), old != new) == (len(new), True)
+
+
+def test_an_attempt_by_other_patterns_is_thrown_away(tmp_path: Path) -> None:
+    write_source(tmp_path, topology=replace(TOPOLOGY, tp=2))
+
+    def work(kind: dict[str, Any], name: str) -> int:
+        return convert(tmp_path, tmp_path / name, patterns=make_rules(kind)).resumed_bytes
+
+    calls = len(list_calls(lambda: work(WRONG, "dry")))
+    for name in ("same", "other"):
+        assert run_dying(lambda name=name: work(WRONG, name), calls * 3 // 4)
+    assert work(WRONG, "same") > 0
+    assert work(RIGHT, "other") == 0
 
 
 def test_a_folder_of_something_else_is_left_alone(place: Callable[[object], Path]) -> None:

@@ -336,6 +336,23 @@ def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, 
     assert not found.equal
 
 
+class Schedule:
+    """A hyper-parameter of the script's own class."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+def test_objects_among_the_hyper_parameters_are_compared_inertly(tmp_path: Path) -> None:
+    def write(name: str, rate: float) -> AtomicIndex:
+        groups = tuple({**group, "schedule": Schedule(rate)} for group in STATE.groups)
+        return save(tmp_path / name, Topology(1, 1), replace(STATE, groups=groups))
+
+    a = write("a", 0.5)
+    assert diff_checkpoints(a, write("b", 0.5)).equal
+    assert {key for _, key in told(diff_checkpoints(a, write("c", 0.25)))} == {"schedule"}
+
+
 def test_groups_in_another_order_are_no_difference(tmp_path: Path, left: AtomicIndex) -> None:
     model = Model(tuple(replace(param, group=1 - (param.group or 0)) for param in MODEL.params))
     right = save(tmp_path / "b", Topology(2, 3), replace(STATE, groups=STATE.groups[::-1]), model=model)

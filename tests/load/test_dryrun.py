@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import torch
 from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load import dryrun
-from deepspeed_ucp.load.dryrun import DryRun, check_batch_size, dry_run, make_target, measure
+from deepspeed_ucp.load.dryrun import DryRun, make_target, measure
 from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.plan.degrees import Degrees, parse_degrees
-from deepspeed_ucp.plan.estimate import RankFigures, measure_plan
+from deepspeed_ucp.plan.degrees import Degrees
+from deepspeed_ucp.plan.estimate import measure_plan
 from deepspeed_ucp.plan.resolve import find_share
 from deepspeed_ucp.plan.sample import Sampler
 from deepspeed_ucp.plan.virtual import VirtualTarget

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
-from deepspeed_ucp.plan import (
-    DISCARD,
-    Blocks,
-    Claim,
-    Judgement,
-    LoadPlan,
-    Part,
-    Piece,
-    Resolution,
-    Want,
-    address_claims,
-    judge_claims,
-    locate,
-    make_claims,
-    make_plan,
-    schedule,
-    take_turns,
-)
+from deepspeed_ucp.plan import DISCARD, Part, Piece, Want, locate, make_claims
+from deepspeed_ucp.plan.everyone import Everyone, plan_everyone
 
 STAGE = 1000
 """Buffer number of the staging memory."""
@@ -36,16 +19,8 @@ def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtyp
     return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Every rank's plan and how it came about."""
-
-    records: Sequence[Record]
-    blocks: Blocks
-    claims: list[list[Claim]]
-    judgements: list[Judgement]
-    resolutions: list[Resolution]
-    plans: list[LoadPlan]
+Planned = Everyone
+"""Every rank's plan and how it came about."""
 
 
 def plan_pieces(
@@ -58,37 +33,8 @@ def plan_pieces(
     is_fresh: Callable[[int], bool] = lambda buffer: True,
 ) -> Planned:
     """The plans of as many ranks as there are lists of pieces."""
-    size = len(pieces)
     claims = [make_claims(mine, is_fresh, block) for mine in pieces]
-    touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
-    blocks = Blocks.of(records, block, size)
-    sent = [address_claims(mine, blocks) for mine in claims]
-    judgements = [
-        judge_claims([tables[owner] for tables, _ in sent], blocks, touched, owner, min_direct=min_direct)
-        for owner in range(size)
-    ]
-    turns = [
-        take_turns(addressed, [judgement.granted[rank] for judgement in judgements], window)
-        for rank, (_, addressed) in enumerate(sent)
-    ]
-    resolutions = [
-        schedule(judgement, [turn[owner] for turn in turns], window) for owner, judgement in enumerate(judgements)
-    ]
-    rounds = max(len(resolution.services) for resolution in resolutions)
-    plans = [
-        make_plan(
-            sent[rank][1],
-            [resolution.answers[rank] for resolution in resolutions],
-            resolutions[rank],
-            rounds,
-            rank=rank,
-            chunk=block,
-            stage=STAGE,
-            file_of=[record.file for record in records],
-        )
-        for rank in range(size)
-    ]
-    return Planned(records, blocks, claims, judgements, resolutions, plans)
+    return plan_everyone(claims, records, block=block, share=window, min_direct=min_direct, stage=STAGE)
 
 
 def plan_wants(

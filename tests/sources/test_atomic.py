@@ -15,11 +15,12 @@ import torch
 
 from deepspeed_ucp.atoms import COPY, AtomicIndex
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, UnsupportedError
 from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
-from tests.reshard import check_content, check_reads, load, make_targets
+from tests.reshard import LIVE_LR, check_content, check_reads, load, make_targets
 from tests.reshard3d import draw_state, load_all, make_pipeline, make_plain
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.upstream import to_universal
@@ -166,7 +167,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "interrupted": (lambda folder: (folder / "tmp").mkdir(), "holds tmp, .* interrupted.*--keep_temp_folder"),
     "no optimizer": (remove("zero/optimizer_state.pt"), "zero/optimizer_state.pt is missing"),
     "no model states": (remove("mp_rank_00_model_states.pt"), "no model states found"),
-    "no master": (remove("zero/a.weight/fp32.pt"), "zero/a.weight/fp32.pt is missing, mp_rank_00_model_states.pt lists"),
+    "no master": (remove("zero/a.weight/fp32.pt"), "zero/a.weight/fp32.pt is missing, mp_rank_00_.* lists"),
     "no state": (remove("zero/b.weight/exp_avg.pt"), "zero: b.weight/exp_avg.pt missing, other parameters"),
     "no step": (remove("zero/b.weight/step.pt"), "zero: b.weight/step.pt missing, other parameters"),
     "no folder": (remove("zero/one"), "zero/one/fp32.pt is missing"),
@@ -242,7 +243,7 @@ def convert_parallel(model: Model, topology: Topology, root: Path) -> tuple[Any,
 
 def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make_plain(["column", "row", "norm", "bias"], frozen=["bias"])
-    held, folder = convert_parallel(model, Topology(2, 2, tp=2), tmp_path)
+    _, folder = convert_parallel(model, Topology(2, 2, tp=2), tmp_path)
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index = open_alone(folder)
     assert read_pattern(index.recorded["body.column"]) == ShardV()
@@ -263,21 +264,34 @@ def test_what_is_dropped_keeps_its_fresh_value_and_is_named(tmp_path: Path, capl
     held, folder = convert_parallel(model, Topology(1, 1, tp=2, pp=2), tmp_path)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
-        from tests.load.test_reshard_atomic import PATIENT
-
-        index, ranks = load_all(folder, replace(held, topology=Topology(1, 2)).make_targets(), PATIENT)
+        index, ranks = load_all(
+            folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
+        )
     assert "a pipeline's buffers and frozen parameters" in index.dropped
     assert all(rank.work.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
     assert "1.bias, 0.count, 1.count keep the values that the new model has" in caplog.text
     for rank in ranks:
-        masters = {name for key, (name) in ((flat, n) for flat in rank.target.flats for n in flat.names)}
-        assert masters == {"0.column", "0.norm", "1.row", "1.norm"}
+        assert {name for flat in rank.target.flats for name in flat.names} == {"0.column", "0.norm", "1.row", "1.norm"}
 
 
 def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) -> None:
     model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False)
-    held, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
+    _, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
     frozen = replace(model, params=tuple(replace(p, frozen=p.name == "0.column") for p in model.params))
     targets = make_targets(frozen, Topology(1, 1))
     with pytest.raises(MismatchError, match=r"0\.column .*as a frozen one, there it is trained"):
         load(open_alone(folder), targets)
+
+
+def test_groups_that_stages_do_not_share_are_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The converter keeps the first stage's; the second one has matrices alone."""
+    model = make_pipeline([["column", "norm"], ["row"]], tied=False)
+    held, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        index, ranks = load_all(
+            folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
+        )
+    assert index.groups == ()
+    assert "the hyper-parameters of this run are kept (the saved groups differ in lr" in caplog.text
+    for rank in ranks:
+        assert {group["lr"] for group in rank.target.wrapped.param_groups} == {LIVE_LR}

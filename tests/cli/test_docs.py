@@ -1,0 +1,80 @@
+"""``docs/cli.md`` tells of every command, option, exit code and key of the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ucp.cli.completion import list_actions
+from deepspeed_ucp.cli.main import COMMANDS, build_parser, main
+from tests.cli.samples import make_gpt, write_sample
+from tests.synth import Topology
+
+TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+SHARED = "What all commands share"
+
+
+def find_section(title: str) -> str:
+    """A section's text up to the next heading of the same level."""
+    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert match, f"docs/cli.md has no section {title!r}"
+    return match[1]
+
+
+def find_parser(name: str) -> argparse.ArgumentParser:
+    (commands,) = (a for a in build_parser((name,))._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices[name]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_is_told(name: str) -> None:
+    own = find_section(name)
+    assert f"ds_ucp {name}" in own
+    assert f"[`{name}`](#{name})" in TEXT
+    for action in list_actions(find_parser(name)):
+        for flag in action.option_strings or [str(action.metavar)]:
+            told = re.compile(rf"(?<![\w-]){re.escape(flag)}(?![\w-])")
+            assert told.search(own) or told.search(find_section(SHARED)), f"{name}: {flag} is not told"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_option_is_told_that_is_not_there(name: str) -> None:
+    rows = re.findall(r"^\| (`-.*?) \|", find_section(name), re.MULTILINE)
+    known = {flag for action in list_actions(find_parser(name)) for flag in action.option_strings}
+    told = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
+    assert told <= known
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_exit_codes_are_told(code: int) -> None:
+    assert re.search(rf"^\| {code} \|", find_section(SHARED), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("docs"), Topology(1, 2, "bf16"), make_gpt(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("convert", ["{checkpoint}", "{out}/atomic"]),
+        ("inspect", ["{checkpoint}"]),
+        ("plan", ["{checkpoint}", "--target", "dp=3,zero=3"]),
+        ("verify", ["{checkpoint}"]),
+        ("diff", ["{checkpoint}", "{checkpoint}"]),
+        ("export", ["{checkpoint}", "{out}/weights"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_key_of_the_json_is_told(
+    name: str, arguments: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [text.format(checkpoint=checkpoint, out=tmp_path) for text in arguments]
+    assert main([name, *filled, "--json"]) == 0
+    told = set(re.findall(r"`(\w+)`", find_section(name).rpartition("JSON: ")[2]))
+    assert set(json.loads(capsys.readouterr().out)) <= told

@@ -1,0 +1,157 @@
+"""``ds_ucp export``: files that other libraries read, from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspeed_ucp.cli.export import parse_size
+from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.errors import ConfigError
+from tests.reshard3d import VOCAB, draw_state, make_plain
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("net.a", (30, 7)), Param("net.b", (30,)), Param("head", (30, 7), alias_of="net.a")))
+STATE = random_state(MODEL, 0, precision="bf16")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with ``latest``."""
+    path = write_checkpoint(tmp_path / "saved", MODEL, STATE, Topology(2, 3, "bf16"))
+    (path.parent / "latest").write_text(path.name)
+    return path.parent
+
+
+def export(*arguments: object) -> int:
+    return main(["export", *map(str, arguments)])
+
+
+def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(checkpoint, tmp_path / "out") == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == {"net.a", "net.b"}
+    assert torch.equal(found["net.a"], STATE.atoms["net.a"]["fp32"])
+    told = capsys.readouterr()
+    assert told.out.startswith(f"{tmp_path / 'out'}: 2 tensors (240 parameters, float32), 1.1")
+    assert told.err == ""
+
+
+def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+        (tmp_path / "hf" / name).write_text("{}")
+    options = ["--dtype", "bf16", "--max-shard-size", "0.3KB", "--tied", "copy", "--strip-prefix", "net."]
+    options += ["--rename", "head=net.lm_head", "--hf-dir", str(tmp_path / "hf"), "--workers", "2", "--window-mb", "16"]
+    assert export(checkpoint, tmp_path / "out", *options, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert set(report["files"]) == {*shards, "model.safetensors.index.json", "config.json", "tokenizer.json"}
+    assert report["bytes_written"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert (report["format"], report["tensors"], report["dtypes"]) == ("safetensors", 3, ["bfloat16"])
+    weights = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(weights) == {"a", "b", "lm_head"}
+    a = load_file(tmp_path / "out" / weights["lm_head"])["lm_head"]
+    assert torch.equal(a, STATE.atoms["net.a"]["fp32"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ([], {"model.net.a", "optim.state.net.a.exp_avg", "optim.param_groups.0.lr"}),
+        (["--flatten-optimizer"], {"model.head", "optim.state.net.a.step", "optim.param_groups.net.b.lr"}),
+        (["--torchtitan"], {"net.a", "head", "optimizer.state.net.a.exp_avg", "optimizer.param_groups.net.b.lr"}),
+        (["--weights-only", "--tied", "drop"], {"model.net.a", "model.net.b"}),
+    ],
+    ids=["torch", "flattened", "torchtitan", "weights"],
+)
+def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str]) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    assert export(checkpoint, tmp_path / "out", "--format", "dcp", *options) == 0
+    found = set(FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata)
+    assert keys <= found
+    assert "--weights-only" not in options or keys == found
+
+
+def test_patterns(tmp_path: Path) -> None:
+    held = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
+    held.write(tmp_path / "in")
+    rules = {
+        "rules": [
+            {"match": ".*word", "pattern": "shard-v", "vocab": True},
+            {"match": ".*row", "pattern": "shard-h"},
+        ],
+        "original_vocab_size": VOCAB,
+        "rename": [{"from": "body\\.(?P<rest>.*)", "to": "h.0.{rest}"}],
+    }
+    assert export(tmp_path / "in", tmp_path / "out", "--patterns", json.dumps(rules)) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["h.0.row"], held.state.atoms["body.row"]["fp32"])
+    assert torch.equal(found["h.0.word"], held.state.atoms["body.word"]["fp32"][:VOCAB])
+
+
+def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the user says how its optimizer was built, the fp32 weights count, else the model's own."""
+    state = State({name: dict(states) for name, states in random_state(MODEL, 0).atoms.items()}, STATE.scalars)
+    path = write_checkpoint(tmp_path / "in", MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
+    assert export(path, tmp_path / "own") == 0
+    assert "--groups module" in capsys.readouterr().err
+    assert export(path, tmp_path / "master", "--groups", "module") == 0
+    expected = state.atoms["net.b"]["fp32"]
+    assert torch.equal(load_file(tmp_path / "own" / "model.safetensors")["net.b"], expected.half().float())
+    assert torch.equal(load_file(tmp_path / "master" / "model.safetensors")["net.b"], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--torchtitan"], "--format safetensors has no --torchtitan"),
+        (["--format", "dcp", "--hf-dir", "."], "--format dcp has no --hf-dir"),
+        (["--hf-dir", "nowhere"], "holds no config.json"),
+        (["--max-shard-size", "5 apples"], "5 apples"),
+        (["--rename", "abc"], "REGEX=NAME"),
+        (["--window-mb", "1"], "--window-mb"),
+        (["--rename", "net.*=x"], "net.a and net.b become x"),
+    ],
+)
+def test_usage(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    assert export(checkpoint, tmp_path / "out", *options) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(checkpoint, tmp_path / "out") == 0
+    assert export(checkpoint, tmp_path / "out") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert export(checkpoint, tmp_path / "out", "--overwrite", "--format", "dcp") == 0
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2GiB", 2 << 30), ("700", 700)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 XB", "0MB", "-1GB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="--max-shard-size"):
+        parse_size(text)
+
+
+def test_neither_torch_nor_deepspeed_is_imported_for_safetensors(checkpoint: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from deepspeed_ucp.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 10 * bool({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script, "export", str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0

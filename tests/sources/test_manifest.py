@@ -1,0 +1,233 @@
+"""The manifest: everything comes back to the bit, and nothing that was changed is taken."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import AtomicIndex, FileRef, GroupInfo
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.patterns import ShardNC, ShardV, read_pattern
+from deepspeed_ucp.sources.manifest import (
+    AtomRecord,
+    Manifest,
+    StateRecord,
+    fingerprint,
+    make_manifest,
+    parse_manifest,
+    read_manifest,
+)
+from deepspeed_ucp.sources.plainjson import dump_json, load_json
+from deepspeed_ucp.topology import FlatGroup, Topology
+from tests.reshard import examples
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal with types, signs of zeros and NaNs' payloads."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack(">d", one) == struct.pack(">d", other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return bool(one == other)
+
+
+nans = st.integers(1, 2**51 - 1).map(lambda bits: struct.unpack(">d", struct.pack(">Q", 0x7FF8 << 48 | bits))[0])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | nans | st.text() | st.binary(max_size=4)
+keys = st.text(max_size=6) | st.integers() | st.sampled_from(["$tuple", "$float", "$dict", "$bytes", "$"])
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+hypers = st.dictionaries(
+    st.sampled_from(["lr", "betas", "eps", "weight_decay", "fused", "name", "$float"]),
+    st.floats() | st.tuples(st.floats(), st.floats()) | st.none() | st.booleans() | st.text(max_size=3) | st.integers(),
+)
+
+
+@examples(300)
+@given(values)
+def test_plain_data_comes_back_to_the_bit(value: Any) -> None:
+    text = dump_json(value)
+    assert text.isascii()
+    assert same(load_json(text), value)
+    json.loads(text, parse_constant=pytest.fail)  # standard JSON: other readers know no NaN
+
+
+def test_what_is_not_plain_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"args\.model\[1\]: object .* is not plain data"):
+        dump_json({"args": {"model": [1, object()]}})
+
+
+INDEX = AtomicIndex(
+    files=(FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)),
+    records=(),
+    atoms={},
+    scalars={"w": {"step": 3.0}},
+    groups=(GroupInfo(("w",), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),
+    aliases={"tied": "w"},
+    shapes={},
+    buffers=frozenset({"z", "count"}),
+    counters={"global_steps": 3},
+    scaler={"cur_scale": math.inf, "dynamic": True},
+    clip_grad=math.nan,
+    state_file="/run/tag/a.pt",
+    topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(FlatGroup(0, ("w",), (6,), 6),)),
+    optimizer="AdamW",
+    instances={"w": ("w", "w#1")},
+    hints={"args": {"sizes": (1, 2)}, "iteration": 7},
+    scalar_dtypes={"step": "float32"},
+    dropped="why",
+)
+ATOM = AtomRecord("w", "fp32", "float32", (3, 2), 2, "zero/w/fp32.pt", 64, 24, 5)
+PATTERNS = {"w": ShardV(vocab=2), "v": ShardNC(parts=(4, 2), sized=True, widths=((2, 2), (1, 1)))}
+STATES = [StateRecord("mp_rank_00_model_states.pt", 100, 9)]
+
+
+def make(index: AtomicIndex = INDEX) -> Manifest:
+    return make_manifest(index, [ATOM, replace(ATOM, state="exp_avg")], PATTERNS, {"w": "the user's rules"}, STATES)
+
+
+def round_trip(manifest: Manifest) -> Manifest:
+    return parse_manifest(manifest.to_json(), "ucp_manifest.json")
+
+
+def test_a_manifest_comes_back() -> None:
+    manifest, again = make(), round_trip(make())
+    assert again.to_json() == manifest.to_json()
+    for name in Manifest.__dataclass_fields__:
+        assert same(getattr(again, name), getattr(manifest, name)), name
+    assert [atom.state for atom in again.atoms] == ["exp_avg", "fp32"]
+    assert again.groups[0]["hyper"]["betas"] == (0.9, 0.999)
+    assert again.patterns["w"]["origin"] == "the user's rules"
+    assert {name: read_pattern(told["pattern"]) for name, told in again.patterns.items()} == PATTERNS
+    assert "flats" not in again.source
+    assert again.source["tp"] == 2
+    assert again.buffers == ("count", "z")
+
+
+@examples(100)
+@given(
+    hyper=hypers,
+    scaler=st.dictionaries(st.text(max_size=5), st.floats() | st.integers() | st.booleans(), max_size=3),
+    step=st.integers() | st.floats() | nans,
+    hints=st.dictionaries(st.sampled_from(["args", "iteration"]), values, max_size=2),
+    names=st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=3),
+)
+def test_any_values_come_back(
+    hyper: dict[str, Any], scaler: dict[str, Any], step: float, hints: dict[str, Any], names: list[str]
+) -> None:
+    index = replace(
+        INDEX,
+        groups=(GroupInfo(tuple(names), hyper),),
+        scaler=scaler,
+        scalars={name: {"step": step} for name in names},
+        hints=hints,
+        aliases=dict.fromkeys(names, "w"),
+    )
+    again = round_trip(make(index))
+    assert same(again.groups, ({"names": tuple(names), "hyper": hyper},))
+    for field in ("scaler", "scalars", "hints", "aliases"):
+        assert same(getattr(again, field), getattr(index, field)), field
+
+
+def test_equal_sources_give_equal_bytes() -> None:
+    """Whatever the order in which things were found."""
+    turned = replace(
+        INDEX,
+        files=INDEX.files[::-1],
+        counters=dict(reversed(INDEX.counters.items())),
+        hints=dict(reversed(INDEX.hints.items())),
+    )
+    one = make_manifest(INDEX, [ATOM, replace(ATOM, state="exp_avg")], PATTERNS, {}, STATES)
+    other = make_manifest(turned, [replace(ATOM, state="exp_avg"), ATOM], dict(reversed(PATTERNS.items())), {}, STATES)
+    assert one.to_json() == other.to_json()
+
+
+def test_objects_in_param_groups_stay_the_live_optimizers() -> None:
+    """A load does not take them over either."""
+    index = replace(INDEX, groups=(GroupInfo(("w",), {"lr": 0.1, "hook": object(), "list": [object()]}),))
+    assert round_trip(make(index)).groups[0]["hyper"] == {"lr": 0.1}
+
+
+def test_a_state_file_is_needed() -> None:
+    with pytest.raises(CheckpointError, match="needs a state file"):
+        make_manifest(INDEX, [], {}, {}, [])
+
+
+# --- fingerprints
+
+
+def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
+    files = fingerprint(INDEX)["files"]
+    assert files == [
+        {"name": "a.pt", "size": 10, "header_crc": None},
+        {"name": "b.pt", "size": 20, "header_crc": 7},
+    ]
+    moved = replace(INDEX, state_file="/new/a.pt", files=(FileRef("/new/b.pt", 20, 7), FileRef("/new/a.pt", 10, None)))
+    assert fingerprint(moved) == fingerprint(INDEX)
+
+
+@pytest.mark.parametrize(
+    "file", [FileRef("/run/tag/b.pt", 21, 7), FileRef("/run/tag/b.pt", 20, 8), FileRef("/run/tag/c.pt", 20, 7)]
+)
+def test_another_file_is_another_fingerprint(file: FileRef) -> None:
+    other = replace(INDEX, files=(file, INDEX.files[1]))
+    assert fingerprint(other)["digest"] != fingerprint(INDEX)["digest"]
+    assert make(other).to_json() != make().to_json()
+
+
+# --- what is refused
+
+
+def change(**fields: Any) -> str:
+    told = json.loads(make().to_json())
+    told.update(fields)
+    return json.dumps({key: value for key, value in told.items() if value != "gone"})
+
+
+REFUSED = {
+    "empty": ("", "is not the manifest that was written"),
+    "cut": (make().to_json()[:200], "is not the manifest that was written"),
+    "list": ("[1]", "is no manifest of an atomic checkpoint"),
+    "other": ('{"kind": "x"}', "is no manifest of an atomic checkpoint"),
+    "newer": (change(version=2, package="9.9"), "is of format 2, this release reads format 1.* deepspeed_ucp 9.9"),
+    "missing": (change(groups="gone"), "has no or unknown groups"),
+    "more": (change(extra=1), "has no or unknown extra"),
+    "edited": (change(optimizer="SGD"), "its digest is"),
+    "number": (make().to_json().replace('"offset":64', '"offset":65', 1), "its digest is .* damaged or was edited"),
+    "tuple": ('{"kind": {"$float": "zz"}}', "is not the manifest that was written"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_other_texts_are_refused(text: str) -> None:
+    content, message = REFUSED[text]
+    with pytest.raises(CheckpointError, match=f"^folder/ucp_manifest.json: .*{message}"):
+        parse_manifest(content, "folder/ucp_manifest.json")
+
+
+def test_a_folder_has_a_manifest_or_none(tmp_path: Path) -> None:
+    assert read_manifest(str(tmp_path)) is None
+    assert read_manifest(str(tmp_path / "nowhere")) is None
+    (tmp_path / "ucp_manifest.json").write_text(make().to_json())
+    found = read_manifest(str(tmp_path))
+    assert found is not None
+    assert found.to_json() == make().to_json()
+    (tmp_path / "ucp_manifest.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"ucp_manifest.json: cannot be read"):
+        read_manifest(str(tmp_path))
