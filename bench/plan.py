@@ -15,7 +15,7 @@ import json
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,6 +40,8 @@ from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.geometry import accumulate_offsets, cut_flat, cut_sub_group, part_numel
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance
 from deepspeed_ucp.plan.resolve import MIN_DIRECT
+from deepspeed_ucp.plan.sample import join_spans
+from deepspeed_ucp.plan.virtual import cut_sub_groups
 from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
 from deepspeed_ucp.targets.base import Flat, Target
@@ -158,15 +160,9 @@ class FakeTarget(Target):
         self._add_flat(group, names, cuts, partition)
 
     def _add_sub_groups(self, group: int, names: list[str], numels: list[int]) -> None:
-        """stage3.py `_create_fp16_sub_groups`: a sub-group ends with the parameter that reaches its size."""
-        begin = size = 0
-        for index, numel in enumerate(numels):
-            size += part_numel(numel, self.dp)
-            if size >= self.grid.sub_group or index == len(numels) - 1:
-                some, end = slice(begin, index + 1), index + 1
-                cuts = cut_sub_group(names[some], numels[some], self.place.dp_rank, self.dp)
-                self._add_flat(group, names[some], cuts, size)
-                begin, size = end, 0
+        for some in cut_sub_groups(numels, self.dp, self.grid.sub_group):
+            cuts = cut_sub_group(names[some], numels[some], self.place.dp_rank, self.dp)
+            self._add_flat(group, names[some], cuts, sum(part_numel(numel, self.dp) for numel in numels[some]))
 
     def _add_flat(self, group: int, names: list[str], cuts: list[Any], partition: int) -> None:
         master = torch.empty(partition, device="meta")
@@ -376,7 +372,7 @@ class Peers:
         """Elements of the target shard, as ranges, among which are all that the blocks hold."""
         key = want.atom.name, want.atom.state, 0 if want.view is None else want.view.rank
         if key not in self._spans:
-            self._spans[key] = join_ranges(self._trace(want))
+            self._spans[key] = join_spans(self._trace(want))
         return self._spans[key]
 
     def _trace(self, want: Want) -> Iterator[tuple[int, int]]:
@@ -398,17 +394,6 @@ class Peers:
 
 def _last(run: Run) -> int:
     return run.src + (run.count - 1) * run.src_step + run.width
-
-
-def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, joined where they overlap."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
-        else:
-            joined.append((low, high))
-    return joined
 
 
 def plan_one(script: Script) -> Planned:

@@ -32,7 +32,7 @@ ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -170,8 +170,12 @@ def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
 
 
 def find_rank() -> int:
-    """This process's rank under mpirun, torchrun, srun or the deepspeed launcher; 0 without a launcher."""
-    return next((int(os.environ[key]) for key in _RANKS if os.environ.get(key, "").isdigit()), 0)
+    """This process's rank under mpirun, torchrun, srun or the deepspeed launcher; 0 without a launcher.
+
+    ``RANK`` alone is no launch: clusters set it for whole containers, in which people type commands.
+    """
+    names = (*(("RANK",) if "LOCAL_RANK" in os.environ else ()), *_MPI_RANKS)
+    return next((int(os.environ[key]) for key in names if os.environ.get(key, "").isdigit()), 0)
 
 
 def emit(options: argparse.Namespace, data: Mapping[str, Any], text: str) -> None:

@@ -51,7 +51,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tolerance", type=float, default=0.0, metavar="ATOL", help="let values pass that are no further apart"
     )
     parser.add_argument("--all", action="store_true", help="a line for every atom that differs")
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="ranges compared at once (default 4)")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="ranges compared at once (default: from the cores)"
+    )
     parser.add_argument("--window-mb", type=int, default=64, metavar="MB", help="memory for them (default 64)")
 
 
@@ -59,25 +61,26 @@ def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
     from ..convert.diff import DiffOptions, diff_checkpoints
+    from ..convert.progress import default_workers
 
-    if options.workers < 1 or options.window_mb < 1 or not options.tolerance >= 0:
-        raise ConfigError("--workers and --window-mb must be at least 1, --tolerance must not be negative.")
+    if options.workers < 0 or options.window_mb < 1 or not options.tolerance >= 0:
+        raise ConfigError(
+            "--workers must not be negative, --window-mb must be at least 1, --tolerance must not be negative."
+        )
     states = frozenset(filter(None, options.states.split(",")))
     with join_launch() as comm:
         with comm.together():
             rules = read_rules(options)
         left, right = (open_index(options, path, comm) for path in (options.a, options.b))
-        total = sum(atom.nbytes for index in (left, right) for atom in index.atoms.values())
-        with Progress(options, 0 if options.only or states else total // comm.size, "diff") as bar:
-            how = DiffOptions(
-                only=options.only,
-                states=states,
-                tolerance=options.tolerance,
-                threads=options.workers,
-                window=options.window_mb << 20,
-                progress=bar.add,
-            )
-            found = diff_checkpoints(left, right, comm, how, rules=rules)
+        how = DiffOptions(
+            only=options.only,
+            states=states,
+            tolerance=options.tolerance,
+            threads=options.workers or default_workers(),
+            window=options.window_mb << 20,
+            bar=lambda total: Progress(options, total, "diff"),
+        )
+        found = diff_checkpoints(left, right, comm, how, rules=rules)
     emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
     return OK if found.equal else FAULT
 

@@ -172,7 +172,7 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
         raise ConfigError(f"--rename {wrong[0]!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
     return ExportOptions(
         dtype=DTYPES[options.dtype],
-        tied=options.tied or ("drop" if options.format == "safetensors" else "copy"),
+        tied=options.tied,
         keep_padding=options.keep_padding,
         strip_prefix=options.strip_prefix,
         renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),

@@ -6,16 +6,18 @@ import argparse
 import logging
 import os
 import re
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..comm import Comm, join_launch
 from ..errors import ConfigError, MismatchError, UcpError, shorten
 from .common import ERROR, OK, add_checkpoint_options, add_command, emit, open_index, read_rules, resolve, tell
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from .parameters import Parameter
-    from .survey import Survey
+    from .survey import Finding, Survey
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -52,16 +54,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the checkpoint; 2 where it does not open."""
-    folder, rules = resolve(options.checkpoint), read_rules(options)
-    try:
-        index, findings = _open(options, folder)
-    except (MismatchError, ConfigError):
-        raise
-    except UcpError as error:
-        return _show_damage(options, folder, error)
-    survey = make_survey(index, folder, rules)
-    survey.findings.extend(findings)
+    """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
+    with join_launch() as comm:
+        folder = ""
+        with comm.together():
+            folder, rules = resolve(options.checkpoint), read_rules(options)
+        try:
+            index, findings = _open(options, folder, comm)
+        except (MismatchError, ConfigError):
+            raise
+        except UcpError as error:
+            if not comm.rank:
+                _show_damage(options, folder, error)
+            return ERROR
+        if not comm.rank:
+            survey = make_survey(index, folder, rules)
+            survey.findings.extend(findings)
+            _show(options, survey)
+    return OK
+
+
+def _show(options: argparse.Namespace, survey: Survey) -> None:
     if options.plot:
         from .plot import draw_map
 
@@ -74,22 +87,21 @@ def run(options: argparse.Namespace) -> int:
         emit(options, survey.to_data(), write_summary(survey, unfold=options.all))
     if options.plot and not options.quiet:
         tell(f"ds_ucp: drew {options.plot}")
-    return OK
 
 
-def _open(options: argparse.Namespace, folder: str) -> tuple[AtomicIndex, list[Any]]:
+def _open(options: argparse.Namespace, folder: str, comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
     """The index; without the optimizer's states where these have no names and ``--groups`` is not given."""
     from .survey import Finding
 
     level = logger.level
     logger.setLevel(logging.ERROR)  # what would be a warning is a finding of the report
     try:
-        return open_index(options, folder), []
+        return open_index(options, folder, comm), []
     except MismatchError as error:
         if options.groups:
             raise
         text = f"the optimizer's states have no names; give --groups ({error})"
-        return open_index(options, folder, weights_only=True), [Finding("unnamed", text)]
+        return open_index(options, folder, comm, weights_only=True), [Finding("unnamed", text)]
     finally:
         logger.setLevel(level)
 
@@ -142,11 +154,12 @@ def pick_parameter(survey: Survey, wanted: str) -> Parameter:
     return rows[found[0]]
 
 
-def _show_damage(options: argparse.Namespace, folder: str, error: UcpError) -> int:
+def _show_damage(options: argparse.Namespace, folder: str, error: UcpError) -> None:
     """What can still be told, and the error."""
     from .damage import examine_folder, write_damage
 
     data = examine_folder(folder, error)
     emit(options, data, write_damage(data))
+    if options.debug:
+        tell(traceback.format_exc().rstrip())
     tell(f"ds_ucp: error: {str(error).removeprefix(f'{folder}{os.sep}')}")
-    return ERROR

@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
-from ..convert.wholes import EQUAL, list_rules, plain_name, settle_wholes
-from ..convert.wholes import _is_equal as is_replica
-from ..convert.wholes import _list_weights as list_weights
+from ..convert.wholes import EQUAL, is_replica, list_rules, list_weights, plain_name, settle_wholes
 from ..errors import MismatchError
 from ..patterns import Pattern, Replicate, RuleSet, Unique, list_families, load_family, settle
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern

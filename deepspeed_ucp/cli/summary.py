@@ -130,9 +130,14 @@ def _tell_parts(survey: Survey) -> str:
     parts = {
         "masters": totals.masters,
         "optimizer": totals.states,
-        "frozen and buffers": totals.module,
+        name_others(survey.index): totals.module,
     }
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+
+
+def name_others(index: AtomicIndex) -> str:
+    """What the tensors are that no optimizer is known to own."""
+    return "frozen and buffers" if index.shapes else "weights and buffers"
 
 
 def _tell_files(survey: Survey) -> str:

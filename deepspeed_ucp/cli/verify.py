@@ -40,34 +40,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_checkpoint_options(parser, patterns=False)
     parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="reads under way at once (default 4)")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="reads under way at once (default: from the cores)"
+    )
     parser.add_argument("--window-mb", type=int, default=64, metavar="MB", help="memory for reading (default 64)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
-    from ..convert.verify import Verification, list_files, verify_checkpoint
+    from ..convert.verify import Verification, verify_checkpoint
 
-    if options.workers < 1 or options.window_mb < 1:
-        raise ConfigError("--workers and --window-mb must be at least 1.")
+    if options.workers < 0 or options.window_mb < 1:
+        raise ConfigError("--workers must not be negative, --window-mb must be at least 1.")
     if (dangling := find_dangling(options.checkpoint)) is not None:
         nothing = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (dangling,))
         emit(options, to_data(nothing), _word(dangling))
         return FAULT
     folder = resolve(options.checkpoint)
     with join_launch() as comm:
-        total = 0 if options.headers_only else sum(list_files(folder)[0].values()) // comm.size
-        with Progress(options, total, "verify") as bar:
-            found = verify_checkpoint(
-                folder,
-                comm,
-                threads=options.workers,
-                window=options.window_mb << 20,
-                headers_only=options.headers_only,
-                groups=read_groups(options.groups),
-                progress=bar.add,
-            )
+        found = verify_checkpoint(
+            folder,
+            comm,
+            threads=options.workers,
+            window=options.window_mb << 20,
+            headers_only=options.headers_only,
+            groups=read_groups(options.groups),
+            bar=lambda total: Progress(options, total, "verify"),
+        )
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
 

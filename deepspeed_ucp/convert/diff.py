@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..io.memory import allocate
 from ..patterns import RuleSet
 from ..patterns.facts import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
 from ..topology import find_differences
 from .elements import Tally, compare
 from .pairing import Pair, Pairs, pair_atoms
+from .progress import Bar, Scratch, default_workers, no_bar, run_threads
 from .reading import Item, RangeReader
 from .values import ValueDifference, compare_runs, compare_values
 
@@ -97,15 +97,20 @@ class DiffOptions:
         tolerance: absolute; values that differ by no more are reported, and let pass.
         threads: how many batches are compared at once.
         window: bytes of memory for them.
-        bar: told the bytes to be compared (both sides together), gives what is told those that are done.
+        bar: makes a progress bar of so many bytes (of both sides together).
     """
 
     only: str = ""
     states: Collection[str] = ()
     tolerance: float = 0.0
-    threads: int = 4
+    threads: int = field(default_factory=default_workers)
     window: int = 64 << 20
-    progress: Callable[[int], None] | None = None
+    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
+
+    @property
+    def workers(self) -> int:
+        """Threads that the memory is enough for: each holds both sides of a batch, and replicas."""
+        return max(min(self.threads, self.window // (3 * ALIGNMENT)), 1)
 
     def wants(self, name: str, state: str = "") -> bool:
         """Whether an atom is compared (or a parameter, without ``state``)."""
@@ -140,7 +145,9 @@ def diff_checkpoints(
         batches = plan_batches(pairs.both, options)[comm.rank :: comm.size]
         tallies = _compare_batches(left, right, pairs.both, batches, options)
         values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
-        notes = [f"topology: {text}" for text in find_differences(left.topology, right.topology)]
+        topology = (replace(index.topology, flats=()) for index in (left, right))
+        notes = [f"topology: {text}" for text in find_differences(*topology)]
+        notes += [f"{side}: {index.dropped}" for side, index in (("A", left), ("B", right)) if index.dropped]
         if not options.only and not options.states:
             found, told = compare_runs(left, right)
             values, notes = values + found, notes + told
@@ -157,15 +164,10 @@ def diff_checkpoints(
     )
 
 
-def count_bytes(pairs: Sequence[Pair]) -> int:
-    """Bytes of both sides that are read."""
-    return sum(pair.numel * (pair.left.itemsize + pair.right.itemsize) for pair in pairs)
-
-
 def plan_batches(pairs: Sequence[Pair], options: DiffOptions = DEFAULT) -> list[Batch]:
     """Ranges of elements that are compared together, in the order of A's files."""
     widest = [max(pair.left.itemsize, pair.right.itemsize) for pair in pairs]
-    most = max(min(BATCH, options.window // (3 * max(options.threads, 1))), ALIGNMENT)
+    most = max(min(BATCH, options.window // (3 * options.workers)), ALIGNMENT)
     outputs = [Output(pair.numel, width, pair.left.place) for pair, width in zip(pairs, widest, strict=True)]
     return cut_batches(outputs, most)
 
@@ -177,8 +179,8 @@ Tallies = dict[int, tuple[Tally, Tally]]
 @dataclass(slots=True)
 class _Work:
     pairs: Sequence[Pair]
+    sizes: Sequence[int]
     readers: tuple[RangeReader, RangeReader]
-    options: DiffOptions
     found: Tallies = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -186,51 +188,33 @@ class _Work:
 def _compare_batches(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], batches: Sequence[Batch], options: DiffOptions
 ) -> Tallies:
-    turn, threads = iter(batches), max(min(options.threads, len(batches)), 1)
-    stop = threading.Event()
-    with RangeReader(left, checksum=False) as first, RangeReader(right, checksum=False) as second:
-        work = _Work(pairs, (first, second), options)
+    sizes = [pair.left.itemsize + pair.right.itemsize for pair in pairs]
+    with (
+        RangeReader(left, checksum=False) as first,
+        RangeReader(right, checksum=False) as second,
+        options.bar(sum(_measure(batch, sizes) for batch in batches)) as bar,
+    ):
+        work = _Work(pairs, sizes, (first, second))
 
-        def run() -> None:
-            scratch = _Scratch()
-            try:
-                while not stop.is_set():
-                    with work.lock:
-                        batch = next(turn, None)
-                    if batch is None:
-                        return
-                    _compare_batch(work, batch, scratch)
-            except BaseException:
-                stop.set()
-                raise
+        def run(mine: Iterator[Batch]) -> None:
+            scratch = Scratch()
+            for batch in mine:
+                _compare_batch(work, batch, scratch)
+                bar.add(_measure(batch, sizes))
 
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ucp-diff") as pool:
-            futures = [pool.submit(run) for _ in range(threads)]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                stop.set()
-        return work.found
+        run_threads(batches, run, options.workers)
+    return work.found
 
 
-class _Scratch:
-    """Memory of one thread, which grows to its largest batch."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray())
-
-    def take(self, nbytes: int) -> memoryview:
-        if self._memory.nbytes < nbytes:
-            self._memory = memoryview(allocate(nbytes))
-        return self._memory[:nbytes]
+def _measure(batch: Batch, sizes: Sequence[int]) -> int:
+    """Bytes of both sides."""
+    return sum(each.numel * sizes[each.output] for each in batch.ranges)
 
 
-def _compare_batch(work: _Work, batch: Batch, scratch: _Scratch) -> None:
+def _compare_batch(work: _Work, batch: Batch, scratch: Scratch) -> None:
     sides: tuple[list[Item], list[Item]] = ([], [])
-    sizes = [work.pairs[r.output].left.itemsize + work.pairs[r.output].right.itemsize for r in batch.ranges]
     # Every range starts at a multiple of 16 bytes, so that its elements can be looked at in place.
-    memory = scratch.take(sum(r.numel * size + 32 for r, size in zip(batch.ranges, sizes, strict=True)))
+    memory = scratch.take(_measure(batch, work.sizes) + 32 * len(batch.ranges))
     used = 0
     for each in batch.ranges:
         pair = work.pairs[each.output]
@@ -245,8 +229,6 @@ def _compare_batch(work: _Work, batch: Batch, scratch: _Scratch) -> None:
         with work.lock:
             known = work.found.get(each.output, (NOTHING, NOTHING))
             work.found[each.output] = (known[0].join(found[0]), known[1].join(found[1]))
-    if work.options.progress is not None:
-        work.options.progress(sum(r.numel * size for r, size in zip(batch.ranges, sizes, strict=True)))
 
 
 def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:

@@ -28,7 +28,7 @@ from ..sources.manifest import AtomRecord, Manifest, fingerprint, make_manifest,
 from ..sources.samples import check_samples
 from .checks import verify_source
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
-from .outputs import list_files, list_outputs, list_steps, make_folders, write_file
+from .outputs import find_formless, list_files, list_outputs, list_steps, make_folders, write_file
 from .progress import Bar, default_workers, no_bar
 from .reading import RangeReader
 from .report import ConvertReport
@@ -106,6 +106,12 @@ def convert_index(
         wholes = settle_wholes(index, rules, live=live)
         if wholes.unused and comm.rank == 0:
             logger.warning("patterns: rules that match no parameter: %s", shorten(wholes.unused))
+        if comm.rank == 0 and (formless := find_formless(wholes)):
+            logger.warning(
+                "DeepSpeed's own load_universal cannot cut %s as they are cut; at tensor-parallel degrees above 1 load "
+                "this checkpoint with deepspeed_ucp",
+                shorten(formless),
+            )
         identity = _identify(index, wholes)
         work = _Work(index, comm, options, Staging(destination), report, wholes, list_files(wholes))
         work.steps = list_steps(index)

@@ -29,7 +29,8 @@ class ExportOptions:
 
     Attributes:
         dtype: element type of floating weights and buffers; None keeps what is stored.
-        tied: names that are tied to another one: "drop" them, or write "copy" after copy.
+        tied: names that are tied to another one: "drop" them, or write each as a "copy"; None does what the format's
+            own libraries do.
         keep_padding: keep the padding rows of vocabularies.
         strip_prefix: cut off names that begin with it, after renaming.
         renames: saved names → names to be written; the first that matches counts.
@@ -40,7 +41,7 @@ class ExportOptions:
     """
 
     dtype: str | None = "float32"
-    tied: str = "drop"
+    tied: str | None = None
     keep_padding: bool = False
     strip_prefix: str = ""
     renames: tuple[Rename, ...] = ()
@@ -131,12 +132,14 @@ def select_tensors(
     rules: Sequence[RuleSet],
     options: ExportOptions,
     *,
+    tied: str,
     states: Callable[[str], bool] = WEIGHTS.__contains__,
 ) -> Selection:
     """Choose what is exported.
 
     Args:
         rules: how tensor parallelism cuts parameters, and their ``rename`` rules, by the user.
+        tied: "drop" or "copy", where the options do not say.
         states: which states are wanted.
 
     Raises:
@@ -158,7 +161,7 @@ def select_tensors(
     if not make:
         raise CheckpointError(f"{index.state_file}: there are no weights to export.")
     copies = {names[alias]: names[owner] for alias, owner in ties.items() if owner in names}
-    return Selection(tuple(make), copies if options.tied == "copy" else {}, names, wholes)
+    return Selection(tuple(make), copies if (options.tied or tied) == "copy" else {}, names, wholes)
 
 
 def _refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool]) -> None:

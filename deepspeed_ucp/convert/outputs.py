@@ -9,6 +9,7 @@ from ..atoms import AtomicIndex
 from ..errors import UnsupportedError, shorten
 from ..io.disk import explain_full, write_at
 from ..io.torchzip import ScalarTensor, dump_value, make_image
+from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
 from .execute import OutputFile, create
 from .upstream import upstream_keys
@@ -26,6 +27,16 @@ def list_files(wholes: Wholes) -> list[OutputFile]:
     """
     check_names({part for key in wholes.atoms for part in key})
     return [_make_file(wholes, wholes.atoms[key]) for key in sorted(wholes.atoms)]
+
+
+def find_formless(wholes: Wholes) -> list[str]:
+    """Parameters whose cut upstream's files cannot tell: its loader takes them whole, or cuts them wrongly."""
+    shapes = {plain_name(name): whole.shape for (name, _), whole in wholes.atoms.items()}
+    return sorted(
+        name
+        for name, pattern in wholes.patterns.items()
+        if not isinstance(pattern, (Unique, Replicate, Partial)) and not upstream_keys(pattern, shapes.get(name, ()))
+    )
 
 
 def _make_file(wholes: Wholes, whole: Whole) -> OutputFile:

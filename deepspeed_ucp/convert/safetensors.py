@@ -181,7 +181,7 @@ def export_safetensors(
     """
     comm, options, begin = comm or Comm(), options or ExportOptions(), time.perf_counter()
     with comm.together():
-        selection = select_tensors(index, rules, options)
+        selection = select_tensors(index, rules, options, tied="drop")
         layout = lay_out(_list_entries(selection), max_shard)
     warn_losses(index, selection, comm)
     report = ExportReport("safetensors", destination, tensors=len(layout.places), nodes=comm.size)

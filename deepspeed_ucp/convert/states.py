@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..atoms import AtomicIndex, GroupInfo
+from ..io.disk import explain_full
 from ..io.opcodes import Global, Node, make_instance
 from ..io.torchzip import ScalarTensor, make_tensor, pack_scalar
 from ..sources.files import sort_files
@@ -76,8 +77,13 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
     Raises:
         CheckpointError: a file of the source is damaged.
         UnsupportedError: its pickle is not one that Python 3 writes.
-        OSError: as the system tells it.
+        StorageError: the disk is full.
     """
+    with explain_full(folder):
+        return _write_states(index, folder)
+
+
+def _write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
     main = open_pickled(index.state_file)
     size, crc = save_pickled(main, _strip_model(main.root), os.path.join(folder, MODEL_STATES))
     _link(os.path.join(folder, MODEL_STATES), os.path.join(folder, MODEL_STATES_ZERO3))

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..sources.samples import check_samples
 from ..sources.survey import find_old_files, survey_folder
 from .faults import Fault, judge_file, name_contents
 from .inventory import compare_contents, compare_names
+from .progress import Bar, default_workers, no_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +100,28 @@ def verify_checkpoint(
     folder: str,
     comm: Comm | None = None,
     *,
-    threads: int = 4,
+    threads: int | None = None,
     window: int = 64 << 20,
     headers_only: bool = False,
     groups: Any = None,
-    progress: Callable[[int], None] | None = None,
+    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar,
 ) -> Verification:
     """Look at every file of a checkpoint; collective, the same result on every rank.
 
     Args:
         folder: a tag's folder, or an atomic checkpoint.
         comm: the ranks that share the files.
-        threads: how many reads are under way at once on a rank.
+        threads: how many reads are under way at once on a rank; None: by its cores.
         window: bytes of memory for them.
         headers_only: leave the tensors' bytes alone.
         groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
-        progress: told the bytes that were read, from any thread.
+        bar: makes a progress bar of so many bytes.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds nothing that could be looked at.
     """
     comm, begin = comm or Comm(), time.perf_counter()
+    threads = threads or default_workers()
     with comm.together():
         sizes, others = list_files(folder)
         if not sizes:
@@ -127,7 +130,9 @@ def verify_checkpoint(
     listed, faults = _list_all(folder, mine, threads)
     scans: list[Scanned] = []
     if not headers_only:
-        scans = scan_files(_plan(folder, mine, sizes, listed), threads=threads, window=window, progress=progress)
+        plan = _plan(folder, mine, sizes, listed)
+        with bar(sum(file.size for file in plan)) as shown:
+            scans = scan_files(plan, threads=threads, window=window, progress=shown.add)
     index, more = _look_at_whole(folder, comm, groups)
     manifest, told = _look_at_manifest(folder, comm, sizes, listed)
     faults += told

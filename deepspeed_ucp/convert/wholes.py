@@ -116,9 +116,9 @@ def settle_wholes(
     Raises:
         MismatchError: parameters whose pattern nothing settles, or shapes that contradict it; all in one message.
     """
-    weights = {plain_name(name): atom for (name, _), atom in _list_weights(index)}
+    weights = {plain_name(name): atom for (name, _), atom in list_weights(index)}
     shapes = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    equal = {name for name in shapes if name in index.buffers and _is_equal(index, weights[name])}
+    equal = {name for name in shapes if name in index.buffers and is_replica(index, weights[name])}
     asked = sorted(set(shapes) - equal)
     settled = settle(asked, shapes, None, list_rules(index, rules, live), index.hints)
     layouts = {name: have for name, (have, _) in settled.layouts.items()}
@@ -159,7 +159,7 @@ def plain_name(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _list_weights(index: AtomicIndex) -> Iterable[tuple[tuple[str, str], Atom]]:
+def list_weights(index: AtomicIndex) -> Iterable[tuple[tuple[str, str], Atom]]:
     """One atom per name: its master, else the module's own tensor, else whatever there is."""
     order = {MASTER: 0, MODULE: 1, COPY: 2}
     best: dict[str, tuple[str, str]] = {}
@@ -170,7 +170,7 @@ def _list_weights(index: AtomicIndex) -> Iterable[tuple[tuple[str, str], Atom]]:
     return ((key, index.atoms[key]) for key in best.values())
 
 
-def _is_equal(index: AtomicIndex, atom: Atom) -> bool:
+def is_replica(index: AtomicIndex, atom: Atom) -> bool:
     """A buffer that every tensor-parallel rank has in one shape with one checksum: a replica."""
     records = [index.records[fragment.record] for shard in atom.shards for fragment in shard.fragments]
     sums = {(record.nbytes, record.crc) for record in records}

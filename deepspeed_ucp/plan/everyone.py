@@ -18,10 +18,12 @@ class Everyone:
     """Every rank's plan and how it came about.
 
     Attributes:
-        blocks: of the records, by their owners.
+        records: what is read.
+        blocks: of these, by their owners.
         claims, judgements, resolutions, plans: by rank.
     """
 
+    records: Sequence[Record]
     blocks: Blocks
     claims: tuple[Sequence[Claim], ...]
     judgements: tuple[Judgement, ...]
@@ -77,7 +79,7 @@ def plan_everyone(
         )
         for rank in range(size)
     ]
-    return Everyone(blocks, tuple(claims), tuple(judgements), tuple(resolutions), _agree_steps(plans, share))
+    return Everyone(records, blocks, tuple(claims), tuple(judgements), tuple(resolutions), _agree_steps(plans, share))
 
 
 def _agree_steps(plans: Sequence[LoadPlan], share: int) -> tuple[LoadPlan, ...]:

@@ -204,7 +204,7 @@ class Sampler:
                 for tp_rank, span in self._trace(atom, shard, first, last):
                     spans[atom.name, atom.state, shard, tp_rank].append(span)
         for (name, state, shard, tp_rank), found in spans.items():
-            for low, high in _join(found):
+            for low, high in join_spans(found):
                 for rank, want in self._assign(*atoms[name, state], tp_rank, low, high):
                     if want.view is None:
                         yield rank, want
@@ -282,7 +282,8 @@ def _end(run: Run) -> int:
     return run.src + (run.count - 1) * run.src_step + run.width
 
 
-def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in order, joined where they meet."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if joined and low <= joined[-1][1]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
 from ..patterns import Layout
@@ -273,19 +273,17 @@ def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], deg
 
 
 def _lay_sub_groups(group: int, names: Sequence[str], numels: Sequence[int], degrees: Degrees) -> Iterator[VirtualFlat]:
-    """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches its size."""
-    parts = [part_numel(numel, degrees.shards) for numel in numels]
-    begin = size = 0
-    for at, part in enumerate(parts):
-        size += part
-        if size >= degrees.sub_group or at == len(parts) - 1:
-            some = slice(begin, at + 1)
-            offsets = tuple(accumulate_offsets(parts[some]))
-            yield VirtualFlat(group, tuple(names[some]), tuple(numels[some]), offsets, size, degrees.shards, True)
-            begin, size = at + 1, 0
+    for some in cut_sub_groups(numels, degrees.shards, degrees.sub_group):
+        parts = [part_numel(numel, degrees.shards) for numel in numels[some]]
+        offsets = tuple(accumulate_offsets(parts))
+        yield VirtualFlat(group, tuple(names[some]), tuple(numels[some]), offsets, sum(parts), degrees.shards, True)
 
 
-def narrow(want: Want, low: int, high: int) -> Want | None:
-    """The part of a want that lies in elements [low, high) of the target shard."""
-    first, last = max(low, want.start), min(high, want.start + want.numel)
-    return replace(want, start=first, numel=last - first) if first < last else None
+def cut_sub_groups(numels: Sequence[int], dp: int, size: int) -> Iterator[slice]:
+    """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches ``size``."""
+    begin = held = 0
+    for at, numel in enumerate(numels):
+        held += part_numel(numel, dp)
+        if held >= size or at == len(numels) - 1:
+            yield slice(begin, at + 1)
+            begin, held = at + 1, 0

@@ -308,29 +308,27 @@ def save_pickled(file: PickledFile, root: Any, path: str, added: Mapping[str, by
 
     Raises:
         CheckpointError: a storage is missing, or its bytes are not what was saved.
-        OSError: as the system tells it.
+        OSError: the new file cannot be written.
     """
-    with open(file.path, "rb") as source:
-        storages: dict[str, bytes | Stream] = {
-            key: added[key] if key in added else _open_storage(file, key, numel, source)
-            for key, numel in list_storages(root).items()
-        }
-        crc = write_torch_file(path, write_pickle(root, max(file.protocol, PROTOCOL)), storages)
+    storages: dict[str, bytes | Stream] = {
+        key: added[key] if key in added else _open_storage(file, key, numel)
+        for key, numel in list_storages(root).items()
+    }
+    crc = write_torch_file(path, write_pickle(root, max(file.protocol, PROTOCOL)), storages)
     return os.stat(path).st_size, crc
 
 
-def _open_storage(file: PickledFile, key: str, numel: int, source: IO[bytes]) -> Stream:
+def _open_storage(file: PickledFile, key: str, numel: int) -> Stream:
     blob = file.blobs.get(key) if numel else Blob(0, 0, 0)
     if blob is None:
         raise CheckpointError(f"{file.path}: storage {key} of a tensor is missing; the file is damaged.")
-    return Stream(blob.nbytes, _read_storage(file.path, key, blob, source))
+    return Stream(blob.nbytes, _read_storage(file.path, key, blob))
 
 
-def _read_storage(path: str, key: str, blob: Blob, source: IO[bytes]) -> Iterator[bytes]:
+def _read_storage(path: str, key: str, blob: Blob) -> Iterator[bytes]:
     crc = 0
     for low in range(0, blob.nbytes, CHUNK):
-        source.seek(blob.offset + low)
-        data = source.read(min(CHUNK, blob.nbytes - low))
+        data = read_bytes(path, blob.offset + low, min(CHUNK, blob.nbytes - low))
         crc = isal_zlib.crc32(data, crc)
         yield data
     check_crc(path, f"data/{key}", crc, blob.crc)

@@ -128,7 +128,7 @@ def test_stage_0_is_named_by_groups(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "argv", [["--tolerance", "-1"], ["--workers", "0"], ["--only", "("], ["--patterns", "[nonsense"]], ids=str
+    "argv", [["--tolerance", "-1"], ["--workers", "-1"], ["--only", "("], ["--patterns", "[nonsense"]], ids=str
 )
 def test_nonsense_is_refused(left: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(left, left, *argv) == 2

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepspeed_ucp.cli.chart import KINDS, MASTERS, Lane, make_map, rasterize, shade
 from deepspeed_ucp.cli.main import main
 from deepspeed_ucp.cli.parameters import Parameter, fold_names, fold_rows, split_layer
-from deepspeed_ucp.cli.plot import Lane, rasterize, shade
 from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
 
@@ -331,7 +331,6 @@ def test_the_map_holds_every_byte(topology: Topology, checkpoints: Callable[[Top
 
     from deepspeed_ucp.cli.common import open_index
     from deepspeed_ucp.cli.inspect import make_survey
-    from deepspeed_ucp.cli.plot import KINDS, make_map
 
     folder = str(checkpoints(topology))
     survey = make_survey(open_index(Namespace(checkpoint=folder)), folder)
@@ -340,7 +339,7 @@ def test_the_map_holds_every_byte(topology: Topology, checkpoints: Callable[[Top
     sums = {kind: sum(lane.nbytes for (_, each), lane in drawn.lanes.items() if each == kind) for kind in KINDS}
     assert list(sums.values()) == [totals.masters, totals.states, totals.module, totals.copies]
     masters = np.sum(
-        [rasterize(lane, drawn.width, 500) for (_, kind), lane in drawn.lanes.items() if kind == KINDS[0]], 0
+        [rasterize(lane, drawn.width, 500) for (_, kind), lane in drawn.lanes.items() if kind == MASTERS], 0
     )
     trained = sum(row.nbytes + row.copy_bytes for row in survey.parameters if row.kind == "trained")
     if topology.tp == 1:  # every trained byte of the model's width is drawn once

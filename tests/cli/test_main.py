@@ -314,10 +314,19 @@ def test_the_library_s_warnings_are_short_lines(
 
 @pytest.mark.parametrize("key", ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
 def test_only_rank_0_prints(key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
     for rank in ("1", "0"):
         monkeypatch.setenv(key, rank)
         emit(Namespace(json=False), {}, "text\n")
         assert capsys.readouterr().out == ("text\n" if rank == "0" else "")
+
+
+def test_a_rank_without_a_launch_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clusters set RANK for containers, in which somebody may type a command."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    emit(Namespace(json=False), {}, "text")
+    assert capsys.readouterr().out == "text\n"
 
 
 def test_json_is_what_every_parser_reads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_files_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "are unchecked: their writer stored no checksum" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--workers=0", "--window-mb=0"])
+@pytest.mark.parametrize("option", ["--workers=-1", "--window-mb=0"])
 def test_nonsense_is_refused(folder: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, option) == 2
     assert "must" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from deepspeed_ucp.comm import join_launch
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, driver, execute
 from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.io.staging import explain_full
 from deepspeed_ucp.plan import conversion
 
 
@@ -22,8 +24,16 @@ def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank's first batch fail."""
     if kind == "die":
         monkeypatch.setattr(execute, "_run_batch", lambda *_: sys.exit("gone"))
+    if kind == "full":
+        monkeypatch.setattr(execute, "write_at", _fail_full)
+        monkeypatch.setattr(execute, "write_parts", _fail_full)
     if kind == "bug":
         monkeypatch.setattr(execute, "_run_batch", lambda *_: 1 // 0)
+
+
+def _fail_full(*_: object) -> None:
+    with explain_full("/scratch"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def main(source: str, destination: str, failure: str) -> None:

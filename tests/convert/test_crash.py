@@ -314,7 +314,7 @@ RIGHT = {"pattern": "shard-v"}
 
 def make_rules(kind: dict[str, Any]) -> dict[str, Any]:
     """Two patterns that give the same shapes, and other bytes."""
-    return {"rules": [{"match": r"layer\.weight", **kind}, {"match": ".*", "pattern": "replicate"}]}
+    return {"rules": [{"match": r"layer\.weight", **kind}, {"match": ".*(bias|norm.weight)", "pattern": "replicate"}]}
 
 
 def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:

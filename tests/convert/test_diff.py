@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -470,9 +472,15 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
     a, b = open_held(held, tmp_path / "a"), open_held(expect(held, Topology(3, 2)), tmp_path / "b")
     done: list[int] = []
-    options = DiffOptions(window=12 * 512, progress=done.append)
-    found = diff_checkpoints(a, b, options=options, rules=rules_of(held))
+    totals: list[int] = []
+
+    def make_bar(total: int) -> Any:
+        totals.append(total)
+        return nullcontext(SimpleNamespace(add=done.append))
+
+    found = diff_checkpoints(a, b, options=DiffOptions(window=12 * 512, bar=make_bar), rules=rules_of(held))
     assert found.equal
+    assert totals == [sum(done)]
     assert sum(done) == sum(atom.nbytes for atom in b.atoms.values() if atom.state != "copy") * 2
     assert len(done) > 10
 

@@ -26,7 +26,7 @@ from deepspeed_ucp.sources import open_checkpoint
 from tests.convert.test_wholes import check_atoms, open_held, rules_of
 from tests.ranks import run_ranks
 from tests.reshard import examples, temporary_folder
-from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
+from tests.reshard3d import Held, draw_state, make_plain, trips
 from tests.synth import Topology
 
 OPTIONS = ConvertOptions(workers=2)
@@ -201,7 +201,7 @@ def test_ranges_must_make_up_the_file() -> None:
     class Fake:
         path = "x.pt"
 
-        class whole:  # noqa: N801
+        class whole:
             numel, itemsize = 10, 4
 
     import zlib
@@ -230,3 +230,11 @@ def test_the_manifest_tells_where_it_came_from(tmp_path: Path) -> None:
         p.name for p in (tmp_path / "tag").iterdir() if p.suffix == ".pt"
     }
     assert told["patterns"]["body.row"]["pattern"]["kind"] == "shard-h"
+
+
+def test_what_upstream_cannot_cut_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = draw_state(make_plain(("norm", "row", "hybrid4")), Topology(1, 1, tp=4))
+    with caplog.at_level("WARNING", "deepspeed_ucp"):
+        convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", tmp_path / "out")
+    (told,) = [record.getMessage() for record in caplog.records if "load_universal" in record.getMessage()]
+    assert "body.hybrid4" in told and "body.row" not in told

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from deepspeed_ucp.atoms import MASTER
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.dcp import cut_chunks, export_dcp, locate_chunk
+from deepspeed_ucp.convert.chunks import cut_chunks, locate_chunk
+from deepspeed_ucp.convert.dcp import export_dcp
 from deepspeed_ucp.convert.export import ExportOptions
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.sources import open_checkpoint
@@ -39,7 +40,7 @@ from tests.reshard import examples
 from tests.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
-OPTIONS = ExportOptions(tied="copy", workers=3)
+OPTIONS = ExportOptions(workers=3)
 
 
 def read_all(folder: Path) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_chunks_of_large_tensors(tmp_path: Path) -> None:
     model = Model((Param("a", (900, 3000)), Param("b", (4,)), Param("c", (900, 3000), alias_of="a")))
     index = open_model(tmp_path, Topology(2, 3), model)
     report = export_dcp(
-        index, str(tmp_path / "out"), options=ExportOptions(tied="copy", workers=4, window=12 << 20), weights_only=True
+        index, str(tmp_path / "out"), options=ExportOptions(workers=4, window=12 << 20), weights_only=True
     )
     with open(tmp_path / "out" / ".metadata", "rb") as stream:
         metadata = pickle.load(stream)

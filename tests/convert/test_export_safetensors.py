@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_ucp.atoms import MASTER, AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import output, safetensors
+from deepspeed_ucp.convert import ConvertOptions, convert_index, output, safetensors
 from deepspeed_ucp.convert.export import ExportOptions
 from deepspeed_ucp.convert.safetensors import DTYPES, export_safetensors, split_shards
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
@@ -150,6 +150,18 @@ def test_padding_rows_of_a_vocabulary(tmp_path: Path, keep: bool) -> None:
     whole = held.state.atoms["body.word"]["fp32"]
     assert len(whole) > VOCAB
     check_same({"w": load_all(tmp_path / "out")["body.word"]}, {"w": whole if keep else whole[:VOCAB]})
+
+
+def test_an_atomic_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Its manifest tells the patterns, the vocabulary's rows among them."""
+    held = draw_state(make_plain(("word", "qkv", "row", "norm"), frozen=("row",)), Topology(1, 2, "bf16", tp=2))
+    index = open_held(held, tmp_path / "in")
+    convert_index(index, str(tmp_path / "in"), str(tmp_path / "atomic"), Comm(), ConvertOptions(), rules=rules_of(held))
+    export_safetensors(index, str(tmp_path / "one"), rules=rules_of(held))
+    export_safetensors(open_checkpoint(str(tmp_path / "atomic"), Comm()), str(tmp_path / "two"))
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert len(load_file(one)["body.word"]) == VOCAB
 
 
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (1, 5), (3, 1), (2, 4)])

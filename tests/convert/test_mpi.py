@@ -60,7 +60,9 @@ def test_two_ranks_go_on_with_what_one_process_began(
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("failure", "message"), [("bug", "[rank 1] ZeroDivisionError"), ("die", "gone")], ids=["bug", "die"]
+    ("failure", "message"),
+    [("bug", "[rank 1] ZeroDivisionError"), ("die", "gone"), ("full", "[rank 1] /scratch: disk full")],
+    ids=["bug", "die", "full"],
 )
 def test_one_ranks_failure_ends_all_with_one_message(
     failure: str, message: str, source: Path, expected: dict[str, bytes], tmp_path: Path
@@ -69,5 +71,6 @@ def test_one_ranks_failure_ends_all_with_one_message(
     assert done.returncode not in (0, None)
     assert done.stderr.count(message) == 1, done.stderr
     assert not (tmp_path / "dst").exists()
+    assert (tmp_path / ".dst.ucp-partial").exists() == (failure != "full")
     convert(source, tmp_path / "dst")
     assert read_bytes(tmp_path / "dst") == expected

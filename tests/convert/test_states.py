@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert.states import MODEL_STATES, MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.torchfile import read_header
 from tests.sources.test_repickle import assert_same
@@ -287,6 +288,17 @@ def test_damaged_client_tensors_are_not_taken_over(tmp_path):
         stream.seek(record.offset)
         stream.write(b"\x55")
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: data/\d+ has CRC32"):
+        write_states(index, str(tmp_path))
+
+
+def test_a_full_disk_is_explained(tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, _ = write(tmp_path / "src", Topology(1, 2))
+    index = open_index(path)
+    monkeypatch.setattr("deepspeed_ucp.io.torchzip._write_record", refuse)
+    with pytest.raises(StorageError, match="disk full"):
         write_states(index, str(tmp_path))
 
 

@@ -7,14 +7,18 @@ import random
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 
 from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.convert.progress import no_bar
 from deepspeed_ucp.convert.verify import Fault, Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import scan
@@ -22,6 +26,7 @@ from deepspeed_ucp.sources.records import list_records
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.sources.parallel import tail_cut
+from tests.sources.test_index import count_read_bytes
 from tests.sources.test_parallel import PIPE, PLAIN
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
@@ -322,10 +327,24 @@ def test_other_files_are_listed(tmp_path: Path) -> None:
 
 def test_progress_is_told_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "CHUNK", 4096)
-    path, told = write(tmp_path, Topology(2, 3)), list[int]()
-    found = verify_checkpoint(str(path), progress=told.append)
-    assert sum(told) == found.read == sum(list_files(str(path))[0].values())
+    path, told, totals = write(tmp_path, Topology(2, 3)), list[int](), list[int]()
+
+    def make_bar(total: int) -> Any:
+        totals.append(total)
+        return nullcontext(SimpleNamespace(add=told.append))
+
+    found = verify_checkpoint(str(path), bar=make_bar)
+    assert sum(told) == found.read == sum(list_files(str(path))[0].values()) == totals[0]
     assert max(told) <= 4096
+
+
+def test_every_byte_is_read_once(tmp_path: Path) -> None:
+    model = Model((Param("a", (1000, 500)), Param("b", (500, 1000)), Param("c", (500, 300), frozen=True)))
+    path = write(tmp_path, Topology(1, 3, "bf16"), model)
+    before = count_read_bytes()
+    found = verify_checkpoint(str(path))
+    assert found.whole
+    assert found.read <= count_read_bytes() - before < 1.05 * found.read
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
@@ -339,16 +358,17 @@ def test_ranks_share_the_files_and_tell_the_same(tmp_path: Path, size: int) -> N
     told: dict[int, int] = {}
 
     def work(rank: int, comm: object) -> Verification:
-        def add(nbytes: int) -> None:
-            told[rank] = told.get(rank, 0) + nbytes
+        def make_bar(total: int) -> Any:
+            told[rank] = total
+            return no_bar(total)
 
-        return replace(verify_checkpoint(str(path), comm, progress=add), seconds=0.0)  # type: ignore[arg-type]
+        return replace(verify_checkpoint(str(path), comm, bar=make_bar), seconds=0.0)  # type: ignore[arg-type]
 
     results = run_ranks(size, work)
     assert all(result == results[0] for result in results)
     assert results[0] == replace(verify_checkpoint(str(path)), seconds=0.0)
     assert sum(told.values()) == results[0].read
-    assert len(told) == min(size, len(os.listdir(path)))
+    assert sum(total > 0 for total in told.values()) == min(size, len(os.listdir(path)))
 
 
 def test_shares_are_about_equal() -> None:

@@ -20,7 +20,7 @@ from deepspeed_ucp.sources import open_checkpoint
 from tests.load.test_reshard import AWKWARD
 from tests.ranks import run_ranks
 from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for
-from tests.reshard3d import Held, draw_state, expect, load_all, make_config, make_pipeline, make_plain
+from tests.reshard3d import Held, draw_state, expect, fit_rows, load_all, make_config, make_pipeline, make_plain
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
 
 PATIENT = UniversalConfig(threads=1)
@@ -132,9 +132,8 @@ def test_the_users_patterns_come_before_the_manifests(tmp_path: Path) -> None:
     """A wrong one is taken at its word, and contradicts the shapes."""
     held = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
     wrong = UniversalConfig(threads=1, patterns=[{"match": ".*", "pattern": "shard-h"}])
-    with pytest.raises(MismatchError, match=r"body\.column: .*shard along dimension 1"):
-        path = held.write(tmp_path / "tag")
-        _, out = convert(path, held.make_targets(), make_config(held.model))
+    _, out = convert(held.write(tmp_path / "tag"), held.make_targets(), make_config(held.model))
+    with pytest.raises(MismatchError, match=r"logical shape \(12, 5\) in the checkpoint, \(3, 20\) in the model"):
         load_all(out, expect(held, Topology(1, 1, tp=4)).make_targets(), wrong)
 
 
@@ -169,10 +168,35 @@ def test_a_replaced_state_file_is_named(converted: Path) -> None:
         open_checkpoint(str(converted), Comm())
 
 
-def test_without_a_manifest_the_headers_tell_the_same(converted: Path) -> None:
-    """What we write is upstream's layout: names, shapes, groups and steps are found without the manifest."""
-    with_manifest = open_checkpoint(str(converted), Comm())
+def test_a_lost_manifest_is_missed(converted: Path) -> None:
     (converted / "ucp_manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="param_shapes|listed|missing"):
+    with pytest.raises(CheckpointError, match=r"ucp_manifest.json is missing: zero/count/module.pt was written by"):
         open_checkpoint(str(converted), Comm())
-    assert with_manifest.atoms
+
+
+VOCABULARY = Model((Param("word_embeddings.weight", (12, 3)), Param("w", (3, 5))))
+
+
+@pytest.mark.parametrize("rows", [8, 18])
+def test_a_vocabularys_padding_may_differ_without_tensor_parallelism(rows: int, tmp_path: Path) -> None:
+    """One rank to one rank, by the user's word; the same from a normal checkpoint and from an atomic one."""
+    state = random_state(VOCABULARY, 0)
+    write_files(tmp_path / "tag", build_files(VOCABULARY, state, Topology(1, 2)))
+    rules = [{"match": "word_embeddings.weight", "pattern": "shard-v", "vocab": True}]
+    config = UniversalConfig(threads=1, patterns={"rules": rules, "original_vocab_size": 7})
+    _, out = convert(tmp_path / "tag", make_targets(VOCABULARY, Topology(1, 2)), config)
+    other = Model((Param("word_embeddings.weight", (rows, 3)), VOCABULARY.params[1]))
+    wanted = {key: fit_rows(value, (rows, 3)) for key, value in state.atoms["word_embeddings.weight"].items()}
+    fitted = replace(state, atoms={**state.atoms, "word_embeddings.weight": wanted})
+    for folder, told in ((tmp_path / "tag", config), (out, PATIENT)):
+        targets = make_targets(other, Topology(3, 2))
+        check_content(load(open_for(folder, targets[0]), targets, config=told), fitted)
+    with pytest.raises(MismatchError, match=r"word_embeddings.weight: shape \(12, 3\) in the checkpoint.*vocab"):
+        load(open_for(tmp_path / "tag", targets[0]), make_targets(other, Topology(3, 2)))
+
+
+def test_other_numbers_of_rows_are_refused(tmp_path: Path) -> None:
+    write_files(tmp_path / "tag", build_files(VOCABULARY, random_state(VOCABULARY, 0), Topology(1, 2)))
+    targets = make_targets(Model((VOCABULARY.params[0], Param("w", (4, 5)))), Topology(3, 2))
+    with pytest.raises(MismatchError, match=r"w: shape \(3, 5\) in the checkpoint, \(4, 5\) in the model"):
+        load(open_for(tmp_path / "tag", targets[0]), targets)

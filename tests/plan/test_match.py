@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,9 +79,27 @@ def test_a_lenient_load_passes_missing_and_extra_ones_over() -> None:
 
 
 def test_a_lenient_load_still_refuses_other_shapes() -> None:
-    with pytest.raises(MismatchError, match=r"a: shape \(2,\)") as error:
-        match(make_index({"a": (2,)}), {"a": (3,)}, strict=False)
+    with pytest.raises(MismatchError, match=r"a: shape \(2, 2\)") as error:
+        match(make_index({"a": (2, 2)}), {"a": (2, 3)}, strict=False)
     assert "load_module_strict" not in str(error.value)
+
+
+def test_other_numbers_of_rows_are_left_to_patterns() -> None:
+    """A vocabulary's padding may be what differs; no pattern says so of the others."""
+    found = match(make_index({"a": (4, 2), "b": (3,)}), {"a": (6, 2), "b": (3,)})
+    assert found.resized == ["a"]
+
+
+def test_what_the_sources_converter_left_out_keeps_its_value() -> None:
+    """Frozen parameters and buffers alone; what is trained has to be there."""
+    index = replace(make_index({"a": (2,)}), dropped="the converter leaves buffers out")
+    assert match(index, {"a": (2,)}, {"buffer": (3,)}).kept == ["buffer"]
+    with pytest.raises(MismatchError, match=r"b \(2,\): not in the checkpoint"):
+        match(index, {"a": (2,), "b": (2,)}, {})
+    with pytest.raises(MismatchError, match="as a frozen one, there it is trained"):
+        match(index, {}, {"a": (2,)})
+    with pytest.raises(MismatchError, match=r"buffer \(3,\): not in the checkpoint"):
+        match(make_index({"a": (2,)}), {"a": (2,)}, {"buffer": (3,)})
 
 
 @pytest.mark.parametrize(

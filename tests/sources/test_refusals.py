@@ -447,7 +447,7 @@ def test_each_header_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
             return by_name.setdefault(name, original(folder, name))
 
         monkeypatch.setattr(opening, "read_file", note)
-        listing = opening._list_everywhere(str(path), Comm())
+        listing = opening.sort_files(str(path), opening._list_everywhere(str(path), Comm()))
         comm = Comm()
         comm.rank, comm.size = rank, 4
         first = opening._choose(listing) if rank == 0 else []

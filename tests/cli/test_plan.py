@@ -1,0 +1,221 @@
+"""``ds_ucp plan``: what it says, how it ends, and the paper's trillion parameters on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.cli.main import main
+from tests.huge import make_gpt, save_sparse, write_gpt
+from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("wte", (40, 9)), Param("h.0.norm", (9,), group=1), Param("h.0.attn", (27, 9))))
+RULES = '[{"match": "wte|.*attn", "pattern": "shard-v"}, {"match": ".*norm", "pattern": "replicate"}]'
+Plan = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    write_small(tmp_path, Topology(1, 4, "bf16"))
+    return tmp_path
+
+
+def write_small(folder: Path, topology: Topology, **config: Any) -> None:
+    run = Run(ds_config={**topology.ds_config(), "train_batch_size": 48, **config})
+    write_checkpoint(folder, MODEL, random_state(MODEL, 1, precision=topology.precision), topology, run=run)
+
+
+@pytest.fixture(name="plan")
+def _plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    def plan(folder: Path, target: str, *options: str) -> tuple[int, dict[str, Any]]:
+        code = main(["plan", str(folder), "--target", target, "--json", *options])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else {"error": err}
+
+    return plan
+
+
+def test_it_tells_at_a_glance(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--target", "dp=3,zero=3", "--read-gbs", "2", "--net-gbs", "1", "--all"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    starts = {line[0]: line for line in lines if line}
+    assert starts["from"][1:] == ["ZeRO-1", "dp=4", "bfloat16", "(zero12)"]
+    assert starts["to"][1:] == ["ZeRO-3", "dp=3", "bfloat16", "(zero3),", "3", "ranks"]
+    assert starts["loads"][1] == "deepspeed_ucp:"
+    assert starts["batch"][-1] == "fits"
+    for title in ("checkpoint", "needs", "reads", "opens", "receives", "engine's", "rank", "resume", "assumed"):
+        assert title in starts, title
+
+
+def test_json_tells_everything(folder: Path, plan: Plan) -> None:
+    code, told = plan(folder, "dp=3,zero=3", "--read-gbs", "2")
+    numel = sum(param.numel for param in MODEL.params)
+    assert (code, told["possible"], told["loader"], told["exact"]) == (0, True, "deepspeed_ucp", True)
+    assert told["degrees"]["world"] == len(told["ranks"]) == 3
+    assert told["totals"]["state"] == told["totals"]["needed"] == 12 * numel
+    assert told["totals"]["read"] == sum(rank["read"] for rank in told["ranks"])
+    size = sum(file.stat().st_size for file in folder.glob("*/*.pt"))
+    assert told["totals"]["checkpoint"] == size
+    assert told["seconds"]["checkpoint"] == pytest.approx(size / 2e9)
+    assert told["per_rank"]["read"]["most"] == max(rank["read"] for rank in told["ranks"])
+    held = sum(-(-param.numel // 3) for param in MODEL.params)
+    assert {rank["engine"] for rank in told["ranks"]} == {held * (4 + 8 + 2)}
+
+
+def test_a_sample_tells_the_same_as_the_plan_of_all(folder: Path, plan: Plan) -> None:
+    _, every = plan(folder, "dp=6,zero=2", "--exact")
+    code, some = plan(folder, "dp=6,zero=2", "--sample", "3")
+    assert (code, some["exact"], [rank["rank"] for rank in some["ranks"]]) == (0, False, [0, 2, 5])
+    keys = ("needed", "read", "requests", "files", "received", "sent", "engine")
+    for rank in some["ranks"]:
+        assert {key: rank[key] for key in keys} == {key: every["ranks"][rank["rank"]][key] for key in keys}
+    assert some["totals"]["read"] == every["totals"]["read"]
+
+
+def test_the_saved_topology_is_left_to_deepspeed(folder: Path, plan: Plan) -> None:
+    code, told = plan(folder, "dp=4")
+    assert (code, told["loader"], told["differences"], told["ranks"]) == (0, "DeepSpeed", [], [])
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("dp=1,pp=2,zero=2", "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"),
+        ("dp=2,ep=2", "expert parallelism (ep=2) is not covered"),
+        ("dp=1,pp=3,zero=1", "3 pipeline stages, but the parameters' names tell of 1 layers"),
+        ("dp=2,tp=2,zero=1", "wte: (40, 9) on 1 rank in the checkpoint"),
+        ("dp=5,zero=1", "train_batch_size 48 cannot be made by 5 data-parallel ranks"),
+    ],
+)
+def test_what_is_not_possible_is_told_with_the_reason(folder: Path, plan: Plan, target: str, told: str) -> None:
+    code, found = plan(folder, target)
+    assert (code, found["possible"]) == (1, False)
+    assert told in " ".join(found["obstacles"])
+
+
+def test_unsettled_patterns_come_with_rules_to_paste(folder: Path, plan: Plan) -> None:
+    _, found = plan(folder, "dp=2,tp=3,zero=1")
+    (text,) = found["obstacles"]
+    assert '"match": "h\\\\.\\\\d+\\\\.attn"' in text
+    assert "--patterns" in text
+    code, found = plan(folder, "dp=2,tp=5,zero=1", "--patterns", RULES)
+    assert (code, found["obstacles"]) == (
+        1,
+        ["The model and the checkpoint cannot be brought together: h.0.attn: dimension 0 of shape (27, 9) has no 5 "
+         "equal parts. A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows "
+         "the checkpoint and the rules that it is given (--patterns)."],
+    )  # fmt: skip
+
+
+def test_rules_settle_them(tmp_path: Path, plan: Plan) -> None:
+    model = Model((Param("wte", (40, 9)), Param("h.0.norm", (9,), group=1), Param("h.0.attn", (28, 9))))
+    write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 2))
+    code, found = plan(tmp_path, "dp=2,tp=2,zero=1", "--patterns", RULES)
+    assert (code, found["patterns"]) == (0, {"the user's rules": 3})
+    assert any("equal parts" in text for text in found["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("universal", "fits"), [(None, False), (True, False), ({"preserve_batch_size": True}, True)], ids=str
+)
+def test_batch_sizes_are_those_of_the_saved_config(tmp_path: Path, plan: Plan, universal: Any, fits: bool) -> None:
+    section = {"checkpoint": {"universal": universal}}
+    write_small(tmp_path, Topology(1, 4, "bf16"), train_micro_batch_size_per_gpu=8, **section)
+    code, found = plan(tmp_path, "dp=8,zero=1")
+    assert (code, found["batch"]["fits"]) == (int(not fits), fits)
+    assert plan(tmp_path, "dp=8,zero=1", "--train-batch-size", "32")[0] == 0
+
+
+def test_nodes_tell_the_number_of_ranks(folder: Path, plan: Plan) -> None:
+    _, found = plan(folder, "sp=2,zero=3", "--nodes", "3", "--ranks-per-node", "4")
+    assert (found["degrees"]["dp"], found["degrees"]["world"], len(found["ranks"])) == (6, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--target", "dp=zwei"], "dp is a positive integer, found 'zwei'"),
+        (["--target", "dp=2", "--nodes", "2"], "--nodes and --ranks-per-node go together"),
+        (["--target", "dp=2", "--net-gbs", "2"], "give --read-gbs too"),
+        (["--target", "dp=2", "--window-mb", "8"], "at least 16"),
+    ],
+)
+def test_bad_usage_ends_with_2(folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str) -> None:
+    assert main(["plan", str(folder), *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_ends_with_2(folder: Path, plan: Plan) -> None:
+    next(folder.glob("*/*optim_states.pt")).write_bytes(b"PK")
+    code, found = plan(folder, "dp=3")
+    assert code == 2
+    assert "no zip directory" in found["error"]
+
+
+def test_it_needs_neither_torch_nor_deepspeed(folder: Path) -> None:
+    program = (
+        "import sys; from deepspeed_ucp.cli.main import main; "
+        f"code = main(['plan', {str(folder)!r}, '--target', 'dp=3,zero=3', '-q']); "
+        "sys.exit(code or (3 if {'torch', 'deepspeed'} & set(sys.modules) else 0))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- a trillion parameters --------------------------------------------------------------------------------------------
+
+LAYERS, HIDDEN, VOCABULARY = 125, 25600, 51200
+WRITERS = Topology(1, 4, "bf16", tp=8, pp=16)
+"""512 ranks: 128 model files, 512 optimizer files, 1016 layer files."""
+
+
+@pytest.fixture(name="trillion", scope="module")
+def _trillion(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("trillion")
+    yield write_gpt(folder, make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS, train_batch_size=1536)
+    for file in folder.rglob("*.pt"):
+        file.unlink()
+
+
+def test_sparse_files_are_what_torch_saves(tmp_path: Path) -> None:
+    import torch
+
+    with torch.device("meta"):
+        weight = torch.empty(1000, 30)
+    save_sparse({"a": weight, "b": weight[2:4], "step": torch.tensor(7.0)}, tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt")
+    assert (found["a"].shape, found["step"].item()) == ((1000, 30), 7.0)
+    assert found["b"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("target", ["dp=384,zero=3", "tp=8,pp=48,dp=2"])
+def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan: Plan, target: str) -> None:
+    options = ("--read-gbs", "273", "--patterns", "megatron-gpt", "--sample", "2")
+    code, found = plan(trillion, target, *options)
+    assert code == 0, found["obstacles"]
+    totals, parameters = found["totals"], LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN)
+    assert totals["checkpoint"] == pytest.approx(13.8e12, rel=0.002)
+    assert found["seconds"]["checkpoint"] == pytest.approx(50.5, abs=0.1)
+    assert 12 * parameters < totals["state"] < 12.1 * parameters  # masters and two states, no 16-bit copies
+    assert 1 <= totals["ratio"] < 1.002  # the last stage's copy of the embedding lies in records that are needed
+    assert found["seconds"]["aggregate"] == pytest.approx(12 / 14 * 50.5, rel=0.005)
+    world = found["degrees"]["world"]
+    assert totals["headers"] <= 2 + -(-totals["files"] // world)
+    assert all(rank["peak"] <= 5 * (256 << 20) / 8 + (64 << 20) for rank in found["ranks"])
+    assert sum(file.stat().st_blocks for file in trillion.rglob("*.pt")) * 512 < 200 << 20
+
+
+def test_the_text_shows_both_times(trillion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--target", "tp=8,pp=48,dp=2", "--read-gbs", "273", "--sample", "1"]
+    assert main(["plan", str(trillion), *options]) == 0
+    text = capsys.readouterr().out
+    assert "the whole checkpoint once  50.6 s" in text
+    assert "what the resume reads      43.4 s" in text
+    assert "12.6 TiB (13.8 TB)" in text
+    assert "in stages of near equal bytes that end with a layer" in text

@@ -1,0 +1,71 @@
+"""Scanning whole files: each range's checksum whatever the pieces, and every fault noted instead of raised."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.io import scan
+from deepspeed_ucp.io.scan import ScanFile, scan_files
+from tests.reshard import examples, temporary_folder
+
+DATA = bytes(index * 37 % 251 for index in range(50_000))
+
+
+@examples(40)
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 49_000), st.integers(0, 20_000)), max_size=6),
+    threads=st.integers(1, 5),
+    window=st.sampled_from((1, 5000, 40_000, 1 << 20)),
+)
+def test_checksums_of_any_ranges(ranges: list[tuple[int, int]], threads: int, window: int) -> None:
+    """They may overlap, and lie across pieces."""
+    ranges = [(offset, min(nbytes, len(DATA) - offset)) for offset, nbytes in ranges]
+    told: list[int] = []
+    with temporary_folder() as folder:
+        (folder / "a").write_bytes(DATA)
+        (folder / "empty").write_bytes(b"")
+        files = [ScanFile(str(folder / "a"), len(DATA), tuple(ranges)), ScanFile(str(folder / "empty"), 0)]
+        found = scan_files(files, threads=threads, window=window, progress=told.append)
+    assert found[0].crcs == [zlib.crc32(DATA[offset : offset + nbytes]) for offset, nbytes in ranges]
+    assert [each.nbytes for each in found] == [len(DATA), 0]
+    assert sum(told) == len(DATA)
+    assert not found[0].errors
+
+
+def test_a_file_that_ends_early_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "CHUNK", 4096)
+    (tmp_path / "a").write_bytes(DATA[:10_000])
+    (tmp_path / "b").write_bytes(DATA)
+    ranges = ((0, 4000), (9000, 2000), (20_000, 10))
+    files = [ScanFile(str(tmp_path / name), len(DATA), ranges) for name in ("a", "b")]
+    cut, whole = scan_files(files, threads=2)
+    assert cut.crcs == [zlib.crc32(DATA[:4000]), None, None]
+    assert cut.errors[0] == (10_000, "ends at byte 10000; it was cut off while it was read")
+    assert (cut.nbytes, whole.nbytes, whole.errors) == (10_000, len(DATA), [])
+    assert None not in whole.crcs
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("gone", "cannot be opened .No such file"), (".", "cannot be read at byte 0")]
+)
+def test_a_file_that_cannot_be_read_is_noted(tmp_path: Path, name: str, text: str) -> None:
+    (found,) = scan_files([ScanFile(str(tmp_path / name), 9000, ((0, 10),))])
+    assert found.crcs == [None]
+    assert len(found.errors) == 1
+    assert re.match(text, found.errors[0][1])
+
+
+def test_an_error_of_ones_own_ends_the_scan(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(DATA)
+
+    def fail(_: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        scan_files([ScanFile(str(tmp_path / "a"), len(DATA))] * 3, threads=2, progress=fail)

@@ -1,0 +1,104 @@
+"""Figures and times: arithmetic on what was planned."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_ucp.plan.claims import Claim
+from deepspeed_ucp.plan.estimate import (
+    MEASURED,
+    Bandwidths,
+    RankFigures,
+    Spread,
+    Totals,
+    measure_exchange,
+    measure_plan,
+    measure_sampled,
+    measure_scratch,
+    spread,
+    tell_times,
+)
+from deepspeed_ucp.plan.load import LoadPlan, Round
+from deepspeed_ucp.plan.requests import Part, Request
+from deepspeed_ucp.plan.resolve import Send
+from deepspeed_ucp.plan.sample import Sampled
+
+
+def make_figures(rank: int, **told: int) -> RankFigures:
+    return RankFigures(rank, 0, rank, 0, **{**dict.fromkeys(MEASURED, 0), **told})
+
+
+def make_read(record: int, nbytes: int) -> Request:
+    return Request(record, 0, nbytes, (Part(nbytes, 0, 0),))
+
+
+def make_send(nbytes: int, fresh: bool = True) -> Send:
+    return Send(0, nbytes, nbytes, 1, fresh)
+
+
+def make_claim(nbytes: int, fresh: bool = True) -> Claim:
+    return Claim(0, 0, nbytes, nbytes, 1, fresh, ())
+
+
+TOTALS = Totals(14_000, 10, 12_000, 12_600, 12_000, 0, 0, 3)
+RANKS = [make_figures(0, read=4_200, received=500), make_figures(1, read=8_400, sent=900)]
+
+
+def test_least_mean_and_most_of_a_figure() -> None:
+    assert spread(RANKS, "read") == Spread(4_200, 6_300, 8_400)
+    assert TOTALS.ratio == 1.05
+
+
+def test_times_at_the_storages_bandwidth() -> None:
+    times = tell_times(TOTALS, RANKS, 2, Bandwidths(1e-6))  # 1000 bytes a second
+    assert (times.checkpoint, times.aggregate, times.exchange) == (14.0, 12.6, None)
+    assert times.slowest == pytest.approx(16.8)
+    assert times.load == times.aggregate
+
+
+def test_one_ranks_bandwidth_can_be_the_limit() -> None:
+    times = tell_times(TOTALS, RANKS, 2, Bandwidths(1e-6, rank=2e-7, net=1e-7))
+    assert times.slowest == pytest.approx(42.0)
+    assert times.exchange == pytest.approx(9.0)
+    assert times.load == pytest.approx(51.0)
+
+
+def test_the_textbook_case() -> None:
+    totals = Totals(13_800_000_000_000, 1024, 1, 1, 1, 0, 0, 1)
+    assert tell_times(totals, RANKS, 512, Bandwidths(273)).checkpoint == pytest.approx(50.5, abs=0.1)
+
+
+def test_scratch_is_of_the_largest_read_per_thread() -> None:
+    assert measure_scratch([make_read(0, 10), make_read(1, 30), make_read(2, 20)], 2) == 60
+    assert measure_scratch([make_read(0, 10)], 16) == 10
+    assert measure_scratch([], 16) == 0
+
+
+def test_a_step_of_exchange_takes_what_is_packed_and_received_in_it() -> None:
+    sends = ((make_send(5),), (make_send(7),), (make_send(11, False),))
+    receives = ((make_claim(5),), (make_claim(13),), ())
+    each = Round((), 100, sends, receives)
+    assert measure_exchange([each], 0) == 100 + 5 + 7 + 5 + 13
+    # Distances 0 and 1 fall to the first of two steps: rank 0 sends to 0 and 1, and receives from 0 and 2.
+    assert measure_exchange([Round((), 100, sends, receives, 2)], 0) == 100 + 5 + 7 + 5
+
+
+def test_a_plans_figures_leave_out_what_a_rank_sends_itself() -> None:
+    sends = ((make_send(5),), (make_send(7),))
+    receives = ((make_claim(5),), (make_claim(13),))
+    plan = LoadPlan((make_read(0, 40), make_read(1, 50)), (Round((make_read(2, 10),), 10, sends, receives),), 100)
+    assert measure_plan(plan, 0, [0, 0, 1], 1) == {
+        "read": 100,
+        "requests": 3,
+        "files": 2,
+        "received": 13,
+        "sent": 7,
+        "rounds": 1,
+        "peak": max(50, 10 + 5 + 7 + 5 + 13),
+    }
+
+
+def test_rounds_and_memory_of_a_sampled_rank_are_bounds() -> None:
+    sampled = Sampled(needed=1, read=900, requests=9, files=3, largest=100, received=250, sent=20, staged=310)
+    found = measure_sampled(sampled, 2, 100)
+    assert (found["rounds"], found["peak"]) == (4, max(200, 100 + 20 + 100))
