@@ -15,3 +15,13 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = importlib.import_module(PLUGIN)
     if not config.pluginmanager.is_registered(plugin):  # the installed package brings it as an entry point
         config.pluginmanager.register(plugin, PLUGIN)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engine tests first and in one process, where they share worlds and source runs; the others beside them."""
+    engines = [item for item in items if item.get_closest_marker("engine")]
+    for item in engines:
+        item.add_marker(pytest.mark.xdist_group("engines"))
+    known = set(engines)
+    items[:] = [*engines, *(item for item in items if item not in known)]

@@ -116,14 +116,15 @@ def make_survey(index: AtomicIndex, folder: str, rules: Sequence[Any] = ()) -> S
         CheckpointError: the state file is damaged.
     """
     from .parameters import list_parameters, settle_patterns
-    from .survey import Survey, count_totals, find_findings, read_client_keys, tell_origin
+    from .survey import Survey, count_totals, find_findings, list_files, read_client_keys, tell_origin
 
     settling = settle_patterns(index, rules)
     rows = list_parameters(index, settling)
     client, version = read_client_keys(index)
     findings = find_findings(index, folder, rows, settling)
-    written = tell_origin(index, folder, version)
-    return Survey(folder, index, rows, count_totals(index, folder, rows), client, written, findings)
+    files = list_files(index, folder)
+    totals, written = count_totals(index, files, rows), tell_origin(index, folder, version)
+    return Survey(folder, index, rows, files, totals, client, written, findings)
 
 
 def _show_parameter(options: argparse.Namespace, survey: Survey) -> None:

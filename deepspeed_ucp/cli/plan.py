@@ -224,7 +224,7 @@ def _tell_totals(found: DryRun, totals: Totals) -> list[str]:
     about = "" if found.exact else "about "
     rows = [
         ["checkpoint", _both(totals.checkpoint), f"{format_count(totals.files)} files"],
-        ["state to restore", _both(totals.state), _share(totals.state, totals.checkpoint)],
+        ["state to restore", _both(totals.state), "masters, optimizer states, buffers; 16-bit copies are made from them"],
         ["read from storage", _both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
         ["held afterwards", _both(totals.needed), "by all ranks together"],
         ["exchanged", about + _both(totals.exchanged), "between ranks"],
@@ -240,10 +240,6 @@ def _both(nbytes: int) -> str:
     if nbytes < 1_000_000_000:
         return format_bytes(nbytes)
     return f"{format_bytes(nbytes)} ({format_count(nbytes)}B)"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} % of it (16-bit copies are made from the masters)" if whole else ""
 
 
 def _tell_ranks(found: DryRun, *, every: bool) -> list[str]:

@@ -12,6 +12,12 @@ from .common import format_bytes, format_count, format_table
 from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, fold_names, fold_rows, shorten_path, sort_states
 from .survey import Finding, Survey, list_states, tell_groups, tell_scalars
 
+_WIDTH = 100
+"""Columns of the values in the report's head."""
+
+_SHOWN = ("vocab", "dim", "parts", "blocks", "grid")
+"""Of a pattern's fields those that the table shows."""
+
 _OFTEN = 12
 """Names that a finding lists."""
 
@@ -40,7 +46,12 @@ def _tell_head(survey: Survey) -> list[str]:
         ("client state", ", ".join(f"{key} ({kind})" for key, kind in survey.client.items())),
         ("resume", tell_resume(index)),
     ]
-    return [f"  {line}" for line in format_table([row for row in rows if row[1]]).splitlines()]
+    folded = [
+        (key if not at else "", line)
+        for key, value in rows
+        for at, line in enumerate(textwrap.wrap(value, _WIDTH, break_long_words=False, break_on_hyphens=False))
+    ]
+    return [f"  {line}" for line in format_table(folded).splitlines()]
 
 
 def _tell_origin(survey: Survey) -> str:
@@ -181,7 +192,9 @@ def _tell_row(group: Sequence[Parameter]) -> tuple[str, ...]:
     files = [len(each.files) for each in group]
     size = sum(each.nbytes for each in group)
     origin = "" if row.pattern == "unique" else row.origin
-    return shape, dtype, shown, row.pattern, origin, _tell_range(pieces), _tell_range(files), format_bytes(size)
+    kind, *told = row.pattern.split(" ")
+    pattern = " ".join((kind, *(each for each in told if each.split("=")[0] in _SHOWN)))
+    return shape, dtype, shown, pattern, origin, _tell_range(pieces), _tell_range(files), format_bytes(size)
 
 
 def tell_shape(shape: Sequence[int]) -> str:

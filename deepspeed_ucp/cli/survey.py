@@ -73,6 +73,7 @@ class Survey:
     folder: str
     index: AtomicIndex
     parameters: list[Parameter]
+    files: dict[str, int]
     totals: Totals
     client: dict[str, str]
     written_by: dict[str, Any]
@@ -103,7 +104,7 @@ class Survey:
             "buffers": kinds[BUFFER],
             "instances": index.instances,
             "client_state": {"file": os.path.basename(index.state_file), "keys": self.client},
-            "files": [{"name": shorten_path(index, each.path), "size": each.size} for each in index.files],
+            "files": [{"name": name, "size": size} for name, size in self.files.items()],
             "findings": [asdict(each) for each in self.findings],
         }
 
@@ -141,7 +142,7 @@ def tell_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str,
     return found
 
 
-def count_totals(index: AtomicIndex, folder: str, rows: Iterable[Parameter]) -> Totals:
+def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Parameter]) -> Totals:
     """Counts and sizes."""
     sums = {MASTER: 0, COPY: 0, MODULE: 0, "": 0}
     covered: set[tuple[int, int, int]] = set()
@@ -152,7 +153,7 @@ def count_totals(index: AtomicIndex, folder: str, rows: Iterable[Parameter]) -> 
     parameters = [row for row in rows if row.kind != BUFFER and "#" not in row.name]
     numels = [row.numel for row in parameters]
     client = sum(index.records[record].nbytes for record in index.client_records)
-    records, sizes = sum(r.nbytes for r in index.records), _list_sizes(index, folder)
+    records, file_bytes = sum(r.nbytes for r in index.records), sum(files.values())
     return Totals(
         parameters=len(parameters),
         elements=None if None in numels else sum(numel or 0 for numel in numels),
@@ -162,18 +163,22 @@ def count_totals(index: AtomicIndex, folder: str, rows: Iterable[Parameter]) -> 
         module=sums[MODULE],
         client=client,
         padding=max(0, records - client - sum(nbytes for _, _, nbytes in covered)),
-        rest=sum(sizes) - records,
-        files=len(sizes),
-        file_bytes=sum(sizes),
+        rest=file_bytes - records,
+        files=len(files),
+        file_bytes=file_bytes,
     )
 
 
-def _list_sizes(index: AtomicIndex, folder: str) -> list[int]:
-    """Sizes of the checkpoint's files; an atomic one is everything in its folder, scalars and manifest too."""
-    if index.topology.wrapper != "atomic":
-        return [each.size for each in index.files]
-    found = (os.stat(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
-    return list({(each.st_dev, each.st_ino): each.st_size for each in found}.values())  # hard links once
+def list_files(index: AtomicIndex, folder: str) -> dict[str, int]:
+    """The checkpoint's files by their names in its folder, with sizes; scalars and manifest too, hard links once."""
+    if index.topology.wrapper == "atomic":
+        paths = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in sorted(names))
+        found = {(stat.st_dev, stat.st_ino): (path, stat.st_size) for path in paths if (stat := os.stat(path))}
+        return {os.path.relpath(path, folder): size for path, size in sorted(found.values())}
+    from ..sources.files import list_sizes
+
+    old = set(_find_leftovers(index, folder))
+    return {name: size for name, size in sorted(list_sizes(folder).items()) if size >= 0 and name not in old}
 
 
 def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:

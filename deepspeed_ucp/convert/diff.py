@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
+from ..errors import MismatchError
 from ..patterns import RuleSet
 from ..patterns.facts import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
@@ -223,7 +225,10 @@ def _compare_batch(work: _Work, batch: Batch, scratch: Scratch) -> None:
             items.append(Item(whole, each.start, each.numel, memory[used : used + nbytes]))
             used += -(-nbytes // 16) * 16
     for reader, items in zip(work.readers, sides, strict=True):
-        reader.read_items(items)
+        try:
+            reader.read_items(items)
+        except MismatchError as error:
+            raise MismatchError(f"{os.path.dirname(reader.index.state_file)}: {error}") from error
     for each, mine, theirs in zip(batch.ranges, *sides, strict=True):
         found = _tally(work.pairs[each.output], mine, theirs)
         with work.lock:

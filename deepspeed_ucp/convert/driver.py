@@ -26,6 +26,7 @@ from ..patterns.recorded import read_pattern
 from ..plan.conversion import ALIGNMENT, RANGE, Range, plan_conversion
 from ..sources.manifest import AtomRecord, Manifest, fingerprint, make_manifest, read_manifest
 from ..sources.samples import check_samples
+from ..version import __version__
 from .checks import verify_source
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
 from .outputs import find_formless, list_files, list_outputs, list_steps, make_folders, write_file
@@ -153,6 +154,7 @@ def _identify(index: AtomicIndex, wholes: Wholes) -> dict[str, Any]:
     patterns = {name: repr(pattern) for name, pattern in sorted(wholes.patterns.items())}
     return {
         "format": FORMAT,
+        "package": __version__,
         "fingerprint": fingerprint(index),
         "patterns": int(isal_zlib.crc32(repr(patterns).encode())),
     }

@@ -22,7 +22,8 @@ class Fault:
     Attributes:
         kind: ``crc``, ``read``, ``header``, ``missing``, ``foreign`` (of another step, run or world size),
             ``inconsistent`` (elements missing or covered twice, contradictions), ``manifest``, ``extra``, ``latest``,
-            ``unsupported``; as warnings ``leftover`` (of an earlier save) and ``latest``.
+            ``unsupported``; as warnings ``leftover`` (of an earlier save), ``latest``, ``missing`` (no optimizer
+            states) and ``unnamed`` (stage 0: nothing tells whose optimizer states are whose).
         file: name in the folder; empty where it is the folder's.
         text: what was expected, what was found.
         warning: the checkpoint can be loaded all the same.
@@ -43,9 +44,10 @@ def judge_file(name: str, listed: FileRecords | None, scan: Scanned) -> list[tup
 
 def _judge(name: str, listed: FileRecords | None, scan: Scanned) -> Iterator[tuple[Fault, RecordEntry | None]]:
     records = listed.records if listed else ()
-    for offset, text in scan.errors:
+    for offset, text in scan.errors[:1]:
         inside = next((r for r in records if r.offset <= offset < r.offset + r.nbytes), None)
-        yield Fault("read", name, f"{name}: {text}."), inside
+        more = f", nor at {len(scan.errors) - 1} other places" if len(scan.errors) > 1 else ""
+        yield Fault("read", name, f"{name}: {text}{more}."), inside
     for record, crc in zip(records, scan.crcs, strict=True):
         if crc is not None and record.crc is not None and crc != record.crc:
             text = (

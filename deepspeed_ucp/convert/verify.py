@@ -12,7 +12,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..errors import CheckpointError, ConfigError, MismatchError, UcpError, UnsupportedError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..sources import open_checkpoint
 from ..sources.atomic import is_atomic
@@ -119,6 +119,7 @@ def verify_checkpoint(
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds nothing that could be looked at.
+        ConfigError: ``groups`` are of another form.
     """
     comm, begin = comm or Comm(), time.perf_counter()
     threads = threads or default_workers()
@@ -197,19 +198,42 @@ def _plan(
 
 def _look_at_whole(folder: str, comm: Comm, groups: Any) -> tuple[AtomicIndex | None, list[Fault]]:
     """The index, or everything that keeps it from being built; collective."""
+    notes: list[Fault] = []
     try:
-        index = open_checkpoint(folder, comm, groups=groups, weights_only=True)
+        try:
+            index = open_checkpoint(folder, comm, groups=groups or "module")
+        except MismatchError as error:
+            index = open_checkpoint(folder, comm, weights_only=True)
+            notes.append(_note_unnamed(error, groups))
     except UnsupportedError as error:
         text = f"{error} Checksums apart, whether it is whole was not looked at."
         return None, [Fault("unsupported", "", text)]
+    except ConfigError:
+        raise
     except UcpError as error:
         found = [] if is_atomic(folder) else survey_folder(folder, comm)
         faults = [Fault(f.kind, f.file, f.text, warning=f.kind == "leftover") for f in found]
         if not all(fault.warning for fault in faults):
             return None, faults
-        return None, [*faults, Fault("inconsistent", "", str(error))]
+        kind = "missing" if " missing" in str(error) else "inconsistent"
+        return None, [*faults, Fault(kind, "", str(error))]
+    if index.topology.wrapper == "none":
+        text = "holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
+        notes = [Fault("missing", "", f"{folder}: {text}", warning=True)]
     old = [] if is_atomic(folder) else find_old_files(folder, index)
-    return index, [Fault(f.kind, f.file, f.text, warning=True) for f in old]
+    notes += [Fault("leftover", flaw.file, flaw.text, warning=True) for flaw in old]
+    return index, notes
+
+
+def _note_unnamed(error: MismatchError, groups: Any) -> Fault:
+    """Stage 0 saves optimizer states without names."""
+    if groups:
+        return Fault("unnamed", "", str(error))
+    text = (
+        f"{error} Whether its optimizer states are those of its parameters was not looked at: give the parameters' "
+        "names (--groups)."
+    )
+    return Fault("unnamed", "", text, warning=True)
 
 
 def _look_at_manifest(

@@ -36,6 +36,9 @@ MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
 SAMPLES, SAMPLED_BLOCKS = 5, 25_000
 """Ranks in a sample at most, and blocks that they read together; three ranks are planned in any case."""
+_AGAIN = (
+    "Masters are taken a second time, from the page cache, when all is verified; from storage where memory is short."
+)
 _HINT = (
     " A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows the checkpoint and "
     "the rules that it is given (--patterns)."
@@ -130,6 +133,7 @@ def dry_run(
         run.obstacles.append(f"{error}{_HINT if index.topology.tp != degrees.tp else ''}")
         return run
     measure(index, target, run, config, exact=exact, samples=samples)
+    run.assumed.append(_AGAIN)
     return run
 
 
@@ -349,8 +353,15 @@ def _sum_up(index: AtomicIndex, target: VirtualTarget, run: DryRun, sampler: Sam
         needed=sum(target.measure_needed(rank) for rank in range(target.ranks)),
         exchanged=exchanged,
         replicas=_count_replicas(target, sampler.users),
-        headers=min(2, len(sizes)) + -(-max(len(sizes) - 2, 0) // target.ranks),
+        headers=_count_headers(index, len(sizes), target.ranks),
     )
+
+
+def _count_headers(index: AtomicIndex, files: int, world: int) -> int:
+    """Headers that rank 0 reads: two to learn what the folder holds, and its share; of an atomic one the manifest."""
+    if os.path.exists(os.path.join(os.path.dirname(index.state_file), MANIFEST)):
+        return 1
+    return min(2, files) + -(-max(files - 2, 0) // world)
 
 
 def list_checkpoint(index: AtomicIndex) -> list[int]:

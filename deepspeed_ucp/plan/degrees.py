@@ -12,7 +12,9 @@ SUB_GROUP = 1_000_000_000
 
 _PRECISIONS = {
     **{name: name for name in ("float32", "bfloat16", "float16")},
-    "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
 }
 _WRAPPERS = {
     "zero12": ((1, 2), ("float32", "bfloat16", "float16")),

@@ -25,7 +25,7 @@ class Match:
         groups: live param group → saved one.
         skipped: what a lenient load passes over.
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
-        resized: live names whose number of rows is another one than the saved: a vocabulary's padding, or a fault.
+        resized: live names with another number of rows than the saved, in words: a vocabulary's padding, or a fault.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Match:
     groups: dict[int, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    resized: list[str] = field(default_factory=list)
+    resized: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
             continue
         match.saved[name] = found.name
         match.names[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
-        if len(shapes) == len(found.shards) == 1 and found.shape != shapes[0]:
-            if found.shape and shapes[0] and found.shape[1:] == shapes[0][1:]:
-                match.resized.append(name)
-                continue
-            faults.append(f"{name}: shape {found.shape} in the checkpoint, {shapes[0]} in the model")
+        if len(shapes) == len(found.shards) == 1:
+            faults += _compare_shapes(match, name, found.shape, shapes[0])
     compared = (MASTER,) if live.extras is None else (MASTER, MODULE)
     instances = {further for names in index.instances.values() for further in names[1:]}
     saved = {name for name, state in index.atoms if state in compared} - instances
@@ -97,11 +94,21 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     if strict:
         faults += match.skipped
     if faults:
+        faults += match.resized.values()
         hint = (
             "" if not strict or not match.skipped else " load_module_strict=False passes missing and extra ones over."
         )
         raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
     return match
+
+
+def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[str]:
+    """What is wrong with a whole tensor's shape; whether another number of rows is, patterns have to tell."""
+    told = f"{name}: shape {saved} in the checkpoint, {live} in the model"
+    if len(saved) == len(live) > 0 and saved[1:] == live[1:]:
+        match.resized.update({name: told} if saved != live else {})
+        return []
+    return [told] if saved != live else []
 
 
 def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:

@@ -32,7 +32,6 @@ class Sampled:
     """What one rank does.
 
     Attributes:
-        needed: bytes that it wants.
         read: bytes that it asks storage for.
         requests: reads.
         files: files that it opens.
@@ -41,7 +40,6 @@ class Sampled:
         staged: bytes that it reads for others, or as an owner, in rounds of exchange.
     """
 
-    needed: int
     read: int
     requests: int
     files: int
@@ -94,12 +92,22 @@ class Sampler:
             for number, atom in enumerate(self.target.states[name]):
                 for shard in self._find_shards(name, atom):
                     for fragment in atom.shards[shard].fragments:
+                        if self._is_dropped(atom, shard, fragment):
+                            continue
                         end = fragment.offset + fragment.numel * ITEMSIZE[atom.dtype]
                         entry = (fragment.offset, end, atom, shard, fragment, FRESH if number else LIVE)
                         held[fragment.record].append(entry)
         for entries in held.values():
             entries.sort(key=lambda entry: entry[:2])
         return held
+
+    def _is_dropped(self, atom: Atom, shard: int, fragment: Fragment) -> bool:
+        """Nobody wants any of it: rows of a vocabulary's padding that the target does not have."""
+        layouts = self.target.layouts.get(plain(atom.name))
+        if layouts is None or layouts[0].shape[:1] <= layouts[1].shape[:1]:
+            return False
+        end = fragment.start + fragment.numel
+        return next(self._trace(atom, shard, fragment.start, end), None) is None
 
     def _find_shards(self, name: str, atom: Atom) -> list[int]:
         """Source shards of which some target shard takes something."""
@@ -125,7 +133,6 @@ class Sampler:
         own = sum(row[2] * row[4] for block in shared for who, _, row in block.served if who == rank)
         reads = [(c.record, c.nbytes) for c in (*granted, *elsewhere[0])] + [(r, high - low) for r, low, high in free]
         return Sampled(
-            needed=sum(claim.nbytes for claim in mine),
             read=sum(nbytes for _, nbytes in reads),
             requests=len(reads),
             files=len({self.index.records[record].file for record, _ in reads}),

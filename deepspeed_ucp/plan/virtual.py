@@ -16,7 +16,7 @@ from .degrees import Degrees
 from .geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
 from .locate import View, Want, find_shards
 from .match import Shape, pick_instance
-from .split import Stages
+from .split import TIED, Stages, find_layer
 
 LIVE, FRESH = 0, 1
 """Buffer numbers of wants: memory that is part of the engine, memory that is not yet (optimizer states)."""
@@ -236,7 +236,13 @@ def list_groups(index: AtomicIndex) -> list[list[str]]:
     trained = {name for name, state in index.atoms if state == MASTER} - further
     groups = [[name for name in group.names if name in trained] for group in index.groups] or [[]]
     groups[-1] += sorted(trained - {name for group in groups for name in group})
-    return groups
+    # Stages may hold layers in any order; a whole pipeline has its tied modules in front, then layer after layer.
+    return [sorted(names, key=_rank_layer) for names in groups] if index.topology.pp > 1 else groups
+
+
+def _rank_layer(name: str) -> tuple[bool, int]:
+    layer = find_layer(name)
+    return not name.startswith(TIED), -1 if layer is None or name.startswith(TIED) else layer
 
 
 def list_extras(index: AtomicIndex) -> list[str]:

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from ..atoms import MASTER, Atom, AtomicIndex, FileRef, Fragment, GroupInfo, Record, Shard, count
 from ..comm import Comm
 from ..errors import CheckpointError
-from ..topology import Topology
+from ..topology import ATOMIC, Topology
 from .files import MANIFEST, ZERO, list_sizes
 from .headers import FileHeader
 from .manifest import Manifest, read_manifest
 from .reading import read_file
 from .universal import open_universal
-
-WRAPPER = "atomic"
 
 
 def open_atomic(folder: str, comm: Comm, sizes: Mapping[str, int] | None = None) -> AtomicIndex:
@@ -125,7 +123,7 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, sizes: Mappi
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[manifest.state_file], blob.offset, blob.nbytes, blob.crc) for blob in others]
-    topology = {**manifest.source, "wrapper": WRAPPER, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
+    topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
     return AtomicIndex(
         files=tuple(files),
         records=tuple(records),

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ..atoms import AtomicIndex
-from ..errors import CheckpointError
+from ..atoms import ITEMSIZE, AtomicIndex, count
+from ..errors import CheckpointError, shorten
 from ..patterns import Pattern, record_pattern
 from ..version import __version__
 from .files import MANIFEST
@@ -143,9 +143,28 @@ def parse_manifest(text: str, path: str) -> Manifest:
             "Restore it from a copy, or convert again."
         )
     try:
-        return _build(told)
-    except (TypeError, ValueError, KeyError) as error:
+        found = _build(told)
+        names = [*(atom.file for atom in found.atoms), *(state.name for state in found.states), found.state_file]
+        odd = sorted({name for name in names if _leads_out(name)})
+        unfit = [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: an entry is of another form than expected ({error}).") from error
+    if odd:
+        raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
+    if unfit:
+        raise CheckpointError(f"{path}: shape, dtype and bytes contradict each other: {shorten(unfit)}.")
+    return found
+
+
+def _fits(atom: AtomRecord) -> bool:
+    return (
+        atom.offset >= 0 and atom.nbytes == count(atom.shape) * ITEMSIZE[atom.dtype] and min(atom.shape, default=0) >= 0
+    )
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a path of the manifest, which anybody may have written, is not one inside of the folder."""
+    return "\0" in name or any(part in ("", ".", "..") for part in name.replace(os.sep, "/").split("/"))
 
 
 def _build(told: dict[str, Any]) -> Manifest:

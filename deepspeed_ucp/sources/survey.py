@@ -89,7 +89,7 @@ def _compare(
     for name in absent:
         yield Flaw("missing", name, f"{os.path.join(folder, name)} is missing; copy it here or use another tag.")
     wanted = [found or name for found, name in expected]
-    for name in find_leftovers(listing, [*wanted, *(header.name for header in first)]):
+    for name in find_leftovers(listing, [*wanted, *damaged, *(header.name for header in first)]):
         yield Flaw("leftover", name, _tell_leftover(folder, name))
     yield from _find_foreign(folder, wanted, first, headers, {*absent, *damaged})
 

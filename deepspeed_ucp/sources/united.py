@@ -10,7 +10,7 @@ from ..atoms import MASTER, AtomicIndex, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, shorten
 from ..patterns import Pattern, ShardH, ShardNC, ShardV
 from ..patterns.recorded import record_pattern
-from ..topology import Topology
+from ..topology import ATOMIC, Topology
 from .builder import Builder, Seat
 from .headers import FileHeader, Piece
 from .hints import join_hints
@@ -73,7 +73,7 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
         state_file=save.path(save.main),
         topology=Topology(
             zero_stage=part.stage or int(zero.get("stage") or 0),
-            wrapper="atomic",
+            wrapper=ATOMIC,
             precision=find_precision(save, model, atoms, {}),
             master=masters[0] if masters else "float32",
             offload=f"{find_device(zero.get('offload_optimizer'))}/{find_device(zero.get('offload_param'))}",

@@ -102,6 +102,7 @@ def test_sizes_add_up(topology: Topology, checkpoints: Callable[[Topology], Path
     parts = ("masters", "states", "copies", "module", "client", "padding", "rest")
     assert sum(totals[part] for part in parts) == totals["file_bytes"]
     assert totals["file_bytes"] == sum(file["size"] for file in told["files"])
+    assert {file["name"] for file in told["files"]} == {path.name for path in checkpoints(topology).iterdir()}
     assert totals["states"] == 2 * totals["masters"]
     stored = sum(row["nbytes"] for row in told["parameters"])
     assert stored == totals["masters"] + totals["states"] + totals["module"]

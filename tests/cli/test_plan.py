@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,11 +178,10 @@ WRITERS = Topology(1, 4, "bf16", tp=8, pp=16)
 
 
 @pytest.fixture(name="trillion", scope="module")
-def _trillion(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("trillion")
-    yield write_gpt(folder, make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS, train_batch_size=1536)
-    for file in folder.rglob("*.pt"):
-        file.unlink()
+def _trillion() -> Iterator[Path]:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks take long to remove sparse files
+    with tempfile.TemporaryDirectory(prefix="trillion-", dir=memory) as folder:
+        yield write_gpt(Path(folder), make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS, train_batch_size=1536)
 
 
 def test_sparse_files_are_what_torch_saves(tmp_path: Path) -> None:
@@ -194,10 +195,9 @@ def test_sparse_files_are_what_torch_saves(tmp_path: Path) -> None:
     assert found["b"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("target", ["dp=384,zero=3", "tp=8,pp=48,dp=2"])
-def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan: Plan, target: str) -> None:
-    options = ("--read-gbs", "273", "--patterns", "megatron-gpt", "--sample", "2")
-    code, found = plan(trillion, target, *options)
+def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan: Plan) -> None:
+    options = ("--read-gbs", "273", "--patterns", "megatron-gpt", "--sample", "1")
+    code, found = plan(trillion, "dp=384,zero=3", *options)
     assert code == 0, found["obstacles"]
     totals, parameters = found["totals"], LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN)
     assert totals["checkpoint"] == pytest.approx(13.8e12, rel=0.002)
@@ -205,17 +205,19 @@ def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan:
     assert 12 * parameters < totals["state"] < 12.1 * parameters  # masters and two states, no 16-bit copies
     assert 1 <= totals["ratio"] < 1.002  # the last stage's copy of the embedding lies in records that are needed
     assert found["seconds"]["aggregate"] == pytest.approx(12 / 14 * 50.5, rel=0.005)
-    world = found["degrees"]["world"]
-    assert totals["headers"] <= 2 + -(-totals["files"] // world)
-    assert all(rank["peak"] <= 5 * (256 << 20) / 8 + (64 << 20) for rank in found["ranks"])
+    assert totals["headers"] == 2 + -(-(totals["files"] - 2) // 384)
+    (rank,) = found["ranks"]
+    assert rank["read"] == pytest.approx(totals["read"] / 384, rel=0.01)
+    assert rank["peak"] <= 3 * (256 << 20) / 8
     assert sum(file.stat().st_blocks for file in trillion.rglob("*.pt")) * 512 < 200 << 20
 
 
-def test_the_text_shows_both_times(trillion: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--target", "tp=8,pp=48,dp=2", "--read-gbs", "273", "--sample", "1"]
+def test_the_text_shows_the_whole_and_what_the_resume_reads(trillion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--target", "tp=8,pp=48,dp=2", "--read-gbs", "273", "--sample", "2"]
     assert main(["plan", str(trillion), *options]) == 0
     text = capsys.readouterr().out
     assert "the whole checkpoint once  50.6 s" in text
     assert "what the resume reads      43.4 s" in text
     assert "12.6 TiB (13.8 TB)" in text
     assert "in stages of near equal bytes that end with a layer" in text
+    assert "2 of 768 ranks, exactly" in text

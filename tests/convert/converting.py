@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
 
 import pytest
@@ -23,7 +25,7 @@ def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
 def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank's first batch fail."""
     if kind == "die":
-        monkeypatch.setattr(execute, "_run_batch", lambda *_: sys.exit("gone"))
+        monkeypatch.setattr(execute, "_run_batch", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if kind == "full":
         monkeypatch.setattr(execute, "write_at", _fail_full)
         monkeypatch.setattr(execute, "write_parts", _fail_full)

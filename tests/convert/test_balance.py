@@ -1,4 +1,4 @@
-"""How a conversion is dealt to nodes and workers: BLOOM's 176 B parameters, and the executor's threads in virtual time."""
+"""How a conversion is dealt to nodes and workers: BLOOM's 176 B parameters; the executor's threads in virtual time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_skewed_model_is_balanced_all_the_same(simulation: ModuleType) -> None
     assert found.worker_imbalance <= 1.1
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (1, 4), (2, 2), (8, 8)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("nodes", "workers"), [(1, 1), (1, 4), (2, 2), (8, 8)], ids=str)
 def test_the_executor_does_as_planned(simulation: ModuleType, nodes: int, workers: int) -> None:
     """Its threads, with reads and writes that sleep in virtual time, take as long as the plan alone says."""
     shapes, store = simulation.list_bloom(layers=4, hidden=512, vocabulary=8960), simulation.Store()

@@ -74,8 +74,8 @@ def test_killed_at_any_call(torn: bool, source: Path, place: Callable[[object], 
     before = read_bytes(source)
     expected = make_reference(source, tmp_path)
     root = place("dry")
-    calls = list_writes(lambda: convert(root)) if torn else range(len(list_calls(lambda: convert(root))))
-    assert len(calls) > 30
+    calls = list_writes(lambda: convert(root))[::2] if torn else range(len(list_calls(lambda: convert(root))))
+    assert len(calls) > 15
     resumed = set()
     for at in calls:
         root = place(at)
@@ -135,7 +135,7 @@ def test_gone_on_with_in_other_ranges(
     expected = make_reference(source, tmp_path)
     calls = len(list_calls(lambda: convert(place("dry"))))
     for first, second in ((1024, 1 << 20), (1 << 20, 1024), (2048, 3072)):
-        for at in range(0, calls, 9):
+        for at in range(0, calls, 15):
             use_small_ranges(monkeypatch, first)
             root = place(f"{first}-{at}")
             run_dying(lambda root=root: convert(root), at)
@@ -185,7 +185,7 @@ def test_a_full_disk_at_any_call(source: Path, place: Callable[[object], Path], 
     calls = len(list_calls(lambda: convert(place("dry"))))
     names = {path.name for path in source.iterdir()}
     failures = 0
-    for at in range(calls):
+    for at in range(0, calls, 2):
         root = place(at)
         try:
             with failing(at):
@@ -199,7 +199,7 @@ def test_a_full_disk_at_any_call(source: Path, place: Callable[[object], Path], 
         check_half_way(root, expected)
         convert(root)
         check_done(root, source, expected)
-    assert failures > calls / 2
+    assert failures > calls / 4
 
 
 def test_a_limit_that_the_kernel_enforces(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
@@ -381,11 +381,12 @@ def test_an_error_that_is_no_full_disk_keeps_what_is_done(
     check_done(root, source, expected)
 
 
-def test_of_other_bytes_than_the_formats_nothing_is_taken_up(
-    place: Callable[[object], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "value"), [("FORMAT", 0), ("__version__", "0.0")])
+def test_nothing_of_another_release_is_taken_up(
+    name: str, value: object, place: Callable[[object], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = place("root")
     calls = len(list_calls(lambda: convert(place("dry"))))
     run_dying(lambda: convert(root), calls * 3 // 4)
-    monkeypatch.setattr(driver, "FORMAT", driver.FORMAT + 1)
+    monkeypatch.setattr(driver, name, value)
     assert convert(root).resumed_bytes == 0

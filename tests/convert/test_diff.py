@@ -29,7 +29,17 @@ from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder
 from tests.reshard3d import VOCAB, Held, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.sources.test_index import name_groups
-from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
+from tests.synth import (
+    Model,
+    Param,
+    Run,
+    State,
+    Topology,
+    build_local_files,
+    random_state,
+    write_checkpoint,
+    write_files,
+)
 
 RUN = Run(global_samples=100, garbage=math.nan, client_state={"epoch": 2})
 KINDS = ("norm", "row", "qkv", "column", "gate_up", "few")
@@ -120,6 +130,19 @@ def test_places_are_of_the_logical_tensor(tmp_path: Path, precision: str, tp_a: 
     (atom,) = diff_held(held, changed, tmp_path).atoms
     assert (atom.index, atom.shard, atom.tally.differing) == ((3, 7), None, 2)
     assert (atom.tally.largest, atom.tally.numel) == (math.inf, 60)
+
+
+def test_replicas_that_differ_are_told_with_the_checkpoint(tmp_path: Path) -> None:
+    held = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
+    parted = held.locals
+    parted[1].state.atoms["body.norm"]["fp32"][3] += 1.0
+    write_files(tmp_path / "a", build_local_files(parted, held.topology, RUN))
+    a = open_checkpoint(str(tmp_path / "a"), Comm())
+    b = open_held(expect(held, Topology(1, 2)), tmp_path / "b")
+    with pytest.raises(MismatchError, match=rf"^{tmp_path}/a: body.norm \(fp32\) is replicated"):
+        diff_checkpoints(a, b, rules=rules_of(held))
+    (atom,) = diff_checkpoints(a, open_held(held, tmp_path / "c"), rules=rules_of(held)).atoms
+    assert (atom.name, atom.index, atom.shard, atom.tally.differing) == ("body.norm", (3,), 1, 1)
 
 
 def test_alike_cuts_need_no_pattern(tmp_path: Path) -> None:

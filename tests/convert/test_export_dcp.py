@@ -40,6 +40,8 @@ from tests.reshard import examples
 from tests.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 OPTIONS = ExportOptions(workers=3)
 
 

@@ -125,7 +125,7 @@ def cut_padding(held: Held) -> dict[str, torch.Tensor]:
 
 
 @given(trip=trips(), nodes=st.integers(1, 2))
-@examples(30)
+@examples(20)
 def test_tensor_and_pipeline_parallel_runs_come_out_whole(trip: Any, nodes: int) -> None:
     with temporary_folder() as folder:
         index = open_held(trip.source, folder / "in")

@@ -61,7 +61,7 @@ def test_two_ranks_go_on_with_what_one_process_began(
 @needs_mpi
 @pytest.mark.parametrize(
     ("failure", "message"),
-    [("bug", "[rank 1] ZeroDivisionError"), ("die", "gone"), ("full", "[rank 1] /scratch: disk full")],
+    [("bug", "[rank 1] ZeroDivisionError"), ("die", "(Killed)"), ("full", "[rank 1] /scratch: disk full")],
     ids=["bug", "die", "full"],
 )
 def test_one_ranks_failure_ends_all_with_one_message(

@@ -51,6 +51,12 @@ def write(folder: Path, topology: Topology, model: Model = MODEL, **more: object
     return write_checkpoint(folder, model, state, topology, cut=tail_cut, **more)  # type: ignore[arg-type]
 
 
+def name_groups(model: Model, topology: Topology) -> list[list[str]]:
+    """What stage 0 does not tell: DeepSpeed's own wrappers leave frozen parameters out of their groups."""
+    whole = topology.kind == "raw"
+    return [[param.name for param in group if whole or param.trains] for group in model.groups]
+
+
 def tell(found: Verification) -> list[tuple[str, str]]:
     """Kinds and files of the faults; warnings with a question mark."""
     return [(fault.kind + "?" * fault.warning, fault.file) for fault in found.faults]
@@ -80,7 +86,7 @@ def flip_largest(path: Path) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 def test_a_whole_checkpoint_is_whole(tmp_path: Path, topology: Topology) -> None:
     path = write(tmp_path, topology)
-    found = verify_checkpoint(str(path))
+    found = verify_checkpoint(str(path), groups=name_groups(MODEL, topology))
     assert (found.whole, found.faults, found.kind, found.unchecked) == (True, (), "normal", 0)
     assert [file.name for file in found.files] == sorted(os.listdir(path))
     assert found.read == sum(file.stat().st_size for file in path.iterdir())
@@ -103,7 +109,9 @@ def test_a_whole_3d_checkpoint_is_whole(tmp_path: Path, topology: Topology, mode
 @given(case=cases(4))
 def test_whatever_was_saved_is_whole(case: Case) -> None:
     with temporary_folder() as folder:
-        found = verify_checkpoint(str(case.write(folder)))
+        found = verify_checkpoint(
+            str(case.write(folder)), groups=[[param.name for param in group] for group in case.model.groups]
+        )
         assert found.faults == ()
         nbytes = sum(file.nbytes for file in found.files)
         assert (found.unchecked == nbytes) == case.legacy
@@ -261,6 +269,30 @@ def test_elements_that_no_file_holds_are_told(tmp_path: Path) -> None:
     assert not verify_checkpoint(str(tmp_path / "tag")).whole
 
 
+def test_stage_0_names_no_parameters(tmp_path: Path) -> None:
+    path = write(tmp_path, Topology(0))
+    found = verify_checkpoint(str(path))
+    assert (tell(found), found.whole) == ([("unnamed?", "")], True)
+    single = Model((Param("a", (3, 5)), Param("b", (4,))))
+    assert verify_checkpoint(str(write(tmp_path / "single", Topology(0), single))).faults == ()
+    found = verify_checkpoint(str(path), groups=[["a.weight"]])
+    assert (tell(found), found.whole) == ([("unnamed", "")], False)
+
+
+def test_weights_alone_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path, Topology(1, 1))
+    (path / OPTIM.format(0)).unlink()
+    assert tell(verify_checkpoint(str(path))) == [("missing?", "")]
+
+
+def test_a_missing_layer_of_a_pipeline_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, Topology(1, 2, "bf16", tp=2, pp=2), PIPE)
+    (path / "layer_02-model_01-model_states.pt").unlink()
+    only_fault(path, "missing", "layer_02-model_01-model_states.pt")
+    (path / "layer_02-model_00-model_states.pt").unlink()
+    assert "layer_02" in only_fault(path, "missing", "").text
+
+
 def test_files_of_an_earlier_save_are_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 4))
     write(tmp_path, Topology(1, 2))
@@ -336,6 +368,22 @@ def test_progress_is_told_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = verify_checkpoint(str(path), bar=make_bar)
     assert sum(told) == found.read == sum(list_files(str(path))[0].values()) == totals[0]
     assert max(told) <= 4096
+
+
+def test_a_file_cut_off_while_it_is_read_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, Topology(1, 2), Model((Param("a", (300, 500)),)))
+    name, size = OPTIM.format(1), os.path.getsize(path / OPTIM.format(1))
+
+    def cut_and_scan(*args: Any, **more: Any) -> Any:
+        os.truncate(path / name, size // 2)
+        return scan.scan_files(*args, **more)
+
+    monkeypatch.setattr(scan, "CHUNK", 4096)
+    monkeypatch.setattr("deepspeed_ucp.convert.verify.scan_files", cut_and_scan)
+    found = [fault for fault in verify_checkpoint(str(path)).faults if fault.kind == "read"]
+    assert len(found) == 1
+    assert f"ends at byte {size // 2}" in found[0].text
+    assert "other places" in found[0].text
 
 
 def test_every_byte_is_read_once(tmp_path: Path) -> None:
@@ -427,7 +475,7 @@ def test_damage_of_an_atomic_checkpoint_is_named(atomic: Path, damage: str) -> N
 def test_a_folder_without_manifest_is_looked_at_by_its_headers(atomic: Path) -> None:
     """As DeepSpeed's own converter leaves it: no manifest, and no tensors but those of the optimizer."""
     (atomic / "ucp_manifest.json").unlink()
-    assert "ucp_manifest.json is missing" in only_fault(atomic, "inconsistent", "").text
+    assert "ucp_manifest.json is missing" in only_fault(atomic, "missing", "").text
     for path in atomic.rglob("module.pt"):
         path.unlink()
     found = verify_checkpoint(str(atomic))

@@ -119,7 +119,8 @@ def test_killed_at_any_call_the_same_command_goes_on(before: str, torn: bool, tm
     (tmp_path / "dry").mkdir()
     prepare(tmp_path / "dry" / "step1")
     calls = (list_writes if torn else list_calls)(lambda: work(tmp_path / "dry" / "step1"))
-    for at in calls if torn else range(len(calls)):
+    step = 1 if before == "old" else 2  # the others are parts of it
+    for at in calls[::step] if torn else range(0, len(calls), step):
         destination = tmp_path / str(at) / "step1"
         destination.parent.mkdir()
         prepare(destination)
@@ -143,8 +144,8 @@ def leave_attempt(destination: Path) -> None:
 
 
 def test_killed_twice_it_still_goes_on(tmp_path: Path) -> None:
-    for first in range(0, 40, 7):
-        for second in range(0, 30, 7):
+    for first in range(0, 40, 13):
+        for second in range(0, 30, 11):
             destination = tmp_path / f"{first}-{second}" / "step1"
             make_atomic(destination)
             run_dying(lambda folder=destination: convert(folder, overwrite=True), first)
@@ -175,7 +176,8 @@ def test_an_interrupted_discard_leaves_nothing_that_looks_whole(staging: Staging
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
 def test_a_full_disk_is_one_clear_error_and_leaves_the_state_as_it_was(code: int, tmp_path: Path) -> None:
     make_atomic(tmp_path / "dry" / "step1")
-    for at in range(len(list_calls(lambda: convert(tmp_path / "dry" / "step1", overwrite=True)))):
+    calls = len(list_calls(lambda: convert(tmp_path / "dry" / "step1", overwrite=True)))
+    for at in range(0, calls, 1 if code == errno.ENOSPC else 10):
         destination = make_atomic(tmp_path / str(at) / "step1")
         with failing(at, code=code), suppress(StorageError):
             convert(destination, overwrite=True)

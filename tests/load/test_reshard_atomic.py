@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, note
 
 from deepspeed_ucp.atoms import COPY, AtomicIndex
 from deepspeed_ucp.comm import Comm
@@ -19,8 +20,28 @@ from deepspeed_ucp.load import read_rules
 from deepspeed_ucp.sources import open_checkpoint
 from tests.load.test_reshard import AWKWARD
 from tests.ranks import run_ranks
-from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for
-from tests.reshard3d import Held, draw_state, expect, fit_rows, load_all, make_config, make_pipeline, make_plain
+from tests.reshard import (
+    FakeTarget,
+    check_content,
+    check_reads,
+    examples,
+    load,
+    make_targets,
+    open_for,
+    temporary_folder,
+)
+from tests.reshard3d import (
+    Held,
+    Trip,
+    draw_state,
+    expect,
+    fit_rows,
+    load_all,
+    make_config,
+    make_pipeline,
+    make_plain,
+    trips,
+)
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
 
 PATIENT = UniversalConfig(threads=1)
@@ -77,6 +98,14 @@ def test_converted_models_without_a_pipeline(pair: tuple[Topology, Topology], tm
     """TP degrees, vocabularies of other paddings (18 rows at TP 3, 12 else), frozen parameters, buffers."""
     index = resume(draw_state(PLAIN, pair[0]), pair[1], tmp_path)
     assert (index.topology.wrapper, index.topology.tp, index.topology.dp) == ("atomic", 1, 1)
+
+
+@examples(20)
+@given(trip=trips())
+def test_any_topology_by_way_of_an_atomic_checkpoint(trip: Trip) -> None:
+    note(f"{trip.source.topology.label} {trip.source.topology.placement}→{trip.target.label} {trip.target.placement}")
+    with temporary_folder() as folder:
+        resume(trip.source, trip.target, folder)
 
 
 ZEROS = [
@@ -146,10 +175,15 @@ def converted(tmp_path: Path) -> Path:
     return convert(tmp_path / "tag", make_targets(model, Topology(1, 2)))[1]
 
 
-def test_a_missing_file_is_named(converted: Path) -> None:
+def test_a_missing_file_is_named_on_every_rank(converted: Path) -> None:
     (converted / "zero" / "w" / "exp_avg.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"zero/w/exp_avg.pt: No such file.*the manifest lists it"):
-        open_checkpoint(str(converted), Comm())
+
+    def attempt(_rank: int, comm: Comm) -> str:
+        with pytest.raises(CheckpointError, match=r"zero/w/exp_avg.pt: No such file.*the manifest lists it") as error:
+            open_checkpoint(str(converted), comm)
+        return str(error.value)
+
+    assert len(set(run_ranks(3, attempt))) == 1
 
 
 def test_a_short_file_is_named(converted: Path) -> None:

@@ -99,6 +99,6 @@ def test_a_plans_figures_leave_out_what_a_rank_sends_itself() -> None:
 
 
 def test_rounds_and_memory_of_a_sampled_rank_are_bounds() -> None:
-    sampled = Sampled(needed=1, read=900, requests=9, files=3, largest=100, received=250, sent=20, staged=310)
+    sampled = Sampled(read=900, requests=9, files=3, largest=100, received=250, sent=20, staged=310)
     found = measure_sampled(sampled, 2, 100)
     assert (found["rounds"], found["peak"]) == (4, max(200, 100 + 20 + 100))

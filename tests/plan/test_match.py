@@ -87,7 +87,9 @@ def test_a_lenient_load_still_refuses_other_shapes() -> None:
 def test_other_numbers_of_rows_are_left_to_patterns() -> None:
     """A vocabulary's padding may be what differs; no pattern says so of the others."""
     found = match(make_index({"a": (4, 2), "b": (3,)}), {"a": (6, 2), "b": (3,)})
-    assert found.resized == ["a"]
+    assert list(found.resized) == ["a"]
+    with pytest.raises(MismatchError, match=r"b: shape .* in the model, a: shape \(4, 2\)"):
+        match(make_index({"a": (4, 2), "b": (3, 4)}), {"a": (6, 2), "b": (3, 5)})
 
 
 def test_what_the_sources_converter_left_out_keeps_its_value() -> None:

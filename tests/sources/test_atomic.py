@@ -21,7 +21,7 @@ from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
 from tests.reshard import LIVE_LR, check_content, check_reads, load, make_targets
-from tests.reshard3d import draw_state, load_all, make_pipeline, make_plain
+from tests.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.upstream import to_universal
 
@@ -255,6 +255,16 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
     assert "frozen parameters and buffers" in index.dropped
     masters = {name: index.atoms[name, "fp32"].shape for name in ("body.column", "body.row", "body.norm")}
     assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
+
+
+@pytest.mark.parametrize("target", [Topology(1, 1, tp=4), Topology(3, 3)], ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize("source", [Topology(2, 2, "bf16", tp=2), Topology(3, 2, tp=2)], ids=lambda t: t.label)
+def test_tensor_parallel_sources_load(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """By what the converter's files and the model states say, without patterns of the user's."""
+    held, folder = convert_parallel(make_plain(["column", "row", "norm", "bias"]), source, tmp_path)
+    wanted = expect(held, target)
+    _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))
+    check_content(ranks, wanted.state, wanted.locals)
 
 
 def test_what_is_dropped_keeps_its_fresh_value_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -214,6 +214,31 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../w/fp32.pt", "zero/../../x", "", "zero//x", "a\0b"])
+def test_files_outside_of_the_folder_are_refused(name: str) -> None:
+    """Anybody can write a manifest with a right digest."""
+    for manifest in (
+        make_manifest(INDEX, [replace(ATOM, file=name)], {}, {}, STATES),
+        make_manifest(INDEX, [ATOM], {}, {}, [*STATES, StateRecord(name, 1, 2)]),
+        replace(make(), state_file=name),
+    ):
+        with pytest.raises(CheckpointError, match="names files outside of its folder"):
+            round_trip(manifest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"nbytes": 25}, {"offset": -1}, {"shape": (3, 3)}, {"shape": (-3, -2)}, {"dtype": "float16"}, {"dtype": "blob"}],
+    ids=str,
+)
+def test_atoms_that_contradict_themselves_are_refused(changes: dict[str, Any]) -> None:
+    manifest = make_manifest(INDEX, [replace(ATOM, **changes)], {}, {}, STATES)
+    with pytest.raises(
+        CheckpointError, match=r"contradict each other: w \(fp32\)|another form than expected \('blob'\)"
+    ):
+        round_trip(manifest)
+
+
 @pytest.mark.parametrize("text", REFUSED)
 def test_other_texts_are_refused(text: str) -> None:
     content, message = REFUSED[text]
