@@ -15,7 +15,7 @@ from cold import make_cold
 from commands import Run, Told, run_command, run_in_turns, sync_folder
 from fingerprint import STATES, Sums, sum_whole
 from floor import file_pieces, floor_body
-from ranks import Ranks
+from ranks import Peer, Ranks
 
 OURS = (sys.executable, "-m", "deepspeed_ucp")
 UPSTREAM = "deepspeed.checkpoint.ds_to_universal"
@@ -242,8 +242,7 @@ class Bench:
 
     def _tell(self, job: Job, round_: int, told: Told, synced: float) -> Run:
         if job.check and job.name not in self._checked:
-            job.check(self.source)
-            self._checked.add(job.name)
+            self._check(job)
         data = told.data() if job.is_ours else {}
         phases = {name: float(seconds) for name, seconds in data.get("phases", {}).items()}
         return Run(
@@ -258,6 +257,18 @@ class Bench:
             peak_bytes=told.peak_bytes,
             phases=phases,
         )
+
+    def _check(self, job: Job) -> None:
+        """In a process of its own: torch's threads here would be missing in every engine that is forked later."""
+
+        def body(peer: Peer) -> None:
+            peer.ready()
+            if job.check:
+                job.check(self.source)
+
+        with Ranks(1, body, self.source.logs / f"{job.name}-check.log") as ranks:
+            ranks.run()
+        self._checked.add(job.name)
 
     def _ask_inside(self, job: Job, told: Told, data: Mapping[str, Any]) -> float | None:
         if "seconds" in data:

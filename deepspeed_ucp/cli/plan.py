@@ -224,7 +224,11 @@ def _tell_totals(found: DryRun, totals: Totals) -> list[str]:
     about = "" if found.exact else "about "
     rows = [
         ["checkpoint", _both(totals.checkpoint), f"{format_count(totals.files)} files"],
-        ["state to restore", _both(totals.state), "masters, optimizer states, buffers; 16-bit copies are made from them"],
+        [
+            "state to restore",
+            _both(totals.state),
+            "masters, optimizer states, buffers; 16-bit copies are made from them",
+        ],
         ["read from storage", _both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
         ["held afterwards", _both(totals.needed), "by all ranks together"],
         ["exchanged", about + _both(totals.exchanged), "between ranks"],

@@ -327,6 +327,7 @@ def _list_records(work: _Work, crcs: dict[int, int]) -> Iterable[AtomRecord]:
             offset=file.image.data_offset,
             nbytes=whole.nbytes,
             crc=crcs[number],
+            size=file.image.size,
         )
 
 

@@ -6,31 +6,26 @@ The loader's own planning runs for all ranks in one process; where that would ta
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, count
+from ..atoms import ITEMSIZE, AtomicIndex, count
 from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
 from ..errors import ConfigError, MismatchError, shorten
-from ..patterns import Layout, Replicate, RuleSet, from_universal_info, settle
-from ..patterns.recorded import from_recorded
+from ..patterns import RuleSet
 from ..plan.claims import make_claims
 from ..plan.degrees import Degrees
 from ..plan.estimate import RankFigures, Totals, measure_plan, measure_sampled
 from ..plan.everyone import plan_everyone
+from ..plan.foresee import foresee_target
 from ..plan.locate import locate
-from ..plan.match import Shape
 from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
 from ..plan.sample import Sampler
-from ..plan.split import Stages, place_stages
-from ..plan.virtual import FRESH, VirtualTarget, list_extras, list_groups, make_virtual, plain
-from ..sources.files import list_sizes
+from ..plan.virtual import FRESH, VirtualTarget, plain
+from ..sources.files import MANIFEST, list_sizes
 from ..sources.torchfile import read_header
 from ..topology import find_differences
-
-Layouts = Mapping[str, tuple[Layout, Layout]]
 
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
@@ -128,12 +123,12 @@ def dry_run(
     if degrees.refused:
         return run
     try:
-        target = make_target(index, degrees, rules, run=run)
+        found = foresee_target(index, degrees, rules)
     except MismatchError as error:
         run.obstacles.append(f"{error}{_HINT if index.topology.tp != degrees.tp else ''}")
         return run
-    measure(index, target, run, config, exact=exact, samples=samples)
-    run.assumed.append(_AGAIN)
+    run.origin, run.assumed = found.origin, [*found.assumed, _AGAIN]
+    measure(index, found.target, run, config, exact=exact, samples=samples)
     return run
 
 
@@ -182,90 +177,6 @@ def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None
     except ConfigError as error:
         return Batch(batch, micro, gas, False, str(error))
     return Batch(batch, micro, gas, True)
-
-
-def make_target(
-    index: AtomicIndex,
-    degrees: Degrees,
-    rules: Sequence[RuleSet] = (),
-    *,
-    shapes: Mapping[str, tuple[Shape, ...]] | None = None,
-    stages: Stages | None = None,
-    run: DryRun | None = None,
-) -> VirtualTarget:
-    """The virtual target of a checkpoint.
-
-    Args:
-        shapes: per name the local shapes of a live model, where they are known.
-        stages: which pipeline stages hold which names, where that is known.
-        run: gets the assumptions and what settled the patterns.
-
-    Raises:
-        MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers.
-    """
-    run = run or DryRun(degrees)
-    names = [name for group in list_groups(index) for name in group] + list_extras(index)
-    found, layouts = settle_target(index, degrees, names, rules, shapes, run)
-    if stages is None:
-        stages, how = place_stages(index, names, _weigh(index, names), degrees.pp)
-        if how:
-            run.assumed.append(f"Pipeline stages are unknown without the model; taken are {how}.")
-    run.assumed.append("Parameters lie in the flat buffers in the order in which they were saved.")
-    return make_virtual(index, degrees, found, layouts, stages)
-
-
-def _weigh(index: AtomicIndex, names: Iterable[str]) -> dict[str, int]:
-    weights = dict.fromkeys(names, 0)
-    for (name, state), atom in index.atoms.items():
-        if state != COPY and name in weights:
-            weights[name] += atom.nbytes
-    return weights
-
-
-def settle_target(
-    index: AtomicIndex,
-    degrees: Degrees,
-    names: Sequence[str],
-    rules: Sequence[RuleSet],
-    shapes: Mapping[str, tuple[Shape, ...]] | None,
-    run: DryRun,
-) -> tuple[dict[str, tuple[Shape, ...]], Layouts]:
-    """Local shapes on every tensor-parallel rank of the target, and how both sides cut each parameter.
-
-    Raises:
-        MismatchError: as the loader's; listing every parameter that nothing settles, with rules to paste.
-    """
-    source = {name: _local_shapes(index, name) for name in names}
-    if index.topology.tp == degrees.tp == 1:
-        return dict(shapes or source), {}
-    equal = {name for name in names if name in index.buffers and _is_equal(index, name, degrees.tp)}
-    asked = sorted(name for name in names if name not in equal)
-    sets = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
-    if info := index.hints.get("universal_checkpoint_info"):
-        sets.append(from_universal_info(info, index.topology.tp))
-    settled = settle(asked, source, shapes, sets, index.hints, degree=degrees.tp if shapes is None else None)
-    layouts = {name: (have, want) for name, (have, want) in settled.layouts.items() if want is not None}
-    for name in equal:
-        have = source[name]
-        layouts[name] = (Replicate().join(have), Replicate().cut(have[0], have[:1] * degrees.tp))
-    run.origin = dict(Counter(settled.origin.values()))
-    if index.topology.tp != degrees.tp and shapes is None:
-        run.assumed.append("Tensor-parallel ranks hold equal parts; the live model's own shapes count in the load.")
-    return {name: want.local_shapes for name, (_, want) in layouts.items()}, layouts
-
-
-def _local_shapes(index: AtomicIndex, name: str) -> tuple[Shape, ...]:
-    atom = index.atoms.get((name, MASTER)) or index.atoms[name, MODULE]
-    return tuple(shard.shape for shard in atom.shards)
-
-
-def _is_equal(index: AtomicIndex, name: str, tp: int) -> bool:
-    """A buffer with the same bytes on all ranks is held whole by every rank of another degree."""
-    shards = index.atoms[name, MODULE].shards if (name, MODULE) in index.atoms else ()
-    records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
-    sums = {(record.nbytes, record.crc) for record in records}
-    alike = len({shard.shape for shard in shards}) == 1 and len(records) == len(shards)
-    return len(shards) != tp and alike and len(sums) == 1 and None not in next(iter(sums))
 
 
 def measure(

@@ -126,6 +126,17 @@ def parse_manifest(text: str, path: str) -> Manifest:
         raise CheckpointError(
             f"{path}: is not the manifest that was written ({error}); the file is damaged."
         ) from error
+    _check_form(told, path)
+    try:
+        found = _build(told)
+        _check_entries(found, path)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: an entry is of another form than expected ({error}).") from error
+    return found
+
+
+def _check_form(told: Any, path: str) -> None:
+    """Kind, format, keys, and the digest, which is taken out."""
     if not isinstance(told, dict) or told.get("kind") != _KIND:
         raise CheckpointError(f"{path}: is no manifest of an atomic checkpoint.")
     if told.get("version") != FORMAT:
@@ -142,18 +153,14 @@ def parse_manifest(text: str, path: str) -> Manifest:
             f"{path}: its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. "
             "Restore it from a copy, or convert again."
         )
-    try:
-        found = _build(told)
-        names = [*(atom.file for atom in found.atoms), *(state.name for state in found.states), found.state_file]
-        odd = sorted({name for name in names if _leads_out(name)})
-        unfit = [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: an entry is of another form than expected ({error}).") from error
-    if odd:
+
+
+def _check_entries(found: Manifest, path: str) -> None:
+    names = [*(atom.file for atom in found.atoms), *(state.name for state in found.states), found.state_file]
+    if odd := sorted({name for name in names if _leads_out(name)}):
         raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
-    if unfit:
+    if unfit := [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]:
         raise CheckpointError(f"{path}: shape, dtype and bytes contradict each other: {shorten(unfit)}.")
-    return found
 
 
 def _fits(atom: AtomRecord) -> bool:

@@ -57,7 +57,7 @@ def test_commands_complete(scripts: dict[str, Path]) -> None:
         (["completion", ""], set(SHELLS)),
         (["plan", "--tar"], {"--target"}),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_options_complete(words: list[str], offered: set[str], scripts: dict[str, Path]) -> None:
     assert complete(scripts["bash"], "ds_ucp", *words) >= offered

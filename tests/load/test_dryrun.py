@@ -17,10 +17,11 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load import dryrun
-from deepspeed_ucp.load.dryrun import DryRun, check_batch_size, dry_run, make_target, measure
+from deepspeed_ucp.load.dryrun import DryRun, check_batch_size, dry_run, measure
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.degrees import Degrees, parse_degrees
 from deepspeed_ucp.plan.estimate import measure_plan
+from deepspeed_ucp.plan.foresee import foresee_target
 from deepspeed_ucp.plan.resolve import find_share
 from deepspeed_ucp.plan.sample import Sampler
 from deepspeed_ucp.plan.virtual import VirtualTarget
@@ -161,7 +162,7 @@ def test_it_foretells_what_every_rank_does(
     folder = write_checkpoint(tmp_path, MODEL, state, source)
     targets = make_targets(MODEL, target)
     index, ranks = load(folder, targets, small)
-    virtual = make_target(index, degrees_of(target))
+    virtual = foresee_target(index, degrees_of(target)).target
     compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
 
 
@@ -198,7 +199,8 @@ def test_it_foretells_what_every_rank_of_a_3d_target_does(
     config = make_config(model)
     index, ranks = load(held.write(tmp_path), targets, small, config)
     rules = from_config(config.patterns)
-    virtual = make_target(index, degrees_of(target), rules, shapes=live_shapes(targets), stages=live_stages(targets))
+    shapes, stages = live_shapes(targets), live_stages(targets)
+    virtual = foresee_target(index, degrees_of(target), rules, shapes=shapes, stages=stages).target
     compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
 
 
@@ -210,7 +212,7 @@ def test_it_foretells_any_trip(trip: Trip, case: int) -> None:
         targets = expect(trip.source, trip.target).make_targets()
         index, ranks = load(trip.source.write(folder), targets, small, config)
         rules, shapes, stages = from_config(config.patterns), live_shapes(targets), live_stages(targets)
-        virtual = make_target(index, degrees_of(trip.target), rules, shapes=shapes, stages=stages)
+        virtual = foresee_target(index, degrees_of(trip.target), rules, shapes=shapes, stages=stages).target
         compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
 
 
@@ -239,7 +241,7 @@ def test_a_part_of_the_work_goes_through_rounds_in_these_cases(tmp_path: Path, m
     source, target = Topology(2, 3, "fp16"), Topology(0, 2, "fp16")
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision="fp16"), source)
     index = open_checkpoint(str(folder), Comm())
-    run = predict(index, make_target(index, degrees_of(target)), Small(), monkeypatch)
+    run = predict(index, foresee_target(index, degrees_of(target)).target, Small(), monkeypatch)
     assert all(rank.rounds > 3 and rank.received and rank.sent for rank in run.ranks)
 
 
@@ -289,11 +291,10 @@ def test_the_checkpoints_stages_are_kept_where_their_number_is(tmp_path: Path) -
     held = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     held.write(tmp_path)
     index = open_checkpoint(str(tmp_path), Comm())
-    run = DryRun(parse_degrees("dp=1,tp=2,pp=2", index.topology))
-    target = make_target(index, run.degrees, run=run)
-    assert any("own pipeline stages" in text for text in run.assumed)
+    found = foresee_target(index, parse_degrees("dp=1,tp=2,pp=2", index.topology))
+    assert any("own pipeline stages" in text for text in found.assumed)
     live = live_stages(held.make_targets())
-    for number, part in enumerate(target.parts):
+    for number, part in enumerate(found.target.parts):
         assert set(part.atoms) == {name for name, stages in live.items() if number // 2 in stages}
 
 
@@ -301,4 +302,4 @@ def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp
     held = draw_state(PLAIN, Topology(2, 1, tp=2))
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts the following is not known \(8 parameters\)"):
-        make_target(index, parse_degrees("dp=2,tp=1", index.topology))
+        foresee_target(index, parse_degrees("dp=2,tp=1", index.topology))
