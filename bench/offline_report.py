@@ -166,12 +166,12 @@ def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, s
     parts = [f"## {heading}", f"Written by `{first.command}`. {about}"]
     targets = []
     for key, each in found.items():
-        parts += [f"### {heading}: {titles[key]}", _tell_sizes(each), commands_table(each, jobs)]
+        parts += [f"### `ds_ucp {name}`: {titles[key]}", _tell_sizes(each), commands_table(each, jobs)]
         ours = next(job.name for job in jobs if job.is_ours)
         if any(run.phases for run in each.of_job(ours)):
             parts += ["Where ours spends its time (median over rounds):", phases_table(each, ours)]
         targets += make_targets(each, titles[key])
-    return "\n\n".join([*parts, f"### Targets: {heading.lower()}", targets_table(targets)]) + "\n"
+    return "\n\n".join([*parts, f"### Targets: `ds_ucp {name}`", targets_table(targets)]) + "\n"
 
 
 def _tell_sizes(found: Found) -> str:

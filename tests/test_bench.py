@@ -1,9 +1,12 @@
-"""The planning benchmark: a tiny model's plan, and whether the claims that it works out for peers are the real ones."""
+"""The benchmarks' own code: claims worked out for peers when planning; commands, their tables and their targets."""
 
 from __future__ import annotations
 
+import json
 import pickle
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,3 +66,113 @@ def test_the_paper_s_model_has_a_trillion_parameters(bench: Any) -> None:
     held = [parameter for stage in source.sizes.stages(source.pp) for parameter in stage]
     tied = sum(count(parameter.shape) for parameter in held if parameter.layer < 0)
     assert sum(count(parameter.shape) for parameter in held) == source.sizes.parameters + tied // 2
+
+
+# --- commands
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tables' module, and through it the jobs'."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
+    return pytest.importorskip("offline_report")  # type: ignore[no-any-return]
+
+
+def test_a_command_is_measured_from_outside(offline: ModuleType, tmp_path: Path) -> None:
+    code = f"""
+import os, time
+held = bytearray(os.urandom(4096) * (64 << 8))
+with open({str(tmp_path / "written")!r}, "wb") as file:
+    file.write(held[: 8 << 20])
+time.sleep(0.3)
+print("ready")
+print('{{"seconds": 0.25, "phases": {{"sync": 0.1}}}}')
+"""
+    told = sys.modules["commands"].run_command([sys.executable, "-c", code], tmp_path / "logs" / "log")
+    assert told.code == 0
+    assert 0.3 < told.seconds < 30
+    assert told.data() == {"seconds": 0.25, "phases": {"sync": 0.1}}
+    assert 64 << 20 < told.peak_bytes < 200 << 20
+    assert told.io.requested > 0
+
+
+def test_a_command_that_fails_leaves_its_errors(offline: ModuleType, tmp_path: Path) -> None:
+    told = sys.modules["commands"].run_command([sys.executable, "-c", "raise SystemExit('no')"], tmp_path / "log")
+    assert told.code == 1
+    assert (tmp_path / "log").read_text() == "no\n"
+
+
+@pytest.fixture
+def found(offline: ModuleType) -> Any:
+    """Two rounds in which ours is 12 and 16 times as fast as upstream's, and takes 1.25 times as long as `cp`."""
+    run = sys.modules["commands"].Run
+    runs = []
+    for round_, slow in enumerate((12.0, 16.0)):
+        runs += [
+            run("floor-cp", round_, 0.5, 0.3, storage_bytes=1000, written_bytes=1000, peak_bytes=2 << 20),
+            run("upstream-convert", round_, slow - 1, 1.0, slow - 4, storage_bytes=1200, written_bytes=2000),
+            run("ours-convert", round_, 1.0, 0.0, 0.75, 0.25, 1010, 1030, 50 << 20, {"write": 0.5, "sync": 0.25}),
+        ]
+    return offline.Found(tuple(runs), 100_000_000, 1000, 1200, (2, 2), "python bench/run.py")
+
+
+def test_targets_of_a_conversion(offline: ModuleType, found: Any) -> None:
+    targets = {target.text: target for target in offline.convert_targets(found, "here")}
+    values = {text.removeprefix("here: "): target.value for text, target in targets.items()}
+    assert values == {
+        "upstream's default over ours": 14.0,
+        "time over `cp`'s, both durable": 1.25,
+        "time over `cp`'s, both in the page cache": 1.5,
+        "bytes from storage over bytes of state": 1.01,
+        "bytes written over bytes of state": 1.03,
+    }
+    assert [target.reached for target in targets.values()] == [True, True, True, True, False]
+
+
+def test_a_section_has_every_job_that_ran(offline: ModuleType, found: Any) -> None:
+    jobs = sys.modules["offline"].CONVERT
+    restored = offline.Found.restore(json.loads(json.dumps(found.data())))
+    assert restored == found
+    section = offline.make_offline_section("convert", {"dp": restored}, {"dp": "ZeRO-1"}, jobs)
+    rows = [line for line in section.splitlines() if line.startswith("| ours ")]
+    assert [cell.strip() for cell in rows[0].split("|")[1:-1]] == [
+        "ours",
+        "1.00 (1.00-1.00)",
+        "1.00",
+        "0.25",
+        "1.010",
+        "1.030",
+        "50 MiB",
+        "1.25",
+        "1.50",
+        "14.00",
+    ]
+    assert "upstream, best workers" not in section  # it did not run
+
+
+def test_what_failed_is_told_and_not_tried_again(offline: ModuleType) -> None:
+    commands = sys.modules["commands"]
+    tried = []
+
+    def measure(case: str, round_: int) -> Any:
+        tried.append((case, round_))
+        return commands.Run(case, round_, 1.0, fault="broken" if case == "upstream-convert" else "")
+
+    runs = commands.run_in_turns(["ours-convert", "upstream-convert"], 2, measure, lambda text: None)
+    assert tried == [("ours-convert", 0), ("upstream-convert", 0), ("ours-convert", 1)]
+    found = offline.Found(tuple(runs), 1, 1, 1, (2, 2), "")
+    assert "broken" in offline.commands_table(found, sys.modules["offline"].CONVERT)
+    assert offline.convert_targets(found, "")[0].reached is None
+
+
+def test_scaling_is_told_from_rounds(offline: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = pytest.importorskip("scaling")
+    run = sys.modules["commands"].Run
+    seconds = {"ours-workers-1": (4.0, 5.0), "ours-workers-2": (2.0, 2.0)}
+    runs = [run(case, round_, each) for case, both in seconds.items() for round_, each in enumerate(both)]
+    assert scaling.speed_up(runs, "ours-workers-1", "ours-workers-2") == 2.25
+    monkeypatch.setattr(scaling, "NODES", ((1, 1), (8, 8)))
+    simulated = scaling.simulate_scaling(lambda text: None, quick=True)
+    found = {"runs": [], "simulated": simulated, "command": "python bench/run.py"}
+    assert all(target.reached for target in scaling.make_scaling_targets(found))
+    assert "| 8 × 8 " in scaling.make_scaling_section(found)

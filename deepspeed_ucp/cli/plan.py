@@ -259,7 +259,7 @@ def _tell_ranks(found: DryRun, *, every: bool) -> list[str]:
     if not found.exact:
         told = ", ".join(str(rank.rank) for rank in found.ranks)
         mean = found.totals.read / world if found.totals else 0
-        lines.append(f"Planned exactly: ranks {told}; their rounds and memory are bounds. Totals of bytes read and")
+        lines.append(f"Planned exactly: ranks {told}; their rounds and memory are estimates. Totals of bytes read and")
         lines.append(f"held are exact for all ranks: {format_bytes(mean)} read per rank on average.")
     if every:
         lines += ["", *_list_ranks(found.ranks)]

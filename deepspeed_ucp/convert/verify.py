@@ -215,14 +215,17 @@ def _look_at_whole(folder: str, comm: Comm, groups: Any) -> tuple[AtomicIndex | 
         faults = [Fault(f.kind, f.file, f.text, warning=f.kind == "leftover") for f in found]
         if not all(fault.warning for fault in faults):
             return None, faults
-        kind = "missing" if " missing" in str(error) else "inconsistent"
-        return None, [*faults, Fault(kind, "", str(error))]
+        return None, [*faults, *(Fault(_classify(text), "", text) for text in str(error).splitlines())]
     if index.topology.wrapper == "none":
         text = "holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
         notes = [Fault("missing", "", f"{folder}: {text}", warning=True)]
     old = [] if is_atomic(folder) else find_old_files(folder, index)
     notes += [Fault("leftover", flaw.file, flaw.text, warning=True) for flaw in old]
     return index, notes
+
+
+def _classify(text: str) -> str:
+    return "missing" if " missing" in text else "inconsistent"
 
 
 def _note_unnamed(error: MismatchError, groups: Any) -> Fault:

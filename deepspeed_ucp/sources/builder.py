@@ -12,6 +12,9 @@ from ..plan.geometry import Cut
 from .headers import FileHeader, Holder, Piece
 from .torchfile import Blob
 
+TOLD = 16
+"""Faults that one error tells."""
+
 
 @dataclass(slots=True)
 class Seat:
@@ -177,7 +180,7 @@ class Builder:
         return (name, state) in self._parts
 
     def finish_atoms(self, empty: Mapping[str, Mapping[int, tuple[int, ...]]]) -> dict[tuple[str, str], Atom]:
-        """All atoms, coverage checked.
+        """All atoms, coverage checked; of faults each is told on a line of its own.
 
         Args:
             empty: per atom name the shapes of shards without elements, by tensor-parallel rank: no optimizer has them.
@@ -185,17 +188,26 @@ class Builder:
         Raises:
             CheckpointError: a gap, an overlap, or a tensor-parallel rank without its shard.
         """
-        atoms = {}
-        for key, parts in self._parts.items():
-            shapes = self._fill_shapes(key, empty.get(key[0], {}))
-            for fragments in parts:
-                if len(fragments) > 1:
-                    fragments.sort(key=_start)
-            shards = tuple(Shard(shape, tuple(held)) for shape, held in zip(shapes, parts, strict=True))
-            atom = Atom(*key, self._dtypes[key], shards)
-            check_coverage(atom, self._path_of)
-            atoms[key] = atom
+        atoms, faults = {}, []
+        for key in self._parts:
+            try:
+                atoms[key] = self._finish_atom(key, empty)
+            except CheckpointError as error:
+                faults.append(str(error))
+        if faults:
+            more = [f"… and {len(faults) - TOLD} more atoms."] if len(faults) > TOLD else []
+            raise CheckpointError("\n".join([*faults[:TOLD], *more]))
         return atoms
+
+    def _finish_atom(self, key: tuple[str, str], empty: Mapping[str, Mapping[int, tuple[int, ...]]]) -> Atom:
+        shapes = self._fill_shapes(key, empty.get(key[0], {}))
+        for fragments in self._parts[key]:
+            if len(fragments) > 1:
+                fragments.sort(key=_start)
+        shards = tuple(Shard(shape, tuple(held)) for shape, held in zip(shapes, self._parts[key], strict=True))
+        atom = Atom(*key, self._dtypes[key], shards)
+        check_coverage(atom, self._path_of)
+        return atom
 
     def _fill_shapes(self, key: tuple[str, str], empty: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         shapes = [known if known is not None else empty.get(tp) for tp, known in enumerate(self._shapes[key])]

@@ -1,0 +1,38 @@
+"""Coverage of atoms as they are put together."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.plan.geometry import Cut
+from deepspeed_ucp.sources.builder import TOLD, Builder, Seat
+from deepspeed_ucp.sources.headers import FileHeader, Piece
+from deepspeed_ucp.sources.torchfile import Blob
+
+
+def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
+    """Atoms of one flat buffer of 8 elements each."""
+    builder = Builder("folder")
+    file = builder.file(FileHeader("file.pt", 4096))
+    piece = Piece(Blob(0, 4096, None), 0, (1024,), "float32")
+    seat = Seat(shapes=dict.fromkeys(cuts, shape))
+    builder.add_cuts(seat, "fp32", list(cuts.values()), file, piece, seat.shapes)
+    return builder
+
+
+def test_every_atom_with_a_gap_is_told_on_a_line_of_its_own() -> None:
+    cuts = {"whole": Cut("whole", 0, 8, 0), "first": Cut("first", 0, 5, 8), "second": Cut("second", 2, 6, 16)}
+    with pytest.raises(CheckpointError) as caught:
+        build(cuts).finish_atoms({})
+    lines = str(caught.value).splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["first", "second"]
+    assert "[0, 2) are missing" in lines[1]
+
+
+def test_a_long_list_is_cut_short() -> None:
+    cuts = {f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(TOLD + 3)}
+    with pytest.raises(CheckpointError) as caught:
+        build(cuts).finish_atoms({})
+    assert str(caught.value).splitlines()[-1] == "… and 3 more atoms."
+    assert len(str(caught.value).splitlines()) == TOLD + 1
