@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUT = ROOT / "demo_out"
+LINES_OF_A_COMMAND = 11
 BATCH = 24  # divisible by 4, 2 and 3
 STEPS = 120
 SAVE_EVERY = 20
@@ -366,6 +367,31 @@ def run_all(launcher: Launcher) -> tuple[Outcome, list[Outcome]]:
     return reference, [launcher.run(segment, checkpoints, SAVE_EVERY) for segment in SEGMENTS]
 
 
+def look_at(checkpoints: Path) -> list[str]:
+    """Verify, convert, compare and draw the last checkpoint with `ds_ucp`; returns what went wrong."""
+    converted = checkpoints / "converted"
+    commands = (
+        ["verify", checkpoints],
+        ["convert", checkpoints, converted, "--no-latest"],
+        ["diff", checkpoints, converted],
+        ["inspect", checkpoints, "--plot", OUT / "map.png"],
+    )
+    faults = []
+    print("\nThe last checkpoint by ds_ucp:")
+    for command in commands:
+        words = [str(word) for word in command]
+        done = subprocess.run(
+            [sys.executable, "-m", "deepspeed_ucp", *words], capture_output=True, text=True, check=False
+        )
+        lines = (done.stdout if done.returncode == 0 else done.stderr).replace(f"{checkpoints}/", "").splitlines()
+        told = lines if len(lines) < LINES_OF_A_COMMAND else [*lines[:LINES_OF_A_COMMAND], "…"]
+        short = " ".join(words).replace(str(checkpoints), "checkpoints").replace(f"{ROOT}/", "")
+        print(f"  $ ds_ucp {short}\n" + "\n".join(f"    {line}" for line in told))
+        if done.returncode:
+            faults.append(f"ds_ucp {short} ended with {done.returncode}")
+    return faults
+
+
 def main() -> int:
     OUT.mkdir(exist_ok=True)
     (OUT / ".gitignore").write_text("*\n")
@@ -380,6 +406,7 @@ def main() -> int:
         if time.monotonic() - launcher.began < TIME_FOR_CONTRAST:
             refusal = launcher.refusal_without_plugin(launcher.work / "checkpoints")
             print("\nWithout the plugin DeepSpeed refuses:\n" + "\n".join(f"    {line}" for line in refusal))
+        faults += look_at(launcher.work / "checkpoints")
         picture = make_picture(reference, outcomes)
     print(f"\n{make_table(reference, outcomes)}\n")
     print(
@@ -387,7 +414,9 @@ def main() -> int:
         f"later {drift_bound(reference):.1e}. Final loss on held-out text: {outcomes[-1].held_out_loss:.4f}, "
         f"uninterrupted {reference.held_out_loss:.4f}."
     )
-    print(f"Curves: {picture}\n{time.monotonic() - launcher.began:.0f} s in all.")
+    print(
+        f"Curves: {picture}. Which file holds what: {OUT / 'map.png'}.\n{time.monotonic() - launcher.began:.0f} s in all."
+    )
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0
