@@ -414,9 +414,8 @@ def main() -> int:
         f"later {drift_bound(reference):.1e}. Final loss on held-out text: {outcomes[-1].held_out_loss:.4f}, "
         f"uninterrupted {reference.held_out_loss:.4f}."
     )
-    print(
-        f"Curves: {picture}. Which file holds what: {OUT / 'map.png'}.\n{time.monotonic() - launcher.began:.0f} s in all."
-    )
+    print(f"Curves: {picture}. Which file holds what: {OUT / 'map.png'}.")
+    print(f"{time.monotonic() - launcher.began:.0f} s in all.")
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0
