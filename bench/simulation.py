@@ -19,10 +19,11 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
-from deepspeed_ucp.convert import execute, reading
-from deepspeed_ucp.convert.wholes import Whole
+from deepspeed_ucp.convert import execute
 from deepspeed_ucp.io.torchzip import make_image
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
+from deepspeed_ucp.union import reading
+from deepspeed_ucp.union.wholes import Whole
 
 FP32 = "float32"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -241,13 +242,12 @@ def _slow_store(clock: VirtualClock, store: Store) -> Iterator[None]:
     def write_parts(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
         clock.sleep(store.seconds(1, sum(len(part) for part in parts)))
 
-    checksums = SimpleNamespace(crc32=lambda data: 0)
     with ExitStack() as stack:
         for module, name, stand_in in (
             (reading, "fill", fill),
             (execute, "write_at", write_at),
             (execute, "write_parts", write_parts),
-            (execute, "isal_zlib", checksums),
+            (execute, "crc32", lambda data: 0),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
         yield

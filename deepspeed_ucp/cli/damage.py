@@ -56,7 +56,7 @@ def examine_folder(folder: str, error: UcpError) -> dict[str, Any]:
 def _find_flaws(folder: str, *, atomic: bool) -> list[tuple[str, str]]:
     """File (empty: the folder as a whole) and what is wrong with it; leftovers are no reason not to open."""
     if atomic:
-        from ..convert.verify import verify_checkpoint
+        from ..examine.verify import verify_checkpoint
 
         found = verify_checkpoint(folder, Comm(), headers_only=True)
         return [(fault.file.removeprefix(f"{folder}/"), fault.text) for fault in found.faults if not fault.warning]

@@ -22,8 +22,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..convert.diff import AtomDifference, Difference
-    from ..convert.values import ValueDifference
+    from ..examine.diff import AtomDifference, Difference
+    from ..examine.values import ValueDifference
 
 ROWS = 20
 """Lines of the table without ``--all``."""
@@ -60,8 +60,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
-    from ..convert.diff import DiffOptions, diff_checkpoints
-    from ..convert.progress import default_workers
+    from ..examine.diff import DiffOptions, diff_checkpoints
+    from ..union.progress import default_workers
 
     if options.workers < 0 or options.window_mb < 1 or not options.tolerance >= 0:
         raise ConfigError(

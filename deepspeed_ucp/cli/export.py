@@ -24,7 +24,7 @@ from .common import (
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..comm import Comm
-    from ..convert.export import ExportOptions, ExportReport
+    from ..export.tensors import ExportOptions, ExportReport
 
 DTYPES = {
     "fp32": "float32",
@@ -147,11 +147,11 @@ def _check(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> ExportReport:
     rules, told = read_rules(options), make_options(options)
     if options.format == "safetensors":
-        from ..convert.safetensors import export_safetensors
+        from ..export.safetensors import export_safetensors
 
         size = parse_size(options.max_shard_size)
         return export_safetensors(index, options.out, comm, told, rules=rules, max_shard=size, hf_dir=options.hf_dir)
-    from ..convert.dcp import export_dcp
+    from ..export.dcp import export_dcp
 
     layout = "torchtitan" if options.torchtitan else "flattened" if options.flatten_optimizer else "torch"
     return export_dcp(index, options.out, comm, told, rules=rules, weights_only=options.weights_only, layout=layout)
@@ -163,7 +163,7 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
     Raises:
         ConfigError: a rename that is none.
     """
-    from ..convert.export import ExportOptions
+    from ..export.tensors import ExportOptions
     from ..patterns import parse_renames
 
     pairs = [text.rpartition("=") for text in options.rename]

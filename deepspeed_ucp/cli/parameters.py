@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
-from ..convert.wholes import EQUAL, is_replica, list_rules, list_weights, plain_name, settle_wholes
 from ..errors import MismatchError
 from ..patterns import Pattern, Replicate, RuleSet, Unique, list_families, load_family, settle
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
 from ..patterns.rules import suggest_rule
+from ..union.wholes import EQUAL, is_replica, list_rules, list_weights, plain_name, settle_wholes
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..convert.verify import Fault, Verification
+    from ..examine.verify import Fault, Verification
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
-    from ..convert.verify import Verification, verify_checkpoint
+    from ..examine.verify import Verification, verify_checkpoint
 
     if options.workers < 0 or options.window_mb < 1:
         raise ConfigError("--workers must not be negative, --window-mb must be at least 1.")
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 def find_dangling(path: str) -> Fault | None:
     """`latest` that leads nowhere, although it is there."""
-    from ..convert.faults import Fault
+    from ..examine.faults import Fault
 
     for latest in ("latest", "latest_universal"):
         if os.path.isfile(os.path.join(path, latest)):

@@ -14,27 +14,25 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from isal import isal_zlib
-
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, StorageError, UnsupportedError, shorten
-from ..io.checksum import Checked
+from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.staging import MANIFEST, Staging, check_space, write_atomically, write_latest
 from ..patterns import RuleSet
 from ..patterns.recorded import read_pattern
 from ..plan.conversion import ALIGNMENT, RANGE, Range, plan_conversion
 from ..sources.manifest import AtomRecord, Manifest, fingerprint, make_manifest, read_manifest
 from ..sources.samples import check_samples
+from ..union.checks import verify_source
+from ..union.progress import Bar, default_workers, no_bar
+from ..union.reading import RangeReader
+from ..union.wholes import Wholes, plain_name, settle_wholes
 from ..version import __version__
-from .checks import verify_source
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
 from .outputs import find_formless, list_files, list_outputs, list_steps, make_folders, write_file
-from .progress import Bar, default_workers, no_bar
-from .reading import RangeReader
 from .report import ConvertReport
 from .states import StateFile, write_states
-from .wholes import Wholes, plain_name, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -156,7 +154,7 @@ def _identify(index: AtomicIndex, wholes: Wholes) -> dict[str, Any]:
         "format": FORMAT,
         "package": __version__,
         "fingerprint": fingerprint(index),
-        "patterns": int(isal_zlib.crc32(repr(patterns).encode())),
+        "patterns": crc32(repr(patterns).encode()),
     }
 
 
@@ -344,8 +342,8 @@ def join_ranges(written: Iterable[Written], files: Sequence[OutputFile]) -> dict
         if each.range.start < end:
             continue
         nbytes = each.range.numel * files[each.range.output].whole.itemsize
-        joined = isal_zlib.crc32_combine(crc, each.crc, nbytes) if end else each.crc
-        sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, int(joined))
+        joined = combine_crc32(crc, each.crc, nbytes) if end else each.crc
+        sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, joined)
     lacking = [file.path for number, file in enumerate(files) if sums.get(number, (-1, 0))[0] != file.whole.numel]
     if lacking:
         raise CheckpointError(f"not written as a whole: {shorten(lacking)}.")

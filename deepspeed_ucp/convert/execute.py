@@ -7,19 +7,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from isal import isal_zlib
-
 from ..errors import CheckpointError
-from ..io.checksum import Checked
+from ..io.checksum import Checked, crc32
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.memory import allocate
 from ..io.read import fill
 from ..io.staging import Journal
 from ..io.torchzip import ZipImage
 from ..plan.conversion import Batch, Range
-from .progress import run_threads
-from .reading import Item, RangeReader
-from .wholes import Whole
+from ..union.progress import run_threads
+from ..union.reading import Item, RangeReader
+from ..union.wholes import Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def _run_batch(
     checks = reader.read_items(items)
     written = []
     for each, item in zip(batch.ranges, items, strict=True):
-        crc = int(isal_zlib.crc32(item.into))
+        crc = crc32(item.into)
         _write_range(files[each.output], each, item.into, crc, folder)
         written.append(Written(each, crc))
     return written, checks
@@ -179,5 +177,5 @@ def _sum_bytes(fd: int, offset: int, nbytes: int, path: str, chunk: int) -> int:
     for low in range(0, nbytes, chunk):
         view = scratch[: min(chunk, nbytes - low)]
         fill(fd, [view], offset + low, path)
-        crc = isal_zlib.crc32(view, crc)
+        crc = crc32(view, crc)
     return int(crc)

@@ -11,9 +11,9 @@ from ..io.disk import explain_full, write_at
 from ..io.torchzip import ScalarTensor, dump_value, make_image
 from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
+from ..union.wholes import Whole, Wholes, plain_name
 from .execute import OutputFile, create
 from .upstream import upstream_keys
-from .wholes import Whole, Wholes, plain_name
 
 ZERO = "zero"
 STEP = "step"

@@ -15,6 +15,18 @@ from ..errors import CheckpointError
 from ..plan.requests import Request
 from .read import read_whole_crc
 
+Buffer = bytes | bytearray | memoryview
+
+
+def crc32(data: Buffer, crc: int = 0) -> int:
+    """CRC32 of ``data``, going on from ``crc``."""
+    return int(isal_zlib.crc32(data, crc))
+
+
+def combine_crc32(first: int, second: int, nbytes: int) -> int:
+    """CRC32 of two parts one behind the other; ``nbytes`` are the second's."""
+    return int(isal_zlib.crc32_combine(first, second, nbytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:

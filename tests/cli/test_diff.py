@@ -12,9 +12,9 @@ import pytest
 
 from deepspeed_ucp.cli import diff as command
 from deepspeed_ucp.cli.main import main
-from deepspeed_ucp.convert.diff import AtomDifference, Difference
-from deepspeed_ucp.convert.elements import Tally
-from deepspeed_ucp.convert.values import ValueDifference
+from deepspeed_ucp.examine.diff import AtomDifference, Difference
+from deepspeed_ucp.examine.elements import Tally
+from deepspeed_ucp.examine.values import ValueDifference
 from tests.cli.samples import cut, make_gpt, write_sample
 from tests.synth import Run, State, Topology, random_state, write_checkpoint
 

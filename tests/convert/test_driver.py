@@ -18,16 +18,16 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination
 from deepspeed_ucp.convert.driver import join_ranges
 from deepspeed_ucp.convert.execute import Written
-from deepspeed_ucp.convert.reading import RangeReader
-from deepspeed_ucp.convert.wholes import settle_wholes
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
-from tests.convert.test_wholes import check_atoms, open_held, rules_of
+from deepspeed_ucp.union.reading import RangeReader
+from deepspeed_ucp.union.wholes import settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, temporary_folder
 from tests.reshard3d import Held, draw_state, make_plain, trips
 from tests.synth import Topology
+from tests.union.test_wholes import check_atoms, open_held, rules_of
 
 OPTIONS = ConvertOptions(workers=2)
 

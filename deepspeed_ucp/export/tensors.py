@@ -14,8 +14,8 @@ from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..plan.conversion import ALIGNMENT, RANGE
-from .progress import Bar, default_workers, no_bar
-from .wholes import Whole, Wholes, plain_name, settle_wholes
+from ..union.progress import Bar, default_workers, no_bar
+from ..union.wholes import Whole, Wholes, plain_name, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -18,11 +18,11 @@ import torch
 from hypothesis import given
 
 from deepspeed_ucp.convert import convert_checkpoint
-from deepspeed_ucp.convert.progress import no_bar
-from deepspeed_ucp.convert.verify import Fault, Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.examine.verify import Fault, Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.sources.records import list_records
+from deepspeed_ucp.union.progress import no_bar
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.sources.parallel import tail_cut
@@ -379,7 +379,7 @@ def test_a_file_cut_off_while_it_is_read_is_told_once(tmp_path: Path, monkeypatc
         return scan.scan_files(*args, **more)
 
     monkeypatch.setattr(scan, "CHUNK", 4096)
-    monkeypatch.setattr("deepspeed_ucp.convert.verify.scan_files", cut_and_scan)
+    monkeypatch.setattr("deepspeed_ucp.examine.verify.scan_files", cut_and_scan)
     found = [fault for fault in verify_checkpoint(str(path)).faults if fault.kind == "read"]
     assert len(found) == 1
     assert f"ends at byte {size // 2}" in found[0].text

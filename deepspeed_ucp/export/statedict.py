@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..atoms import AtomicIndex
-from .export import WEIGHTS, ExportOptions, Selection, Tensor
+from .tensors import WEIGHTS, ExportOptions, Selection, Tensor
 
 LAYOUTS = ("torch", "flattened", "torchtitan")
 """Keys: {"model", "optim"} as get_state_dict names them; the same with a flattened optimizer; torchtitan's own."""

@@ -22,11 +22,11 @@ from ..io.disk import explain_full, write_at
 from ..patterns import RuleSet
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..sources.samples import check_samples
-from .checks import verify_source
-from .export import ExportOptions, ExportReport, Selection, Tensor, divide_window, select_tensors, warn_losses
+from ..union.checks import verify_source
+from ..union.progress import Bar, Scratch, run_threads
+from ..union.reading import Item, RangeReader
 from .output import copy_beside, list_sizes, stage_output
-from .progress import Bar, Scratch, run_threads
-from .reading import Item, RangeReader
+from .tensors import ExportOptions, ExportReport, Selection, Tensor, divide_window, select_tensors, warn_losses
 
 MAX_SHARD = 5 * 10**9
 """Bytes of one file's tensors, as Hugging Face's libraries have it."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ..atoms import ITEMSIZE, count
 from ..patterns.layout import Shape
-from .export import Tensor
+from .tensors import Tensor
 
 
 class Planner(DefaultSavePlanner):

@@ -27,18 +27,18 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from deepspeed_ucp.atoms import MASTER
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.chunks import cut_chunks, locate_chunk
-from deepspeed_ucp.convert.dcp import export_dcp
-from deepspeed_ucp.convert.export import ExportOptions
 from deepspeed_ucp.errors import CheckpointError, ConfigError
+from deepspeed_ucp.export.chunks import cut_chunks, locate_chunk
+from deepspeed_ucp.export.dcp import export_dcp
+from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
-from tests.convert import fsdp_run
-from tests.convert.test_export_safetensors import MODEL, TOPOLOGIES, check_same, measure_peak, open_model
-from tests.convert.test_wholes import open_held, rules_of
+from tests.export import fsdp_run
+from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, measure_peak, open_model
 from tests.ranks import run_ranks
 from tests.reshard import examples
 from tests.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+from tests.union.test_wholes import open_held, rules_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -164,7 +164,7 @@ def test_memory_stays_in_the_window(tmp_path: Path) -> None:
 
 
 def save_trained(folder: Path, topology: Topology, **options: Any) -> Path:
-    """A run of :mod:`tests.convert.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
+    """A run of :mod:`tests.export.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
     model, optimizer = fsdp_run.build()
     fsdp_run.train(model, optimizer, range(3))
     params = tuple(

@@ -21,9 +21,9 @@ from ..sources.manifest import Manifest, read_manifest
 from ..sources.records import FileRecords, list_records
 from ..sources.samples import check_samples
 from ..sources.survey import find_old_files, survey_folder
+from ..union.progress import Bar, default_workers, no_bar
 from .faults import Fault, judge_file, name_contents
 from .inventory import compare_contents, compare_names
-from .progress import Bar, default_workers, no_bar
 
 
 @dataclass(frozen=True, slots=True)

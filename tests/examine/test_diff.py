@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.diff import AtomDifference, Difference, DiffOptions, diff_checkpoints
-from deepspeed_ucp.convert.elements import Tally, compare
-from deepspeed_ucp.convert.values import ABSENT
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, diff_checkpoints
+from deepspeed_ucp.examine.elements import Tally, compare
+from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.sources import open_checkpoint
@@ -491,7 +491,7 @@ def test_ranks_share_the_work_and_tell_the_same(tmp_path: Path, left: AtomicInde
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "ALIGNMENT", 512)
-    monkeypatch.setattr("deepspeed_ucp.convert.diff.ALIGNMENT", 512)
+    monkeypatch.setattr("deepspeed_ucp.examine.diff.ALIGNMENT", 512)
     held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
     a, b = open_held(held, tmp_path / "a"), open_held(expect(held, Topology(3, 2)), tmp_path / "b")
     done: list[int] = []

@@ -16,10 +16,10 @@ from ..patterns import RuleSet
 from ..patterns.facts import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
 from ..topology import find_differences
+from ..union.progress import Bar, Scratch, default_workers, no_bar, run_threads
+from ..union.reading import Item, RangeReader
 from .elements import Tally, compare
 from .pairing import Pair, Pairs, pair_atoms
-from .progress import Bar, Scratch, default_workers, no_bar, run_threads
-from .reading import Item, RangeReader
 from .values import ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()

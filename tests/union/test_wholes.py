@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.checks import find_gaps, verify_source
-from deepspeed_ucp.convert.reading import Item, RangeReader
-from deepspeed_ucp.convert.wholes import Whole, settle_wholes
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
+from deepspeed_ucp.union.checks import find_gaps, verify_source
+from deepspeed_ucp.union.reading import Item, RangeReader
+from deepspeed_ucp.union.wholes import Whole, settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder
 from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
@@ -101,7 +101,7 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
     index = open_held(held, tmp_path)
     wholes = settle_wholes(index)
     calls: list[int] = []
-    from deepspeed_ucp.convert import reading
+    from deepspeed_ucp.union import reading
 
     real = reading.fill
     monkeypatch.setattr(reading, "fill", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])

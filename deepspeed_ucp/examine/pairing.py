@@ -9,7 +9,7 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
 from ..errors import MismatchError
 from ..patterns import Kept, Layout, Pattern, RuleSet, Settled, rename_names, settle
 from ..patterns.layout import Shape
-from .wholes import Whole, list_rules, make_whole, plain_name
+from ..union.wholes import Whole, list_rules, make_whole, plain_name
 
 Key = tuple[str, str]
 Shapes = Mapping[str, tuple[Shape, ...]]

@@ -18,18 +18,19 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_ucp.atoms import MASTER, AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import ConvertOptions, convert_index, output, safetensors
-from deepspeed_ucp.convert.export import ExportOptions
-from deepspeed_ucp.convert.safetensors import DTYPES, export_safetensors, split_shards
+from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
+from deepspeed_ucp.export import output, safetensors
+from deepspeed_ucp.export.safetensors import DTYPES, export_safetensors, split_shards
+from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
-from tests.convert.test_wholes import open_held, rules_of
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.reshard3d import VOCAB, Held, draw_state, make_plain, trips
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.union.test_wholes import open_held, rules_of
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = Model(
@@ -388,7 +389,7 @@ import sys
 from deepspeed_ucp.cli.main import main
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
-import deepspeed_ucp.convert.{module}, deepspeed_ucp.sources.open, tqdm, yaml
+import deepspeed_ucp.export.{module}, deepspeed_ucp.sources.open, tqdm, yaml
 before = peak()
 assert main(["export", *sys.argv[1:], "-q"]) == 0
 print("PEAK", peak() - before)

@@ -26,13 +26,13 @@ from ..io.disk import explain_full
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..sources.samples import check_samples
-from .checks import verify_source
+from ..union.checks import verify_source
+from ..union.progress import Bar, Scratch, run_threads
+from ..union.reading import Item, RangeReader
 from .chunks import Planner, Writer, deal
-from .export import WEIGHTS, ExportOptions, ExportReport, Tensor, divide_window, select_tensors, warn_losses
 from .output import list_sizes, stage_output
-from .progress import Bar, Scratch, run_threads
-from .reading import Item, RangeReader
 from .statedict import LAYOUTS, make_tree
+from .tensors import WEIGHTS, ExportOptions, ExportReport, Tensor, divide_window, select_tensors, warn_losses
 
 ITEM_OVERHEAD = 2048
 """Bytes that torch writes around a tensor, and a little."""

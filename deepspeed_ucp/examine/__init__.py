@@ -1,0 +1,1 @@
+"""Examining: whether a checkpoint is whole, and how two differ."""

@@ -1,0 +1,1 @@
+"""Exporting: weights as safetensors, all state for torch.distributed.checkpoint."""
