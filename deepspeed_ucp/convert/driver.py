@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,10 @@ logger = logging.getLogger("deepspeed_ucp")
 
 FORMAT = 1
 """Of the bytes that a conversion writes; a staging folder of another one is thrown away."""
+
+
+HALT = ".ucp-halt"
+"""File in the staging folder by which a node that has failed stops the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def convert_index(
                 "this checkpoint with deepspeed_ucp",
                 shorten(formless),
             )
-        identity = _identify(index, wholes)
+        identity = _identify(index, wholes, options)
         work = _Work(index, comm, options, Staging(destination), report, wholes, list_files(wholes))
         work.steps = list_steps(index)
     if work is None:
@@ -147,14 +151,15 @@ def _refuse(index: AtomicIndex) -> None:
         )
 
 
-def _identify(index: AtomicIndex, wholes: Wholes) -> dict[str, Any]:
-    """What decides the output's bytes."""
+def _identify(index: AtomicIndex, wholes: Wholes, options: ConvertOptions) -> dict[str, Any]:
+    """What decides the output's bytes, and whether what was read has been checked."""
     patterns = {name: repr(pattern) for name, pattern in sorted(wholes.patterns.items())}
     return {
         "format": FORMAT,
         "package": __version__,
         "fingerprint": fingerprint(index),
         "patterns": crc32(repr(patterns).encode()),
+        "verify": options.verify,
     }
 
 
@@ -255,28 +260,46 @@ def _write(work: _Work, done: Sequence[Range]) -> Outcome:
     comm, report, options = work.comm, work.report, work.options
     report.workers = options.workers or default_workers()
     most = max(min(RANGE, options.window // (2 * report.workers)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
-    outcome = Outcome()
-    with report.phase("write"), comm.together():
+    halt = work.staging.path(HALT)
+    with comm.together():
         if comm.rank == 0:
             check_space(work.staging.folder, sum(file.image.size for file in work.files))
-        make_folders(work.staging.folder, [*(file.path for file in work.files), *work.steps])
-        plan = plan_conversion(list_outputs(work.files), comm.size, most=most, done=done)
-        with (
-            RangeReader(work.index, checksum=options.verify) as reader,
-            work.staging.journal(comm.rank) as journal,
-            options.bar(plan.shares[comm.rank]) as bar,
-        ):
-            outcome = run_batches(
-                plan.nodes[comm.rank],
-                work.files,
-                work.staging.folder,
-                reader,
-                journal,
-                workers=report.workers,
-                progress=bar.add,
-            )
-            report.bytes_read = reader.nbytes
+            make_folders(work.staging.folder, [*(file.path for file in work.files), *work.steps])
+            with suppress(FileNotFoundError):
+                os.unlink(halt)  # of an earlier attempt
+    plan = plan_conversion(list_outputs(work.files), comm.size, most=most, done=done)
+    outcome = Outcome()
+    with (
+        report.phase("write"),
+        comm.together(),
+        _tell_others(halt),
+        RangeReader(work.index, checksum=options.verify) as reader,
+        work.staging.journal(comm.rank) as journal,
+        options.bar(plan.shares[comm.rank]) as bar,
+    ):
+        outcome = run_batches(
+            plan.nodes[comm.rank],
+            work.files,
+            work.staging.folder,
+            reader,
+            journal,
+            workers=report.workers,
+            progress=bar.add,
+            halted=(lambda: os.path.exists(halt)) if comm.size > 1 else None,
+        )
+        report.bytes_read = reader.nbytes
     return outcome
+
+
+@contextmanager
+def _tell_others(halt: str) -> Iterator[None]:
+    """Let the other nodes stop as soon as this one fails, not when they have written their share."""
+    try:
+        yield
+    except Exception:
+        with suppress(OSError), open(halt, "wb"):
+            pass
+        raise
 
 
 def _finish(work: _Work, written: Sequence[Written]) -> None:

@@ -59,6 +59,7 @@ def run_batches(
     *,
     workers: int,
     progress: Callable[[int], None] = lambda nbytes: None,
+    halted: Callable[[], bool] | None = None,
 ) -> Outcome:
     """Carry out this node's part of a conversion.
 
@@ -68,6 +69,7 @@ def run_batches(
         folder: the staging folder.
         journal: notes every batch once it is written.
         progress: told the bytes of every batch; any thread calls it.
+        halted: asked before every batch whether another node has failed; the rest is left then.
 
     Raises:
         UcpError: the first worker's error; the others stop after their batch.
@@ -78,6 +80,8 @@ def run_batches(
     def work(turn: Iterator[Batch]) -> None:
         memory = memoryview(allocate(max(largest, 1)))
         for batch in turn:
+            if halted is not None and halted():
+                return
             written, checks = _run_batch(batch, files, folder, reader, memory)
             _note(journal, files, written, checks)
             with lock:

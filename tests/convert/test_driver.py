@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import MASTER, AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import join_ranges
 from deepspeed_ucp.convert.execute import Written
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
@@ -238,3 +238,41 @@ def test_what_upstream_cannot_cut_is_told(tmp_path: Path, caplog: pytest.LogCapt
         convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", tmp_path / "out")
     (told,) = [record.getMessage() for record in caplog.records if "load_universal" in record.getMessage()]
     assert "body.hybrid4" in told and "body.row" not in told
+
+
+def test_a_node_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not write for another hour what nobody will need."""
+    held = make_source(2)
+    index = open_held(held, tmp_path / "tag")
+    run, batches = driver.run_batches, [0, 0]
+
+    def count(share: Any, files: Any, folder: str, reader: Any, journal: Any, **options: Any) -> Any:
+        rank = int(journal.path[-1])
+        if rank == 0:  # turns are taken in rank order: the first has failed before the second begins
+            raise CheckpointError("broken")
+        progress = options["progress"]
+        options["progress"] = lambda nbytes: (batches.__setitem__(rank, batches[rank] + 1), progress(nbytes))[1]
+        return run(share, files, folder, reader, journal, **options)
+
+    monkeypatch.setattr(driver, "run_batches", count)
+
+    def work(rank: int, comm: Any) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            convert(index, held, tmp_path / "tag", tmp_path / "out", comm)
+        return str(caught.value)
+
+    assert set(run_ranks(2, work)) == {"[rank 0] broken"}
+    assert batches == [0, 0]
+    monkeypatch.undo()
+    run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "tag", tmp_path / "out", comm))
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_what_was_written_unverified_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = make_source()
+    index = open_held(held, tmp_path / "tag")
+    monkeypatch.setattr(driver, "write_states", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(index, held, tmp_path / "tag", tmp_path / "out", verify=False)
+    monkeypatch.undo()
+    assert convert(index, held, tmp_path / "tag", tmp_path / "out").resumed_bytes == 0
