@@ -69,7 +69,7 @@ test: lint
 	$(MAKE) --no-print-directory test-oldest
 
 pytest: $(STAMP)
-	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST_STAMP)
 	$(call IN_ENV,$(OLDEST)) $(TIDY) $(OLDEST)/bin/python -m pytest -m engine_smoke $(PYTEST_ARGS)

@@ -19,11 +19,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(plugin, PLUGIN)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engine tests first and in one process, where they share worlds and source runs; the others beside them."""
-    engines = [item for item in items if item.get_closest_marker("engine") or ENGINES in item.path.parents]
-    for item in engines:
-        item.add_marker(pytest.mark.xdist_group("engines"))
-    known = set(engines)
-    items[:] = [*engines, *(item for item in items if item not in known)]
+    """Engine tests first: they take longest, and the others fill what they leave of the cores."""
+    items.sort(key=lambda item: ENGINES not in item.path.parents)
