@@ -128,7 +128,8 @@ def _load_checkpoint(
     if kwargs:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {sorted(kwargs)}.")
     index = choice.index
-    if config.mode == "atomic" and index.topology.wrapper != ATOMIC:
+    # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
+    if config.mode == "atomic" and index.topology.wrapper != ATOMIC and wanted.with_states:
         with report.phase("convert"):
             index, report.converted = _convert_first(index, choice.target, folder, comm, config)
     client = _run_direct(engine, index, choice.target, comm, config, wanted, report)
@@ -146,7 +147,9 @@ def _convert_first(
         live = list_live_rules(index, census, rules)
     parent, tag = os.path.split(os.path.abspath(folder))
     destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
-    options = ConvertOptions(workers=config.threads, window=config.window_mb << 20, verify=config.verify == "crc")
+    options = ConvertOptions(
+        workers=config.threads, window=config.window_mb << 20, verify=config.verify == "crc", refresh=True
+    )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
         logger.info("%s: %s", destination, "taken as it is" if converted.reused else f"{converted.atoms} atoms written")

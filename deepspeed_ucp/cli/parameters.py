@@ -13,7 +13,8 @@ from ..errors import MismatchError
 from ..patterns import Pattern, Replicate, RuleSet, Unique, list_families, load_family, settle
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
 from ..patterns.rules import suggest_rule
-from ..union.wholes import EQUAL, is_replica, list_rules, list_weights, plain_name, settle_wholes
+from ..patterns.settle import EQUAL
+from ..union.wholes import is_replica, list_rules, list_weights, plain_name, settle_wholes
 
 T = TypeVar("T")
 

@@ -21,11 +21,19 @@ from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.staging import MANIFEST, Staging, check_space, write_atomically, write_latest
 from ..patterns import RuleSet
 from ..patterns.recorded import read_pattern
-from ..plan.conversion import ALIGNMENT, RANGE, Range, plan_conversion
-from ..sources.manifest import AtomRecord, Manifest, fingerprint, make_manifest, read_manifest
+from ..plan.conversion import Range, plan_conversion
+from ..sources.manifest import (
+    AtomRecord,
+    Manifest,
+    digest_view,
+    find_unplain,
+    fingerprint,
+    make_manifest,
+    read_manifest,
+)
 from ..sources.samples import check_samples
 from ..union.checks import verify_source
-from ..union.progress import Bar, default_workers, no_bar
+from ..union.progress import Bar, divide_window, no_bar
 from ..union.reading import RangeReader
 from ..union.wholes import Wholes, plain_name, settle_wholes
 from ..version import __version__
@@ -52,7 +60,8 @@ class ConvertOptions:
         workers: threads per node; 0 chooses from its cores.
         window: bytes of memory per node for data on its way.
         verify: hold every byte of the source against its CRC32.
-        overwrite: replace another atomic checkpoint at the destination.
+        overwrite: convert anew and replace whatever atomic checkpoint is at the destination.
+        refresh: replace one of ours that is of something else; one of the same thing is taken as it is.
         latest: let ``latest_universal`` beside the destination name it.
         bar: makes a progress bar of so many bytes.
     """
@@ -61,6 +70,7 @@ class ConvertOptions:
     window: int = 256 << 20
     verify: bool = True
     overwrite: bool = False
+    refresh: bool = False
     latest: bool = True
     bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
 
@@ -78,6 +88,12 @@ class _Work:
     files: list[OutputFile]
     steps: dict[str, bytes] = field(default_factory=dict)
     entries: list[dict[str, Any]] = field(default_factory=list)
+    replace: bool = False
+
+    def replaces(self, manifest: Manifest | None) -> bool:
+        """Note, and tell, whether what is at the destination is to be replaced; ``manifest`` is its own."""
+        self.replace = self.options.overwrite or (self.options.refresh and manifest is not None)
+        return self.replace
 
 
 def convert_index(
@@ -115,7 +131,9 @@ def convert_index(
                 "this checkpoint with deepspeed_ucp",
                 shorten(formless),
             )
-        identity = _identify(index, wholes, options)
+        identity = _identify(index, wholes, options) if comm.rank == 0 else {}
+        if comm.rank == 0 and (unplain := find_unplain(index)):
+            logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
         work = _Work(index, comm, options, Staging(destination), report, wholes, list_files(wholes))
         work.steps = list_steps(index)
     if work is None:
@@ -158,6 +176,7 @@ def _identify(index: AtomicIndex, wholes: Wholes, options: ConvertOptions) -> di
         "format": FORMAT,
         "package": __version__,
         "fingerprint": fingerprint(index),
+        "view": digest_view(index),
         "patterns": crc32(repr(patterns).encode()),
         "verify": options.verify,
     }
@@ -169,16 +188,16 @@ def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
     Raises:
         CheckpointError: it is something else.
     """
-    staging = work.staging
-    manifest = _read_own(staging.destination)
-    if manifest is not None and manifest.fingerprint == identity["fingerprint"]:
-        fault = _find_fault(staging.destination, manifest, work)
+    staging, options = work.staging, work.options
+    manifest = None if options.overwrite else _read_own(staging.destination)
+    if manifest is not None:
+        fault = _find_fault(staging.destination, manifest, identity, work)
         if not fault:
-            if work.options.latest:
+            if options.latest:
                 write_latest(staging.parent, staging.name)
             return True
         logger.warning("%s: is not reused: %s", staging.destination, fault)
-    staging.check_destination(work.report.source, work.options.overwrite)
+    staging.check_destination(work.report.source, work.replaces(manifest))
     return False
 
 
@@ -191,8 +210,12 @@ def _read_own(folder: str) -> Manifest | None:
         return None
 
 
-def _find_fault(folder: str, manifest: Manifest, work: _Work) -> str:
-    """Why an existing output of the same source does not do."""
+def _find_fault(folder: str, manifest: Manifest, identity: dict[str, Any], work: _Work) -> str:
+    """Why an existing output does not do; empty where it does."""
+    if (manifest.fingerprint, manifest.view) != (identity["fingerprint"], identity["view"]):
+        return "it was made of something else"
+    if work.options.verify and not manifest.verified:
+        return "it was made without verifying the source"
     expected = {file.path: file.whole.shape for file in work.files}
     united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
     if united != work.wholes.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
@@ -258,8 +281,7 @@ def _take_up(work: _Work) -> tuple[list[Range], Outcome]:
 def _write(work: _Work, done: Sequence[Range]) -> Outcome:
     """Read and write this node's batches; collective."""
     comm, report, options = work.comm, work.report, work.options
-    report.workers = options.workers or default_workers()
-    most = max(min(RANGE, options.window // (2 * report.workers)) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    report.workers, most = divide_window(options.workers, options.window)
     halt = work.staging.path(HALT)
     with comm.together():
         if comm.rank == 0:
@@ -267,6 +289,12 @@ def _write(work: _Work, done: Sequence[Range]) -> Outcome:
             make_folders(work.staging.folder, [*(file.path for file in work.files), *work.steps])
             with suppress(FileNotFoundError):
                 os.unlink(halt)  # of an earlier attempt
+    with comm.together():
+        if not os.path.isdir(work.staging.folder):
+            raise CheckpointError(
+                f"{work.staging.folder}: is not here; rank 0 has made it. Every node needs the same destination: name "
+                "a folder on a shared file system."
+            )
     plan = plan_conversion(list_outputs(work.files), comm.size, most=most, done=done)
     outcome = Outcome()
     with (
@@ -323,14 +351,19 @@ def _finish(work: _Work, written: Sequence[Written]) -> None:
     with work.report.phase("commit"), comm.together():
         if comm.rank == 0:
             manifest = make_manifest(
-                work.index, list(_list_records(work, crcs)), work.wholes.patterns, work.wholes.origin, states
+                work.index,
+                list(_list_records(work, crcs)),
+                work.wholes.patterns,
+                work.wholes.origin,
+                states,
+                verified=work.options.verify,
             )
             text = manifest.to_json().encode()
             write_atomically(staging.path(MANIFEST), text)
             sizes = [file.image.size for file in work.files] + [len(data) for data in work.steps.values()]
             inodes = {os.stat(staging.path(state.name)).st_ino: state.size for state in states}  # hard links once
             work.report.bytes_written = sum(sizes) + sum(inodes.values()) + len(text)
-            staging.commit(staging.name if work.options.latest else None, overwrite=work.options.overwrite)
+            staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
     work.report.bytes_written = comm.broadcast(work.report.bytes_written)
 
 

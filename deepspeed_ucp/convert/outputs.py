@@ -69,17 +69,23 @@ def list_outputs(files: Iterable[OutputFile]) -> list[Output]:
 
 
 def list_steps(index: AtomicIndex) -> dict[str, bytes]:
-    """Relative path → content of every parameter's ``step.pt``."""
-    made: dict[object, bytes] = {}
+    """Relative path → content of every parameter's ``step.pt``.
+
+    Raises:
+        UnsupportedError: a name that cannot be a folder.
+    """
+    check_names(index.scalars)
+    made: dict[tuple[type, object], bytes] = {}
     found = {}
     for name, scalars in sorted(index.scalars.items()):
         if STEP not in scalars:
             continue
         step = scalars[STEP]
-        if step not in made:
+        kind = type(step), step
+        if kind not in made:
             dtype = index.scalar_dtypes.get(STEP)
-            made[step] = dump_value(step if dtype is None else ScalarTensor(dtype, step))
-        found[f"{ZERO}/{name}/{STEP}.pt"] = made[step]
+            made[kind] = dump_value(step if dtype is None else ScalarTensor(dtype, step))
+        found[f"{ZERO}/{name}/{STEP}.pt"] = made[kind]
     return found
 
 

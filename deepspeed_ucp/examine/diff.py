@@ -55,7 +55,7 @@ class AtomDifference:
 
     def is_within(self, tolerance: float) -> bool:
         """Whether it is but a difference of values of at most ``tolerance``."""
-        return self.kind == "values" and max(self.tally.largest, self.padding.largest) <= tolerance
+        return self.kind == "values" and tolerance > 0 and max(self.tally.largest, self.padding.largest) <= tolerance
 
 
 @dataclass(frozen=True, slots=True)

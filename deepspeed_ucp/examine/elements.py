@@ -62,6 +62,9 @@ def compare(left: Buffer, right: Buffer, dtype: str, other: str) -> Tally:
         if unequal is None:
             return Tally(numel)
         places = np.flatnonzero(unequal)
+        if dtype in ("int64", "uint64") and len(places):
+            first, second = _pick(left, places, 8), _pick(right, places, 8)
+            return Tally(numel, len(places), int(places[0]), *_measure_wide(first, second, dtype))
         first, second = (_widen(_pick(data, places, ITEMSIZE[dtype]), dtype) for data in (left, right))
     else:
         first, second = _widen(np.frombuffer(left, np.uint8), dtype), _widen(np.frombuffer(right, np.uint8), other)
@@ -113,6 +116,15 @@ def _list_float8(dtype: str) -> Array:
     else:
         values[exponent == 31] = np.where(mantissa[exponent == 31] == 0, math.inf, math.nan)
     return np.asarray(np.where(codes & 0x80, -values, values))
+
+
+def _measure_wide(first: Array, second: Array, dtype: str) -> tuple[float, float]:
+    """Largest absolute and relative difference of integers of 8 bytes, which float64 would round."""
+    left, right = first.view(dtype), second.view(dtype)
+    bits = first.view(np.uint64), second.view(np.uint64)
+    apart = np.where(left > right, bits[0] - bits[1], bits[1] - bits[0]).astype(np.float64)
+    size = np.maximum(np.abs(left.astype(np.float64)), np.abs(right.astype(np.float64)))
+    return float(apart.max()), float((apart / size).max())
 
 
 def _measure(first: Array, second: Array) -> tuple[float, float]:

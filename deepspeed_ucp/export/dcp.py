@@ -27,12 +27,12 @@ from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..sources.samples import check_samples
 from ..union.checks import verify_source
-from ..union.progress import Bar, Scratch, run_threads
+from ..union.progress import Bar, Scratch, divide_window, run_threads
 from ..union.reading import Item, RangeReader
 from .chunks import Planner, Writer, deal
 from .output import list_sizes, stage_output
 from .statedict import LAYOUTS, make_tree
-from .tensors import WEIGHTS, ExportOptions, ExportReport, Tensor, divide_window, select_tensors, warn_losses
+from .tensors import WEIGHTS, ExportOptions, ExportReport, Tensor, select_tensors, warn_losses
 
 ITEM_OVERHEAD = 2048
 """Bytes that torch writes around a tensor, and a little."""
@@ -152,7 +152,7 @@ def _fill(
     report: ExportReport,
 ) -> None:
     """Plan, read and write this node's chunks, and hold the source against its checksums; collective."""
-    report.workers, most = divide_window(options)
+    report.workers, most = divide_window(options.workers, options.window)
     reading = Reading(index)
     with comm.together():
         planner = Planner(tensors, reading.read, max(most // 2, ALIGNMENT))

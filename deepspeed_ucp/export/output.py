@@ -95,7 +95,15 @@ class OutputFolder:
             shutil.rmtree(self.staging)
 
     def commit(self) -> None:
-        """Make the staging folder the destination; its files are durable already."""
+        """Make the staging folder the destination; its files are durable already.
+
+        A model's configuration and tokenizer, which lie beside an export that is replaced, stay.
+        """
+        for name in os.listdir(self.destination) if os.path.isdir(self.destination) else ():
+            beside, kept = (os.path.join(folder, name) for folder in (self.destination, self.staging))
+            if BESIDE.fullmatch(name) and os.path.isfile(beside) and not os.path.lexists(kept):
+                with explain_full(self.staging):
+                    shutil.copy2(beside, kept)
         if os.path.lexists(self.aside):
             shutil.rmtree(self.aside)
         if os.path.isdir(self.destination) and os.listdir(self.destination):

@@ -23,10 +23,10 @@ from ..patterns import RuleSet
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..sources.samples import check_samples
 from ..union.checks import verify_source
-from ..union.progress import Bar, Scratch, run_threads
+from ..union.progress import Bar, Scratch, divide_window, run_threads
 from ..union.reading import Item, RangeReader
 from .output import copy_beside, list_sizes, stage_output
-from .tensors import ExportOptions, ExportReport, Selection, Tensor, divide_window, select_tensors, warn_losses
+from .tensors import ExportOptions, ExportReport, Selection, Tensor, select_tensors, warn_losses
 
 MAX_SHARD = 5 * 10**9
 """Bytes of one file's tensors, as Hugging Face's libraries have it."""
@@ -229,7 +229,7 @@ def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
 
 def _fill(index: AtomicIndex, work: _Work, comm: Comm, options: ExportOptions, report: ExportReport) -> None:
     """Read, cast and write this node's batches, and hold the source against its checksums; collective."""
-    report.workers, most = divide_window(options)
+    report.workers, most = divide_window(options.workers, options.window)
     outputs = [Output(tensor.numel, tensor.whole.itemsize, tensor.whole.place) for tensor in work.tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     with comm.together(), RangeReader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:

@@ -13,8 +13,7 @@ from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedErr
 from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
-from ..plan.conversion import ALIGNMENT, RANGE
-from ..union.progress import Bar, default_workers, no_bar
+from ..union.progress import Bar, no_bar
 from ..union.wholes import Whole, Wholes, plain_name, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -219,11 +218,3 @@ def warn_losses(index: AtomicIndex, selection: Selection, comm: Comm) -> None:
         )
     if selection.wholes.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.wholes.unused))
-
-
-def divide_window(options: ExportOptions) -> tuple[int, int]:
-    """(threads, bytes of source that each reads at once); a thread holds about three times these bytes."""
-    threads = options.workers or default_workers()
-    threads = max(min(threads, options.window // (3 * ALIGNMENT)), 1)
-    most = options.window // (3 * threads) // ALIGNMENT * ALIGNMENT
-    return threads, max(min(most, RANGE), ALIGNMENT)

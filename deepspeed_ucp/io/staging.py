@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -23,6 +24,9 @@ from .lock import hold_lock
 
 MANIFEST = "ucp_manifest.json"
 LATEST = "latest_universal"
+
+_PARTS = re.compile(r"zero|tmp|ucp_manifest\.json|.*_(model|optim)_states\.pt")
+"""What atomic checkpoints consist of, ours and upstream's."""
 
 _IDENTITY = ".ucp-identity.json"
 _JOURNAL = ".ucp-journal-"
@@ -154,11 +158,18 @@ class Staging:
         real = os.path.realpath(self.destination)
         if os.path.commonpath([real, os.path.realpath(source)]) == real:
             raise CheckpointError(f"{self.destination}: holds the checkpoint that is converted; write it elsewhere.")
+        if os.path.commonpath([real, os.path.realpath(source)]) == os.path.realpath(source):
+            raise CheckpointError(f"{self.destination}: lies in the checkpoint that is converted; write it elsewhere.")
         if _is_vacant(self.destination):
             return
         if os.path.islink(self.destination) or not is_atomic(self.destination):
             raise CheckpointError(
                 f"{self.destination}: exists and is no atomic checkpoint, so it is left alone. Write elsewhere."
+            )
+        if strangers := sorted(name for name in os.listdir(self.destination) if not _PARTS.fullmatch(name)):
+            raise CheckpointError(
+                f"{self.destination}: holds what no conversion wrote ({', '.join(strangers[:8])}), so it is left "
+                "alone. Write elsewhere."
             )
         if not overwrite:
             raise CheckpointError(

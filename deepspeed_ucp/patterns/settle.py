@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from .rules import RuleSet, suggest_rule
 from .spread import spread_shapes
 
 SHAPES = "the shapes"
+EQUAL = "the same bytes on every tensor-parallel rank"
 _TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
 
 
@@ -61,6 +62,7 @@ def settle(
     hints: Mapping[str, Any] | None = None,
     *,
     degree: int | None = None,
+    replicas: Collection[str] = (),
 ) -> Settled:
     """Layouts of all parameters on both sides.
 
@@ -70,6 +72,7 @@ def settle(
         rule_sets: in order; the first that says something about a parameter counts. What the live engine says of
             its own shards (``side`` "target") counts for the target before all but the user's, and for the source last.
         hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
+        replicas: what every rank holds alike, and is a replica where no rule says otherwise (equal buffers).
         degree: of a target whose shapes are not known (then ``target`` is None): the ones that the patterns give it.
 
     Raises:
@@ -77,7 +80,7 @@ def settle(
             settles, in one message, with rules to paste.
     """
     orders = {side: _order(rule_sets, side) for side in ("source", "target")}
-    return _Settler(source, target, rule_sets, orders, hints or {}, degree).run(names)
+    return _Settler(source, target, rule_sets, orders, hints or {}, degree, replicas).run(names)
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class _Settler:
     orders: Mapping[str, Sequence[RuleSet]]
     hints: Mapping[str, Any]
     degree: int | None = None
+    replicas: Collection[str] = ()
     settled: Settled = field(default_factory=Settled)
     faults: list[str] = field(default_factory=list)
     opened: list[_Open] = field(default_factory=list)
@@ -191,6 +195,8 @@ class _Settler:
             (have, origin), (want, other) = found
             told = origin if origin == other else f"{origin}; {other}"
             self._store(name, (have, want), told, source, target)
+        elif name in self.replicas:
+            self._keep(name, Replicate(), EQUAL, source, target)
         elif _prove_replicated(name, source, target):
             self._keep(name, Replicate(), SHAPES, source, target)
         else:

@@ -50,7 +50,15 @@ def open_atomic(folder: str, comm: Comm, sizes: Mapping[str, int] | None = None)
     header = comm.broadcast(header)
     parts = comm.gather(mine)
     found = {name: parts[at % comm.size][at // comm.size] for at, (name, _, _) in enumerate(files)}
-    return make_index(folder, manifest, header, found)
+    index: list[AtomicIndex] = []
+    with comm.together():
+        try:
+            index.append(make_index(folder, manifest, header, found))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder}/{MANIFEST}: an entry is of another form than expected ({type(error).__name__}: {error})."
+            ) from error
+    return index[0]
 
 
 def is_atomic(folder: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ..atoms import ITEMSIZE, AtomicIndex, count
+from ..atoms import ITEMSIZE, AtomicIndex, Record, count
 from ..errors import CheckpointError, shorten
 from ..patterns import Pattern, record_pattern
 from ..version import __version__
@@ -77,6 +77,8 @@ class Manifest:
         states: state files.
         state_file: the one that carries scheduler, counters and client state.
         patterns: name → {"pattern": as data, "origin": what told it}.
+        view: of the source, see :func:`digest_view`.
+        verified: every byte of the source was held against its checksum.
     """
 
     version: int
@@ -98,6 +100,8 @@ class Manifest:
     optimizer: str | None
     instances: dict[str, tuple[str, ...]]
     hints: dict[str, Any]
+    view: str
+    verified: bool
     dropped: str = ""
     kind: str = field(default=_KIND)
 
@@ -157,8 +161,16 @@ def _check_form(told: Any, path: str) -> None:
 
 def _check_entries(found: Manifest, path: str) -> None:
     names = [*(atom.file for atom in found.atoms), *(state.name for state in found.states), found.state_file]
+    names += [*found.scalars, *(part for atom in found.atoms for part in (atom.name, atom.state))]
     if odd := sorted({name for name in names if _leads_out(name)}):
         raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
+    if found.state_file not in {state.name for state in found.states}:
+        raise CheckpointError(f"{path}: lists no state file {found.state_file}.")
+    tables = (found.scalars, found.aliases, found.counters, found.hints, found.instances, found.scaler, found.patterns)
+    if not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"{path}: an entry is of another form than expected.")
+    if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
+        raise CheckpointError(f"{path}: aliases of aliases: {shorten(loops)}.")
     if unfit := [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]:
         raise CheckpointError(f"{path}: shape, dtype and bytes contradict each other: {shorten(unfit)}.")
 
@@ -202,6 +214,8 @@ def make_manifest(
     patterns: Mapping[str, Pattern],
     origin: Mapping[str, str],
     states: Sequence[StateLike],
+    *,
+    verified: bool = True,
 ) -> Manifest:
     """The manifest of an atomic checkpoint that was made from ``index``.
 
@@ -211,6 +225,7 @@ def make_manifest(
         patterns: per parameter how it was united.
         origin: per parameter what told so.
         states: the state files that were written; the first one carries scheduler, counters and client state.
+        verified: the source's bytes were held against their checksums.
 
     Raises:
         UnsupportedError: a param group, or what the client tells, holds something that is not plain data.
@@ -243,8 +258,15 @@ def make_manifest(
         optimizer=index.optimizer,
         instances=index.instances,
         hints=index.hints,
+        view=digest_view(index),
+        verified=verified,
         dropped=index.dropped,
     )
+
+
+def find_unplain(index: AtomicIndex) -> list[str]:
+    """Hyper-parameters that are objects, which a manifest does not keep."""
+    return sorted({key for group in index.groups for key, value in group.hyper.items() if not _is_plain(value)})
 
 
 def _keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,14 +283,46 @@ def _is_plain(value: Any) -> bool:
 def fingerprint(index: AtomicIndex) -> dict[str, Any]:
     """What tells a checkpoint from every other: its files with sizes and header CRCs, and a SHA-256 over them.
 
-    Names are relative to the state file's folder, so that a moved checkpoint keeps its fingerprint.
+    A header's CRC covers those of the file's records. Where it is not known, the records' own count; a file whose bytes
+    have no checksum is told by the time of its last change. Names are relative to the state file's folder, so that a
+    moved checkpoint keeps its fingerprint.
     """
-    folder = os.path.dirname(index.state_file)
-    files = sorted(
-        (
-            {"name": os.path.relpath(each.path, folder or "."), "size": each.size, "header_crc": each.header_crc}
-            for each in index.files
-        ),
-        key=lambda each: str(each["name"]),
-    )
+    folder = os.path.dirname(index.state_file) or "."
+    records: dict[int, list[Record]] = {}
+    for record in index.records:
+        records.setdefault(record.file, []).append(record)
+    files = []
+    for number, each in enumerate(index.files):
+        told: dict[str, Any] = {"name": os.path.relpath(each.path, folder), "size": each.size}
+        held = sorted(records.get(number, ()), key=lambda record: record.offset)
+        told["header_crc"] = each.header_crc
+        if each.header_crc is None:
+            told["records"] = [[record.offset, record.nbytes, record.crc] for record in held]
+        if any(record.crc is None for record in held):
+            told["changed"] = os.stat(each.path).st_mtime_ns
+        files.append(told)
+    files.sort(key=lambda told: str(told["name"]))
     return {"files": files, "digest": hashlib.sha256(dump_json(files).encode()).hexdigest()}
+
+
+def digest_view(index: AtomicIndex) -> str:
+    """SHA-256 of what an index makes of its files: which bytes are whose, and what belongs to them.
+
+    The same files can be looked at in several ways: the param groups that name a stage-0 checkpoint are the user's.
+    """
+    found = hashlib.sha256()
+    for key, atom in sorted(index.atoms.items()):
+        found.update(repr((key, atom.dtype)).encode())
+        for shard in atom.shards:
+            places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.fragments]
+            found.update(repr((shard.shape, places)).encode())
+    told = (index.scalars, index.aliases, index.instances, index.counters, index.scaler, index.clip_grad)
+    for each in told[:3]:
+        found.update(repr(sorted(each.items())).encode())
+    found.update(repr((told[3:], [(group.names, _keep_plain(group.hyper)) for group in index.groups])).encode())
+    return found.hexdigest()
+
+
+def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:
+    record = index.records[number]
+    return os.path.basename(index.files[record.file].path), record.offset

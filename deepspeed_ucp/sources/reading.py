@@ -19,6 +19,7 @@ from .unpickle import Opaque, TensorRef, simplify
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
 
+_NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 _SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
@@ -268,10 +269,23 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_scalar(value: Any) -> Any:
-    """A Python number for a 0-dim tensor; anything else as it is."""
+    """A Python number for a 0-dim tensor or one of numpy's scalars; anything else as it is."""
     if isinstance(value, ScalarRef) and value.dtype in _SCALAR_FORMATS:
         return struct.unpack(_SCALAR_FORMATS[value.dtype], value.data)[0]
+    if isinstance(value, Opaque) and value.kind.endswith(".multiarray.scalar"):
+        return _read_numpy_scalar(value)
     return value
+
+
+def _read_numpy_scalar(value: Opaque) -> Any:
+    """The number in ``numpy.core.multiarray.scalar(dtype, bytes)``, as schedulers that compute with numpy leave it."""
+    kind, data = value.args if len(value.args) == 2 else (None, None)
+    if isinstance(data, Opaque) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
+        data = str(data.args[0]).encode("latin1")
+    form = _NUMPY_FORMATS.get(str(kind.args[0])) if isinstance(kind, Opaque) and kind.args else None
+    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
+        return value
+    return struct.unpack(form, data)[0]
 
 
 def _as_groups(shapes: Any) -> list[dict[str, tuple[int, ...]]]:

@@ -79,7 +79,7 @@ def is_zip(path: str) -> bool:
 def _read_zip(path: str, stream: BinaryIO, size: int) -> TorchFile:
     try:
         archive = zipfile.ZipFile(stream)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
         raise CheckpointError(
             f"{path}: no zip directory at its end ({size} bytes); the file is truncated or damaged."
         ) from error

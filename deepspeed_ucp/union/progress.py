@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from ..io.memory import allocate
+from ..plan.conversion import ALIGNMENT, RANGE
 
 T = TypeVar("T")
 
@@ -37,6 +38,18 @@ def default_workers() -> int:
     told = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")]
     ranks = max(int(next((value for value in told if value), "1")), 1)
     return min(max(2 * cores // ranks, 4), 64)
+
+
+def divide_window(workers: int, window: int) -> tuple[int, int]:
+    """(threads, bytes that each reads at once): a thread holds about three times these, scratch memory included.
+
+    Args:
+        workers: threads asked for; 0 chooses from the cores. Fewer where the window has no room for them.
+        window: bytes of memory for all of them.
+    """
+    threads = max(min(workers or default_workers(), window // (3 * ALIGNMENT)), 1)
+    most = window // (3 * threads) // ALIGNMENT * ALIGNMENT
+    return threads, max(min(most, RANGE), ALIGNMENT)
 
 
 def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
-from ..patterns import Layout, Pattern, Replicate, RuleSet, Unique, from_universal_info, settle
+from ..patterns import Layout, Pattern, RuleSet, Unique, from_universal_info, settle
 from ..patterns.layout import Shape
 from ..patterns.recorded import from_recorded
 from ..plan import View
 from ..plan.locate import Want
-
-EQUAL = "the same bytes on every tensor-parallel rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +117,11 @@ def settle_wholes(
     weights = {plain_name(name): atom for (name, _), atom in list_weights(index)}
     shapes = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
     equal = {name for name in shapes if name in index.buffers and is_replica(index, weights[name])}
-    asked = sorted(set(shapes) - equal)
-    settled = settle(asked, shapes, None, list_rules(index, rules, live), index.hints)
+    rule_sets = list_rules(index, rules, live)
+    settled = settle(sorted(shapes), shapes, None, rule_sets, index.hints, replicas=equal)
     layouts = {name: have for name, (have, _) in settled.layouts.items()}
-    layouts |= {name: Replicate().join(shapes[name]) for name in equal}
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
-    found = Wholes(
-        patterns={**patterns, **{name: Replicate() for name in equal}},
-        origin={**settled.origin, **dict.fromkeys(equal, EQUAL)},
-        unused=settled.unused,
-    )
+    found = Wholes(patterns=patterns, origin=settled.origin, unused=settled.unused)
     for (name, state), atom in index.atoms.items():
         if (states is None or states(state)) and not (state == COPY and (name, MASTER) in index.atoms):
             found.atoms[name, state] = make_whole(atom, layouts[plain_name(name)])

@@ -10,16 +10,17 @@ import sys
 import pytest
 
 from deepspeed_ucp.comm import join_launch
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, driver, execute
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, execute
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.io.staging import explain_full
 from deepspeed_ucp.plan import conversion
+from deepspeed_ucp.union import progress
 
 
 def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
     """Atoms above ``size`` bytes are written in several ranges, smaller ones bundled to that size."""
     monkeypatch.setattr(conversion, "ALIGNMENT", size)
-    monkeypatch.setattr(driver, "ALIGNMENT", size)
+    monkeypatch.setattr(progress, "ALIGNMENT", size)
 
 
 def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

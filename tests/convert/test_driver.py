@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from deepspeed_ucp.union.wholes import settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, temporary_folder
 from tests.reshard3d import Held, draw_state, make_plain, trips
-from tests.synth import Topology
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 from tests.union.test_wholes import check_atoms, open_held, rules_of
 
 OPTIONS = ConvertOptions(workers=2)
@@ -276,3 +277,103 @@ def test_what_was_written_unverified_is_not_taken_up(tmp_path: Path, monkeypatch
         convert(index, held, tmp_path / "tag", tmp_path / "out", verify=False)
     monkeypatch.undo()
     assert convert(index, held, tmp_path / "tag", tmp_path / "out").resumed_bytes == 0
+
+
+def test_names_of_a_stage_0_source_belong_to_the_output(tmp_path: Path) -> None:
+    """The same files under other names are another checkpoint: neither reused nor gone on with."""
+    model = Model((Param("q", (3, 2)), Param("k", (3, 2))))
+    topology = Topology(0, 1)
+    state = random_state(model, 0, precision="fp32", topology=topology)
+    write_checkpoint(tmp_path, model, state, topology, tag="tag")
+    wrong, right = ([["k", "q"]], [["q", "k"]])
+    to = str(tmp_path / "out")
+    convert_checkpoint(str(tmp_path / "tag"), to, groups=wrong, options=OPTIONS)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert_checkpoint(str(tmp_path / "tag"), to, groups=right, options=OPTIONS)
+    convert_checkpoint(str(tmp_path / "tag"), to, groups=right, options=ConvertOptions(workers=1, overwrite=True))
+    found = torch.load(f"{to}/zero/q/exp_avg.pt", weights_only=True)["param"]
+    assert torch.equal(found, state.atoms["q"]["exp_avg"])
+
+
+def test_an_atomic_source_is_told_by_its_bytes(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_source(seed=seed).write(tmp_path / f"tag{seed}")
+        convert_checkpoint(str(tmp_path / f"tag{seed}"), options=OPTIONS)
+    to = str(tmp_path / "copy")
+    assert not convert_checkpoint(str(tmp_path / "tag0_universal"), to, options=OPTIONS).reused
+    assert convert_checkpoint(str(tmp_path / "tag0_universal"), to, options=OPTIONS).reused
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert_checkpoint(str(tmp_path / "tag1_universal"), to, options=OPTIONS)
+
+
+def test_a_source_without_checksums_is_told_by_its_time(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        make_source(seed=0).write(tmp_path / "tag")
+        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+        assert convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS).reused
+        make_source(seed=1).write(tmp_path / "tag")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+
+
+def test_what_was_made_unverified_is_not_reused_by_who_wants_it_verified(tmp_path: Path) -> None:
+    make_source().write(tmp_path / "tag")
+    unverified = ConvertOptions(workers=1, verify=False)
+    convert_checkpoint(str(tmp_path / "tag"), options=unverified)
+    assert convert_checkpoint(str(tmp_path / "tag"), options=unverified).reused
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+
+
+def test_overwrite_converts_anew(tmp_path: Path) -> None:
+    """Also what is damaged inside and looks whole from outside."""
+    make_source().write(tmp_path / "tag")
+    first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    before = list_bytes(Path(first.destination))
+    path = Path(first.destination) / "zero/body.row/exp_avg.pt"
+    data = bytearray(path.read_bytes())
+    data[4100] ^= 1
+    path.write_bytes(data)
+    convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, overwrite=True))
+    assert list_bytes(Path(first.destination)) == before
+
+
+def test_refresh_replaces_what_is_ours_and_of_something_else(tmp_path: Path) -> None:
+    """A tag that was saved again, in mode "atomic"."""
+    refresh = ConvertOptions(workers=1, refresh=True)
+    make_source(seed=0).write(tmp_path / "tag")
+    convert_checkpoint(str(tmp_path / "tag"), options=refresh)
+    assert convert_checkpoint(str(tmp_path / "tag"), options=refresh).reused
+    make_source(seed=1).write(tmp_path / "tag")
+    again = convert_checkpoint(str(tmp_path / "tag"), options=refresh)
+    assert not again.reused
+    convert_checkpoint(str(tmp_path / "tag"), str(tmp_path / "fresh"), options=refresh)
+    assert list_bytes(Path(again.destination)) == list_bytes(tmp_path / "fresh")
+
+
+def test_strangers_in_the_destination_stay(tmp_path: Path) -> None:
+    make_source().write(tmp_path / "tag")
+    first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    notes = Path(first.destination) / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, overwrite=True))
+    assert notes.read_text() == "mine"
+
+
+def test_a_destination_inside_the_source_is_refused(tmp_path: Path) -> None:
+    make_source().write(tmp_path / "tag")
+    with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+        convert_checkpoint(str(tmp_path / "tag"), str(tmp_path / "tag" / "out"), options=OPTIONS)
+
+
+def test_scalars_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    from deepspeed_ucp.convert.outputs import list_steps
+
+    held = make_source()
+    index = replace(open_held(held, tmp_path / "tag"), scalars={"../../evil": {"step": 5}})
+    with pytest.raises(UnsupportedError, match="evil"):
+        list_steps(index)

@@ -549,3 +549,17 @@ def test_comparing_is_what_numpy_says(data: bytes, places: list[int]) -> None:
     found = compare(left, right, "float32", "float32")
     assert found.differing == unequal.sum()
     assert found.first == (np.flatnonzero(unequal)[0] if unequal.any() else -1)
+
+
+def test_large_integers_that_differ_by_one_are_different() -> None:
+    left, right = (np.array([2**60, value], np.int64).tobytes() for value in (2**60 + 1, 2**60 + 2))
+    found = compare(left, right, "int64", "int64")
+    assert (found.differing, found.first, found.largest) == (1, 1, 1.0)
+    low, high = (np.array([value], np.int64).tobytes() for value in (-(2**63), 2**63 - 1))
+    assert compare(low, high, "int64", "int64").largest == float(2**64 - 1)
+
+
+def test_without_a_tolerance_no_difference_is_let_pass() -> None:
+    zeros = compare(np.array([0.0]).tobytes(), np.array([-0.0]).tobytes(), "float64", "float64")
+    assert zeros.differing == 1
+    assert not AtomDifference("x", "fp32", "values", ("float64", "float64"), tally=zeros).is_within(0.0)

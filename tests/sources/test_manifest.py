@@ -175,7 +175,7 @@ def test_a_state_file_is_needed() -> None:
 def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
     files = fingerprint(INDEX)["files"]
     assert files == [
-        {"name": "a.pt", "size": 10, "header_crc": None},
+        {"name": "a.pt", "size": 10, "header_crc": None, "records": []},
         {"name": "b.pt", "size": 20, "header_crc": 7},
     ]
     moved = replace(INDEX, state_file="/new/a.pt", files=(FileRef("/new/b.pt", 20, 7), FileRef("/new/a.pt", 10, None)))

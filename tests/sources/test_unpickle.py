@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -275,3 +276,14 @@ def test_opaque_objects_of_two_files_are_equal_if_what_was_pickled_is(tmp_path: 
 class _Plain:
     def __init__(self, size: int) -> None:
         self.size = size
+
+
+def test_hyper_parameters_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """A scheduler that computes with numpy leaves its scalars in the param groups."""
+    from deepspeed_ucp.sources.reading import plain_scalar
+
+    given = {"lr": np.float64(3e-4), "steps": np.int64(-5), "scale": np.float32(1.5), "on": np.bool_(True)}
+    torch.save(given, tmp_path / "x.pt")
+    found = {key: plain_scalar(value) for key, value in read_header(str(tmp_path / "x.pt")).tree.items()}
+    assert found == {"lr": 3e-4, "steps": -5, "scale": 1.5, "on": True}
+    assert {type(value) for value in found.values()} == {float, int, bool}

@@ -190,3 +190,15 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
         checks = reader.take_checks()
     with pytest.raises(CheckpointError, match="CRC32"):
         verify_source(index, checks, Comm())
+
+
+def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Path) -> None:
+    """Zeros of the first step must not decide how it is united."""
+    held = make_plain_source(2)
+    index = open_held(held, tmp_path)
+    rules = make_config(held.model).patterns["rules"]
+    shapes = []
+    for more in ([], [{"match": r".*\.count", "pattern": "shard-v"}]):
+        wholes = settle_wholes(index, from_config([*rules, *more]))
+        shapes.append(wholes.atoms["body.count", "module"].shape)
+    assert shapes == [(3,), (6,)]
