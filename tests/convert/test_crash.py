@@ -119,6 +119,7 @@ def test_interrupted_from_the_keyboard(source: Path, place: Callable[[object], P
             os.kill(os.getpid(), signal.SIGINT)
 
     def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
         with pytest.raises(KeyboardInterrupt), intercept(interrupt):
             convert(root)
 
