@@ -95,8 +95,8 @@ ifneq ($(shell cat $(OLDEST_STAMP) 2>/dev/null),$(CURDIR))
 endif
 $(OLDEST_STAMP): $(REQUIREMENTS)
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python $(INSTALL) torch numpy
-	$(OLDEST)/bin/python $(INSTALL) -e '.[test]' deepspeed==$(OLDEST_DEEPSPEED)
+	$(OLDEST)/bin/python $(INSTALL) torch numpy setuptools wheel
+	$(OLDEST)/bin/python $(INSTALL) --no-build-isolation -e '.[test]' deepspeed==$(OLDEST_DEEPSPEED)  # its set-up needs torch
 	echo $(CURDIR) > $@
 
 clean:
