@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.staging import LATEST, MANIFEST
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -20,10 +21,7 @@ _STATES = re.compile(r".*(model|optim)_states\.pt")
 ZERO = "zero"
 """Folder of an atomic checkpoint that holds a folder per parameter."""
 
-MANIFEST = "ucp_manifest.json"
-"""An atomic checkpoint's manifest; DeepSpeed's own converter writes none."""
-
-UNIVERSAL = "latest_universal"
+UNIVERSAL = LATEST
 """Names the newest atomic checkpoint, as ``latest`` names the newest tag."""
 
 NO_AXIS = -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import CheckpointError
-from .files import check_tag, find_tags, is_state_file, read_latest
+from .files import MANIFEST, UNIVERSAL, ZERO, check_tag, find_tags, is_state_file, read_latest
 
 
 def find_checkpoint(path: str) -> str:
@@ -23,7 +23,7 @@ def find_checkpoint(path: str) -> str:
         raise CheckpointError(f"{folder} {what}.")
     if _holds_checkpoint(folder):
         return folder
-    universal = os.path.join(folder, "latest_universal")
+    universal = os.path.join(folder, UNIVERSAL)
     if os.path.isfile(universal) and not os.path.isfile(os.path.join(folder, "latest")):
         return check_tag(folder, _read_line(universal))
     tag = read_latest(folder)
@@ -37,7 +37,7 @@ def find_checkpoint(path: str) -> str:
 
 
 def _holds_checkpoint(folder: str) -> bool:
-    return any(is_state_file(name) or name in ("ucp_manifest.json", "zero") for name in os.listdir(folder))
+    return any(is_state_file(name) or name in (MANIFEST, ZERO) for name in os.listdir(folder))
 
 
 def _read_line(path: str) -> str:
