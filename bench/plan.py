@@ -31,6 +31,8 @@ from synthetic import TIED, Parameter, Sizes, Source, pad_flat, split_groups
 from deepspeed_ucp.atoms import COPY, ITEMSIZE, AtomicIndex, count
 from deepspeed_ucp.collection import pause_collection
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.forecast.sample import join_spans
+from deepspeed_ucp.forecast.virtual import cut_sub_groups
 from deepspeed_ucp.load.census import check_alike, find_renamed, read_rules, settle_layouts, take_census
 from deepspeed_ucp.load.job import make_job
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
@@ -40,8 +42,6 @@ from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.geometry import accumulate_offsets, cut_flat, cut_sub_group, part_numel
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance
 from deepspeed_ucp.plan.resolve import MIN_DIRECT
-from deepspeed_ucp.plan.sample import join_spans
-from deepspeed_ucp.plan.virtual import cut_sub_groups
 from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
 from deepspeed_ucp.targets.base import Flat, Target

@@ -23,8 +23,8 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
-    from ..load.dryrun import DryRun
-    from ..plan.estimate import Bandwidths, RankFigures, Times, Totals
+    from ..forecast.dryrun import DryRun
+    from ..forecast.estimate import Bandwidths, RankFigures, Times, Totals
 
 _EXAMPLES = """
 ds_ucp plan checkpoints/ --target "dp=3,tp=2,pp=1,zero=3"
@@ -108,7 +108,7 @@ def _speed(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Plan, print, and tell by the exit code whether the resume is possible."""
     from ..config import UniversalConfig
-    from ..load.dryrun import dry_run
+    from ..forecast.dryrun import dry_run
 
     speeds = _read_speeds(options)
     window = _read_window(options)
@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_speeds(options: argparse.Namespace) -> Bandwidths | None:
-    from ..plan.estimate import Bandwidths
+    from ..forecast.estimate import Bandwidths
 
     if options.read_gbs is None:
         if options.rank_gbs is not None or options.net_gbs is not None:
@@ -145,8 +145,8 @@ def _read_window(options: argparse.Namespace) -> int:
 
 
 def _read_degrees(options: argparse.Namespace, index: AtomicIndex) -> Any:
-    from ..load.dryrun import read_saved_config
-    from ..plan.degrees import parse_degrees
+    from ..forecast.degrees import parse_degrees
+    from ..forecast.dryrun import read_saved_config
 
     if (options.nodes is None) != (options.ranks_per_node is None):
         raise ConfigError("--nodes and --ranks-per-node go together.")
@@ -158,7 +158,7 @@ def _read_degrees(options: argparse.Namespace, index: AtomicIndex) -> Any:
 
 
 def _tell_times(found: DryRun, speeds: Bandwidths | None) -> Times | None:
-    from ..plan.estimate import tell_times
+    from ..forecast.estimate import tell_times
 
     if speeds is None or found.totals is None or not found.ranks:
         return None
@@ -166,7 +166,7 @@ def _tell_times(found: DryRun, speeds: Bandwidths | None) -> Times | None:
 
 
 def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None) -> dict[str, Any]:
-    from ..plan.estimate import MEASURED, as_dict, spread
+    from ..forecast.estimate import MEASURED, as_dict, spread
 
     degrees = {key: value for key, value in asdict(found.degrees).items() if key != "refused"}
     return {
@@ -247,7 +247,7 @@ def _both(nbytes: int) -> str:
 
 
 def _tell_ranks(found: DryRun, *, every: bool) -> list[str]:
-    from ..plan.estimate import MEASURED, spread
+    from ..forecast.estimate import MEASURED, spread
 
     world = found.degrees.world
     title = f"each of {world} ranks" if found.exact else f"{len(found.ranks)} of {world} ranks, exactly"

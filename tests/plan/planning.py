@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
+from deepspeed_ucp.forecast.everyone import Everyone, plan_everyone
 from deepspeed_ucp.plan import DISCARD, Part, Piece, Want, locate, make_claims
-from deepspeed_ucp.plan.everyone import Everyone, plan_everyone
 
 STAGE = 1000
 """Buffer number of the staging memory."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ..atoms import COPY, MASTER, MODULE, AtomicIndex
 from ..patterns import Layout, Replicate, RuleSet, from_universal_info, settle
 from ..patterns.recorded import from_recorded
+from ..plan.match import Shape
 from .degrees import Degrees
-from .match import Shape
 from .split import Stages, place_stages
 from .virtual import VirtualTarget, list_extras, list_groups, make_virtual
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
 from ..patterns import Layout
+from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
+from ..plan.locate import View, Want, find_shards
+from ..plan.match import Shape, pick_instance
 from .degrees import Degrees
-from .geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
-from .locate import View, Want, find_shards
-from .match import Shape, pick_instance
 from .split import TIED, Stages, find_layer
 
 LIVE, FRESH = 0, 1

@@ -16,15 +16,15 @@ from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load import dryrun
-from deepspeed_ucp.load.dryrun import DryRun, check_batch_size, dry_run, measure
+from deepspeed_ucp.forecast import dryrun
+from deepspeed_ucp.forecast.degrees import Degrees, parse_degrees
+from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, measure
+from deepspeed_ucp.forecast.estimate import measure_plan
+from deepspeed_ucp.forecast.foresee import foresee_target
+from deepspeed_ucp.forecast.sample import Sampler
+from deepspeed_ucp.forecast.virtual import VirtualTarget
 from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.plan.degrees import Degrees, parse_degrees
-from deepspeed_ucp.plan.estimate import measure_plan
-from deepspeed_ucp.plan.foresee import foresee_target
 from deepspeed_ucp.plan.resolve import find_share
-from deepspeed_ucp.plan.sample import Sampler
-from deepspeed_ucp.plan.virtual import VirtualTarget
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
 from tests.reshard import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import ConfigError
-from deepspeed_ucp.plan.degrees import Degrees, parse_degrees
+from deepspeed_ucp.forecast.degrees import Degrees, parse_degrees
 from deepspeed_ucp.topology import Topology
 
 SOURCE = Topology(1, "bf16", "bfloat16", dp=4)

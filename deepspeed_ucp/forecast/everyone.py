@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..atoms import Record
-from .claims import Blocks, Claim, address_claims, take_turns
-from .load import LoadPlan, make_plan
-from .resolve import MIN_DIRECT, Judgement, Resolution, judge_claims, schedule
+from ..plan.claims import Blocks, Claim, address_claims, take_turns
+from ..plan.load import LoadPlan, make_plan
+from ..plan.resolve import MIN_DIRECT, Judgement, Resolution, judge_claims, schedule
 
 
 @dataclass(frozen=True, slots=True)

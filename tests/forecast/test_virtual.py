@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ucp.forecast.virtual import VirtualFlat, cut_sub_groups
 from deepspeed_ucp.plan.geometry import accumulate_offsets, part_numel
-from deepspeed_ucp.plan.virtual import VirtualFlat, cut_sub_groups
 
 FLATS = st.tuples(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 7), st.booleans())
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, Fragment
 from ..patterns import Run, copy_runs
-from .claims import Blocks, Claim, make_claims
-from .claims import address_claims as address
-from .locate import Piece, Want, cut_blocks, find_shards, locate
-from .resolve import MIN_DIRECT, SharedBlock, judge_claims
+from ..plan.claims import Blocks, Claim, make_claims
+from ..plan.claims import address_claims as address
+from ..plan.locate import Piece, Want, cut_blocks, find_shards, locate
+from ..plan.resolve import MIN_DIRECT, SharedBlock, judge_claims
 from .virtual import FRESH, LIVE, VirtualExtra, VirtualFlat, VirtualPart, VirtualTarget, plain
 
 Block = tuple[int, int]
@@ -66,7 +66,7 @@ class Sampler:
         index: the checkpoint.
         target: of any number of ranks.
         block: bytes per block.
-        min_direct: see :func:`~.resolve.judge_claims`.
+        min_direct: see :func:`~deepspeed_ucp.plan.resolve.judge_claims`.
     """
 
     def __init__(self, index: AtomicIndex, target: VirtualTarget, block: int, min_direct: int = MIN_DIRECT) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.plan.claims import Claim
-from deepspeed_ucp.plan.estimate import (
+from deepspeed_ucp.forecast.estimate import (
     MEASURED,
     Bandwidths,
     RankFigures,
@@ -18,10 +17,11 @@ from deepspeed_ucp.plan.estimate import (
     spread,
     tell_times,
 )
+from deepspeed_ucp.forecast.sample import Sampled
+from deepspeed_ucp.plan.claims import Claim
 from deepspeed_ucp.plan.load import LoadPlan, Round
 from deepspeed_ucp.plan.requests import Part, Request
 from deepspeed_ucp.plan.resolve import Send
-from deepspeed_ucp.plan.sample import Sampled
 
 
 def make_figures(rank: int, **told: int) -> RankFigures:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .load import LoadPlan, Round
-from .requests import Request
+from ..plan.load import LoadPlan, Round
+from ..plan.requests import Request
 from .sample import Sampled
 
 GIGA = 1_000_000_000

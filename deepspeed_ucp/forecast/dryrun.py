@@ -15,17 +15,17 @@ from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
 from ..errors import ConfigError, MismatchError, shorten
 from ..patterns import RuleSet
 from ..plan.claims import make_claims
-from ..plan.degrees import Degrees
-from ..plan.estimate import RankFigures, Totals, measure_plan, measure_sampled
-from ..plan.everyone import plan_everyone
-from ..plan.foresee import foresee_target
 from ..plan.locate import locate
 from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
-from ..plan.sample import Sampler
-from ..plan.virtual import FRESH, VirtualTarget, plain
 from ..sources.files import MANIFEST, list_sizes
 from ..sources.torchfile import read_header
 from ..topology import find_differences
+from .degrees import Degrees
+from .estimate import RankFigures, Totals, measure_plan, measure_sampled
+from .everyone import plan_everyone
+from .foresee import foresee_target
+from .sample import Sampler
+from .virtual import FRESH, VirtualTarget, plain
 
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.plan.split import balance, find_layer, split_stages
+from deepspeed_ucp.forecast.split import balance, find_layer, split_stages
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What a resume would do, foretold without an engine."""
