@@ -182,18 +182,16 @@ def _tell_sizes(found: Found) -> str:
     return told
 
 
-def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job], title: str) -> str:
-    """The table of README."""
-    header = [title, "seconds, median", "written ÷ state", "peak memory", "÷ floor", "upstream's ÷ this"]
+def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job]) -> list[list[str]]:
+    """Rows of README's table: what of ours was measured."""
     rows = []
     for key, each in found.items():
         for job in jobs:
-            if each.of_job(job.name):
-                row = _row(each, job)
-                seconds = row[2] or row[1].partition(" ")[0]
-                where = f"{job.title}, {titles[key]}" if len(found) > 1 else job.title
-                rows.append([where, seconds, row[5], row[6], row[7], row[9]])
-    return table(header, rows)
+            if job.is_ours and each.of_job(job.name):
+                seconds = median(take_seconds(run, DURABLE) for run in each.of_job(job.name))
+                row, title = _row(each, job), job.title.removeprefix("ours, ")
+                rows.append([f"{title}: {titles[key]}", f"{seconds:.1f}", row[7], row[9], row[6]])
+    return rows
 
 
 SECTIONS: dict[str, tuple[str, str, Any]] = {

@@ -80,18 +80,6 @@ Seconds, median over rounds.
 """
 
 
-def summarise_plans(found: dict[str, list[dict[str, Any]]]) -> str:
-    """A sentence for README."""
-    rounds = [each for some in found.values() for each in some]
-    source = rounds[0]["source"]
-    ranks = source["tp"] * source["pp"] * source["dp"]
-    seconds, peak = max(map(_seconds, rounds)), max(each["peak_bytes"] for each in rounds) / MIB
-    return (
-        f"One rank's plan for a model of {rounds[0]['parameters'] / 1e12:.2g} · 10^12 parameters, saved by {ranks} "
-        f"ranks and resumed by {rounds[0]['ranks']}: at most {seconds:.1f} s and {peak:.0f} MiB."
-    )
-
-
 def first_rounds(cases: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return next(iter(cases.values()))
 

@@ -249,15 +249,21 @@ def _row(results: Results, case: Case, has_own: bool) -> list[str]:
     ]
 
 
-def summary_table(results: Results, cases: Sequence[Case], title: str) -> str:
-    """The table of README: the same figures, fewer of them."""
-    header = [title, "seconds, median (min-max)", "bytes from storage ÷ state", "extra memory a rank", "÷ floor"]
+SUMMARY = ("", "seconds", "÷ floor", "upstream's ÷ this", "extra memory a rank")
+"""Header of README's table."""
+
+
+def summarise_loads(results: Results, cases: Sequence[Case], source: str) -> list[list[str]]:
+    """Rows of README's table: what of ours was measured."""
     rows = []
     for case in cases:
-        row = dict(zip(_KEYS, _row(results, case, has_own=False), strict=True))
-        if any(m.case == case.name for m in results.measured):
-            rows.append([case.title, *(row[key] for key in ("seconds", "factor", "extra", "floor"))])
-    return table(header, rows)
+        if case.is_ours and results.of(case.name):
+            row = dict(zip(_KEYS, _row(results, case, has_own=False), strict=True))
+            seconds = f"{median(results.seconds(case.name).values()):.1f}"
+            target = case.title.removeprefix("ours, ")
+            extra = row["extra"]
+            rows.append([f"resume: {source} → {target}", seconds, row["floor"], row["upstream"] or "cannot", extra])
+    return rows
 
 
 _KEYS = ("title", "seconds", "storage", "factor", "asked", "extra", "floor", "upstream")

@@ -29,9 +29,9 @@ from meters import Io  # noqa: E402
 from offline import BEST, Source  # noqa: E402
 from offline import Bench as OfflineBench  # noqa: E402
 from offline_report import Found, make_offline_section, summarise  # noqa: E402
-from planning import make_plan_section, measure_plans, summarise_plans  # noqa: E402
+from planning import make_plan_section, measure_plans  # noqa: E402
 from ranks import Body, RankFailed, Ranks  # noqa: E402
-from report import Measured, Results, describe_machine, explain, make_section, summary_table  # noqa: E402
+from report import SUMMARY, Measured, Results, describe_machine, explain, make_section, summarise_loads, table  # noqa: E402
 from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
 from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
 
@@ -302,15 +302,12 @@ def update_readme(found: dict[str, Any]) -> None:
     _, end, after = rest.partition(FIGURES[1])
     if not end:
         return
-    parts = []
+    rows: list[list[str]] = []
     for suite in (suite for suite in SUITES if suite.name in found):
-        results = _restore(found[suite.name])
-        parts.append(summary_table(results, suite.cases, suite.summary.format(size_m=results.parameters / 1e6)))
-    measured = [(offline, restore_runs(found[offline.name])) for offline in OFFLINE if offline.name in found]
-    parts += [summarise(each, TITLES, offline.jobs, offline.summary) for offline, each in measured]
-    if PLAN in found:
-        parts.append(summarise_plans(found[PLAN]))
-    file.write_text(before + begin + "\n\n" + "\n\n".join(parts) + "\n\n" + end + after)
+        rows += summarise_loads(_restore(found[suite.name]), suite.cases, suite.short)
+    for offline in (offline for offline in OFFLINE if offline.name in found):
+        rows += summarise(restore_runs(found[offline.name]), TITLES, offline.jobs)
+    file.write_text(f"{before}{begin}\n\n{table(SUMMARY, rows)}\n\n{end}{after}")
 
 
 def _restore(data: dict[str, Any]) -> Results:

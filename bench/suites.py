@@ -31,7 +31,7 @@ class Suite:
         source: the topology that saves it.
         topologies, floors: case → the topology that loads it, or the number of processes that read its bytes.
         short: the source in a few words.
-        about, summary: of the section, and of README's table; `{size_m}` and `{state_gib}` are filled in.
+        about: of the section; `{size_m}` and `{state_gib}` are filled in.
         conversion_options: of upstream's conversion.
         patterns: options of ours that say how tensor parallelism cuts parameters.
         save_body, load_body: see `engines` and `megatron`.
@@ -40,7 +40,6 @@ class Suite:
     name: str
     title: str
     short: str
-    summary: str
     about: str
     source: Any
     topologies: Mapping[str, Any]
@@ -59,7 +58,6 @@ DATA_PARALLEL = Suite(
     name="dp",
     title="Other ranks, other ZeRO stage",
     short="ZeRO-1, 4 ranks",
-    summary="load of a {size_m:.0f} M parameter checkpoint (ZeRO-1 bf16, 4 ranks), cold",
     about="""A checkpoint of {size_m:.0f} M parameters in the shapes of a
 GPT, two param groups, AdamW, saved by 4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two
 moments).""",
@@ -92,7 +90,6 @@ PARALLEL = Suite(
     name="3d",
     title="Other tensor and pipeline parallelism",
     short="TP2 PP2, ZeRO-1",
-    summary="load of a {size_m:.0f} M parameter checkpoint (TP2 PP2 DP1, ZeRO-1 bf16), cold",
     about="""The GPT of
 examples/megatron_gpt with {size_m:.0f} M parameters, two param groups, AdamW, saved by 4 ranks (TP2 PP2 DP1) under
 ZeRO-1 in bf16: {state_gib:.2f} GiB of state without what several ranks hold alike. Its client state carries
@@ -135,17 +132,15 @@ class Offline:
     Attributes:
         jobs: the rows of its tables.
         sources: the suites on whose checkpoints they are measured.
-        summary: title of README's table.
     """
 
     name: str
     jobs: tuple[Job, ...]
     sources: tuple[Suite, ...]
-    summary: str
 
 
 OFFLINE = (
-    Offline("convert", CONVERT, SUITES, "conversion to an atomic checkpoint, cold, until it is durable"),
-    Offline("export", EXPORT, (DATA_PARALLEL,), "fp32 weights as safetensors, cold, until they are durable"),
-    Offline("verify", VERIFY, (DATA_PARALLEL,), "check of every byte, cold"),
+    Offline("convert", CONVERT, SUITES),
+    Offline("export", EXPORT, (DATA_PARALLEL,)),
+    Offline("verify", VERIFY, (DATA_PARALLEL,)),
 )
