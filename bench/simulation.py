@@ -20,8 +20,8 @@ from unittest import mock
 
 from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
 from deepspeed_ucp.convert import execute
-from deepspeed_ucp.io.torchzip import make_image
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
+from deepspeed_ucp.torchsave.torchzip import make_image
 from deepspeed_ucp.union import reading
 from deepspeed_ucp.union.wholes import Whole
 

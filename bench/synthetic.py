@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ucp.atoms import count
 from deepspeed_ucp.plan.geometry import cut_flat
 from deepspeed_ucp.sources.headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
-from deepspeed_ucp.sources.torchfile import Blob
+from deepspeed_ucp.torchsave.torchfile import Blob
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

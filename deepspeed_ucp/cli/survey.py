@@ -187,7 +187,7 @@ def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    from ..sources.torchfile import read_header
+    from ..torchsave.torchfile import read_header
 
     tree = read_header(index.state_file).tree
     if not isinstance(tree, Mapping):

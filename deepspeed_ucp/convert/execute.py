@@ -13,8 +13,8 @@ from ..io.disk import explain_full, write_at, write_parts
 from ..io.memory import allocate
 from ..io.read import fill
 from ..io.staging import Journal
-from ..io.torchzip import ZipImage
 from ..plan.conversion import Batch, Range
+from ..torchsave.torchzip import ZipImage
 from ..union.progress import run_threads
 from ..union.reading import Item, RangeReader
 from ..union.wholes import Whole

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from ..atoms import AtomicIndex
 from ..errors import UnsupportedError, shorten
 from ..io.disk import explain_full, write_at
-from ..io.torchzip import ScalarTensor, dump_value, make_image
 from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
+from ..torchsave.torchzip import ScalarTensor, dump_value, make_image
 from ..union.wholes import Whole, Wholes, plain_name
 from .execute import OutputFile, create
 from .upstream import upstream_keys

@@ -1,6 +1,6 @@
 """The files of an atomic checkpoint that hold no atoms: client state, scheduler, counters; hyper-parameters, scaler.
 
-What the source's own files hold is taken over as it is, without running it (``sources.repickle``). One
+What the source's own files hold is taken over as it is, without running it (``torchsave.repickle``). One
 ``optimizer_state.pt`` serves upstream's loaders of all stages: ZeRO 1/2 and BF16 read ``param_groups`` and the scaler
 at its top (``runtime/base_optimizer.py``), ZeRO 3 reads ``optimizer_state_dict`` in it (``runtime/zero/stage3.py``).
 """
@@ -15,11 +15,10 @@ from typing import Any, Final
 
 from ..atoms import AtomicIndex, GroupInfo
 from ..io.disk import explain_full
-from ..io.opcodes import Global, Node, make_instance
-from ..io.torchzip import ScalarTensor, make_tensor, pack_scalar
 from ..sources.files import sort_files
 from ..sources.reading import EXTRA_STATE
-from ..sources.repickle import (
+from ..torchsave.opcodes import Global, Node, make_instance
+from ..torchsave.repickle import (
     PickledFile,
     count_bytes,
     map_entries,
@@ -28,6 +27,7 @@ from ..sources.repickle import (
     read_items,
     save_pickled,
 )
+from ..torchsave.torchzip import ScalarTensor, make_tensor, pack_scalar
 
 MODEL_STATES: Final = "mp_rank_00_model_states.pt"
 MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"

@@ -13,11 +13,11 @@ from typing import Any
 
 from ..atoms import count
 from ..errors import MismatchError
-from ..io.opcodes import Node, make_instance
 from ..patterns import Kept, Pattern, ShardH, ShardHy, ShardNC, Unique
 from ..patterns.affine import Mapped
 from ..patterns.layout import Layout, Shape
 from ..patterns.metadata import Viewed
+from ..torchsave.opcodes import Node, make_instance
 
 CAT_DIM = "cat_dim"
 EQUAL_PARTS = "param_n_sub_params"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..atoms import AtomicIndex
 from ..errors import UcpError, shorten
 from ..io.scan import Scanned
-from ..sources.records import FileRecords, RecordEntry, name_storages
+from ..torchsave.records import FileRecords, RecordEntry, name_storages
 
 NAMED = 8
 """Atoms of a damaged record that a fault's text names; ``Fault.atoms`` has all."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..sources.manifest import AtomRecord, Manifest
-from ..sources.records import FileRecords
+from ..torchsave.records import FileRecords
 from .faults import Fault
 
 STEP = "step.pt"

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..io.read import read_bytes
-from ..sources.torchfile import ScalarRef, TorchFile, read_header
-from ..sources.unpickle import Opaque, TensorRef
+from ..torchsave.torchfile import ScalarRef, TorchFile, read_header
+from ..torchsave.unpickle import Opaque, TensorRef
 
 ABSENT = "(absent)"
 """Stands for a value that one side does not have."""

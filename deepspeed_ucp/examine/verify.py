@@ -18,9 +18,9 @@ from ..sources import open_checkpoint
 from ..sources.atomic import is_atomic
 from ..sources.files import MANIFEST
 from ..sources.manifest import Manifest, read_manifest
-from ..sources.records import FileRecords, list_records
 from ..sources.samples import check_samples
 from ..sources.survey import find_old_files, survey_folder
+from ..torchsave.records import FileRecords, list_records
 from ..union.progress import Bar, default_workers, no_bar
 from .faults import Fault, judge_file, name_contents
 from .inventory import compare_contents, compare_names

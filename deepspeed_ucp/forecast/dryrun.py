@@ -18,8 +18,8 @@ from ..plan.claims import make_claims
 from ..plan.locate import locate
 from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
 from ..sources.files import MANIFEST, list_sizes
-from ..sources.torchfile import read_header
 from ..topology import find_differences
+from ..torchsave.torchfile import read_header
 from .degrees import Degrees
 from .estimate import RankFigures, Totals, measure_plan, measure_sampled
 from .everyone import plan_everyone

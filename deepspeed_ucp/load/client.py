@@ -16,8 +16,8 @@ import torch
 
 from ..comm import Comm
 from ..errors import CheckpointError
-from ..sources import is_zip
 from ..targets import pickled_classes
+from ..torchsave.torchfile import is_zip
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
 """Key under which the modules' extra states are returned."""

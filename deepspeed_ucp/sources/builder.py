@@ -9,8 +9,8 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, Atom, FileRef, Fragment, Record, Shard, check_coverage
 from ..errors import CheckpointError
 from ..plan.geometry import Cut
+from ..torchsave.torchfile import Blob
 from .headers import FileHeader, Holder, Piece
-from .torchfile import Blob
 
 TOLD = 16
 """Faults that one error tells."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import ITEMSIZE, count
-from .torchfile import Blob
+from ..torchsave.torchfile import Blob
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from .torchfile import ScalarRef
-from .unpickle import Opaque
+from ..torchsave.torchfile import ScalarRef
+from ..torchsave.unpickle import Opaque
 
 INFO = "universal_checkpoint_info"
 _NUMBERS = ("checkpoint_version", "iteration")

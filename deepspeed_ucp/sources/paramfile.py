@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError, UcpError, UnsupportedError
+from ..torchsave.torchfile import ScalarRef, TorchFile, read_header
+from ..torchsave.unpickle import TensorRef, simplify
 from .family import Save
 from .headers import OptimHeader, Piece
 from .reading import Reader, plain_scalar
-from .torchfile import ScalarRef, TorchFile, read_header
-from .unpickle import TensorRef, simplify
 
 PARAM = "param"
 _EXPERT = "is_expert_param"

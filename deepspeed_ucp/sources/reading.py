@@ -10,11 +10,11 @@ from typing import Any
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UcpError, UnsupportedError
+from ..torchsave.torchfile import Blob, ScalarRef, TorchFile, read_header
+from ..torchsave.unpickle import Opaque, TensorRef, simplify
 from .files import is_layer_file, is_state_file
 from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
 from .hints import read_hints
-from .torchfile import Blob, ScalarRef, TorchFile, read_header
-from .unpickle import Opaque, TensorRef, simplify
 
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""

@@ -10,7 +10,6 @@ from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_checkpoint_state
 
 from deepspeed_ucp.convert.upstream import upstream_keys
-from deepspeed_ucp.io.torchzip import make_image
 from deepspeed_ucp.patterns import (
     Kept,
     Partial,
@@ -25,6 +24,7 @@ from deepspeed_ucp.patterns import (
 )
 from deepspeed_ucp.patterns.affine import Mapped, generalise
 from deepspeed_ucp.patterns.metadata import Viewed
+from deepspeed_ucp.torchsave.torchzip import make_image
 
 
 def draw(*shape):

@@ -8,7 +8,7 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.plan.geometry import Cut
 from deepspeed_ucp.sources.builder import TOLD, Builder, Seat
 from deepspeed_ucp.sources.headers import FileHeader, Piece
-from deepspeed_ucp.sources.torchfile import Blob
+from deepspeed_ucp.torchsave.torchfile import Blob
 
 
 def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:

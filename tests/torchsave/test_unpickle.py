@@ -21,8 +21,8 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, UcpError
 from deepspeed_ucp.load.client import read_client_objects
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources import unpickle as looking
-from deepspeed_ucp.sources.torchfile import read_header
+from deepspeed_ucp.torchsave import unpickle as looking
+from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})

@@ -15,8 +15,9 @@ from isal import isal_zlib
 
 from deepspeed_ucp.atoms import ITEMSIZE
 from deepspeed_ucp.errors import CheckpointError, UcpError
-from deepspeed_ucp.io.opcodes import Global, Node, call, make_instance, write_pickle
-from deepspeed_ucp.io.torchzip import (
+from deepspeed_ucp.torchsave.opcodes import Global, Node, call, make_instance, write_pickle
+from deepspeed_ucp.torchsave.torchfile import read_header
+from deepspeed_ucp.torchsave.torchzip import (
     PAGE,
     ScalarTensor,
     Stream,
@@ -25,7 +26,6 @@ from deepspeed_ucp.io.torchzip import (
     make_tensor,
     write_torch_file,
 )
-from deepspeed_ucp.sources.torchfile import read_header
 
 SHAPES = [((), 1), ((0, 3), 0), ((0, 3), 5), ((2, 3), 6), ((2, 3), 9), ((5,), 5)]
 
@@ -122,7 +122,7 @@ def test_beyond_4_gib(tmp_path):
 
 def test_a_record_behind_4_gib(tmp_path, monkeypatch):
     """A small storage behind a large one; everything beyond 1000 bytes counts as beyond 32 bits here."""
-    monkeypatch.setattr("deepspeed_ucp.io.torchzip._ZIP64_LIMIT", 1000)
+    monkeypatch.setattr("deepspeed_ucp.torchsave.torchzip._ZIP64_LIMIT", 1000)
     pickled = write_pickle([make_tensor("a", "uint8", 3000, (3000,)), make_tensor("b", "float32", 2, (2,))])
     write_torch_file(tmp_path / "x.pt", pickled, {"a": bytes(3000), "b": b"\0\0\x80\x3f" * 2})
     first, second = torch.load(tmp_path / "x.pt", weights_only=True)

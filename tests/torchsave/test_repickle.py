@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.io.opcodes import write_pickle
-from deepspeed_ucp.sources import repickle
-from deepspeed_ucp.sources.repickle import (
+from deepspeed_ucp.torchsave import repickle
+from deepspeed_ucp.torchsave.opcodes import write_pickle
+from deepspeed_ucp.torchsave.repickle import (
     list_storages,
     map_entries,
     open_pickled,

@@ -13,8 +13,8 @@ from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.sources.reading import read_file
-from deepspeed_ucp.sources.torchfile import ScalarRef, read_header
-from deepspeed_ucp.sources.unpickle import Opaque, TensorRef
+from deepspeed_ucp.torchsave.torchfile import ScalarRef, read_header
+from deepspeed_ucp.torchsave.unpickle import Opaque, TensorRef
 
 FORMATS = pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 NAME = "mp_rank_00_model_states.pt"

@@ -1,6 +1,6 @@
 """State files taken apart and put together again without running any of their pickle.
 
-The pickle's program is followed symbolically: what each instruction would make becomes a node (``io.opcodes``), which
+The pickle's program is followed symbolically: what each instruction would make becomes a node (``opcodes``), which
 keeps the very calls, arguments and changes that the file holds. Nothing is imported or called, so classes need not be
 at hand, and objects come back from the new file as they would from the old one: shared parts stay shared, cycles stay
 closed. Entries of the top-level dictionary can be left out or replaced; the storages that remain are copied.
@@ -19,11 +19,11 @@ from typing import IO, Any, Final
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.opcodes import PROTOCOL, Global, Node, write_pickle
 from ..io.read import read_bytes
-from ..io.torchzip import Stream, write_torch_file
+from .opcodes import PROTOCOL, Global, Node, write_pickle
 from .records import list_records
 from .torchfile import Blob, check_crc, is_zip, read_header
+from .torchzip import Stream, write_torch_file
 
 CHUNK: Final = 4 << 20
 """Bytes of a storage that are in memory at a time."""

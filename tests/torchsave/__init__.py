@@ -1,0 +1,1 @@
+"""The format of torch.save files, read and written."""
