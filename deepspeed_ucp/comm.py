@@ -5,23 +5,29 @@ Neither torch nor mpi4py is imported before a launch calls for it.
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConfigError, RemoteError, UcpError
+from .errors import ConfigError, RemoteError, StorageError, UcpError
 
 if TYPE_CHECKING:
     import torch
 
 NumpyArray = npt.NDArray[Any]
+T = TypeVar("T")
+
+_Report = tuple[type[UcpError], str]
+"""What a rank tells of its error."""
 
 
 class Comm:
@@ -64,6 +70,40 @@ class Comm:
         """Element by element, whether some rank's ``mask`` is true."""
         return mask
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Every rank runs ``work``, which has no collectives; each gets its own result.
+
+        Raises:
+            UcpError: the first failing rank's error, the same on all ranks.
+        """
+        value, error = _attempt(work)
+        self.agree(error)
+        return value  # type: ignore[return-value]
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Every rank runs ``work``, which has no collectives; all get the results (picklable) in rank order.
+
+        Results and errors travel in one collective. With several ranks the results are copies, one's own too.
+
+        Raises:
+            UcpError: the first failing rank's error, the same on all ranks.
+        """
+        packed, error = _attempt(lambda: self._pack(work()))
+        told = self.gather((packed, _describe(error)))
+        self._raise_first([report for _, report in told], error)
+        return [self._unpack(each) for each, _ in told]
+
+    def once(self, work: Callable[[], T]) -> T:
+        """Rank 0 runs ``work``; every rank gets its result (picklable), or its error.
+
+        Raises:
+            UcpError: rank 0's error, the same on all ranks.
+        """
+        packed, error = _attempt(lambda: self._pack(work())) if self.rank == 0 else (None, None)
+        packed, report = self.broadcast((packed, _describe(error)))
+        self._raise_first([report], error)
+        return self._unpack(packed)  # type: ignore[no-any-return]
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run a block that has no collectives; if it fails on any rank, every rank raises that rank's error.
@@ -80,15 +120,25 @@ class Comm:
 
     def agree(self, error: Exception | None) -> None:
         """Raise the first rank's error on every rank; return when no rank has one."""
-        reports = self.gather(_describe(error))
+        self._raise_first(self.gather(_describe(error)), error)
+
+    def _raise_first(self, reports: Sequence[_Report | None], error: Exception | None) -> None:
+        """Raise the first of the ranks' errors; ``error`` is this rank's own."""
         failed = next((rank for rank, report in enumerate(reports) if report is not None), None)
         if failed is None:
             return
-        kind, text = reports[failed]
+        kind, text = reports[failed]  # type: ignore[misc]
         prefix = f"[rank {failed}] " if self.size > 1 else ""
-        told = kind(f"{prefix}{text}")
-        told.shared, told.echo = True, self.rank > 0
-        raise told from error
+        shared = kind(f"{prefix}{text}")
+        shared.shared, shared.echo = True, self.rank > 0
+        raise shared from error
+
+    def _pack(self, value: Any) -> Any:
+        """Pickled here and not in the collective, where an object that cannot be would fail one rank alone."""
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.size > 1 else value
+
+    def _unpack(self, packed: Any) -> Any:
+        return pickle.loads(packed) if self.size > 1 else packed  # noqa: S301 - another rank of this launch made it
 
     def __enter__(self) -> Comm:
         return self
@@ -100,12 +150,37 @@ class Comm:
         """Part from the others; after an error of this rank alone, end them too."""
 
 
-def _describe(error: Exception | None) -> tuple[type[UcpError], str] | None:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result, or the error in its place."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - re-raised on every rank
+        return None, error
+
+
+def _describe(error: Exception | None) -> _Report | None:
+    """An error's kind among ours, and its text."""
     if error is None:
         return None
     if isinstance(error, UcpError):
         return type(error), str(error)
+    if isinstance(error, MemoryError):
+        return (
+            RemoteError,
+            f"MemoryError: out of memory ({error or 'no details'}). Use a smaller window, or fewer workers.",
+        )
+    if isinstance(error, OSError):
+        return StorageError, describe_os_error(error)
     return RemoteError, f"{type(error).__name__}: {error}"
+
+
+def describe_os_error(error: OSError) -> str:
+    """File and cause of an error of the system, with the name by which its manual knows it."""
+    files = " → ".join(
+        os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))
+    )
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return f"{files or 'a file'}: {error.strerror or error} ({name})"
 
 
 class TorchComm(Comm):

@@ -38,15 +38,18 @@ def exchange_slices(comm: Comm) -> bool:
     return bool((received == np.concatenate([data] * comm.size)).all())
 
 
+def fail(rank: int) -> None:
+    if rank == 1:
+        raise CheckpointError("oh")
+
+
 def main(end: str) -> None:
     try:
         with join_launch() as comm:
             print(json.dumps({"rank": comm.rank, **use(comm)}), flush=True)
             if end == "alone" and comm.rank == 1:
                 raise ZeroDivisionError("oh")
-            with comm.together():
-                if end == "all" and comm.rank == 1:
-                    raise CheckpointError("oh")
+            comm.run(lambda: fail(comm.rank) if end == "all" else None)
             comm.barrier()
     except UcpError as error:
         if not error.echo:

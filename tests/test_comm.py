@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,9 @@ import pytest
 
 from deepspeed_ucp import comm as comm_module
 from deepspeed_ucp.comm import Comm, connect, join_launch
-from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, RemoteError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, RemoteError, StorageError
 from tests.mpi import needs_mpi, run_mpi, run_torch
 from tests.ranks import BrokenWorldError, World, run_ranks
-
-
-class Seat(Comm):
-    """One rank of several; what the others say is given."""
-
-    def __init__(self, rank: int, others: dict[int, Any]) -> None:
-        self.rank, self.size, self.others = rank, len(others) + 1, others
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value if rank == self.rank else self.others[rank] for rank in range(self.size)]
 
 
 def test_one_rank_alone() -> None:
@@ -34,36 +25,136 @@ def test_one_rank_alone() -> None:
     assert comm.broadcast("x") == "x"
 
 
-def test_a_block_that_succeeds_everywhere_goes_on() -> None:
-    with Seat(0, {1: None}).together():
-        pass
+# -- work that ends alike on all ranks --------------------------------------------------------------------------------
 
 
-def test_our_errors_keep_their_kind_and_text() -> None:
-    with pytest.raises(CheckpointError, match="^broken$"), Comm().together():
-        raise CheckpointError("broken")
+def test_each_rank_gets_its_own_result() -> None:
+    assert run_ranks(3, lambda rank, comm: comm.run(lambda: 10 * rank)) == [0, 10, 20]
 
 
-def test_other_errors_are_carried_as_text() -> None:
-    with pytest.raises(RemoteError, match="^ZeroDivisionError: oh$") as error, Comm().together():
+def test_all_ranks_get_the_results_of_each() -> None:
+    assert run_ranks(3, lambda rank, comm: comm.each(lambda: [rank])) == [[[0], [1], [2]]] * 3
+
+
+def test_what_rank_0_does_once_all_ranks_get() -> None:
+    calls: list[int] = []
+
+    def work(rank: int, comm: Comm) -> str:
+        return comm.once(lambda: calls.append(rank) or "x")
+
+    assert run_ranks(3, work) == ["x"] * 3
+    assert calls == [0]
+
+
+METHODS = ("run", "each", "once")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_alone_gets_the_result_itself(method: str) -> None:
+    result = object()
+    found = getattr(Comm(), method)(lambda: result)
+    assert (found[0] if method == "each" else found) is result
+
+
+@pytest.mark.parametrize(("method", "collectives"), [("run", 1), ("each", 1), ("once", 1)])
+def test_results_and_errors_take_one_collective(method: str, collectives: int) -> None:
+    world = World(2)
+    world.run(lambda _, comm: getattr(comm, method)(lambda: 1))
+    assert world.collectives == collectives
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_our_errors_keep_their_kind_and_text(method: str, size: int) -> None:
+    def work(rank: int, comm: Comm) -> None:
+        def fail() -> None:
+            if rank in (0, 2):
+                raise CheckpointError(f"broken by {rank}")
+
+        getattr(comm, method)(fail)
+        raise AssertionError("goes on")
+
+    text = "broken by 0" if size == 1 else "[rank 0] broken by 0"
+    results = World(size).run(work)
+    assert [(type(result), str(result)) for result in results] == [(CheckpointError, text)] * size
+
+
+@pytest.mark.parametrize("method", ["run", "each"])
+def test_another_ranks_error_is_raised_here(method: str) -> None:
+    def work(rank: int, comm: Comm) -> None:
+        def fail() -> None:
+            if rank == 1:
+                raise MismatchError("shapes")
+
+        getattr(comm, method)(fail)
+        raise AssertionError("goes on")
+
+    results = World(3).run(work)
+    assert [(type(result), str(result)) for result in results] == [(MismatchError, "[rank 1] shapes")] * 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_errors_are_carried_as_text(method: str) -> None:
+    def fail() -> None:
         raise ZeroDivisionError("oh")
+
+    with pytest.raises(RemoteError, match="^ZeroDivisionError: oh$") as error:
+        getattr(Comm(), method)(fail)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
-def test_another_ranks_error_is_raised_here() -> None:
-    with pytest.raises(MismatchError, match=r"^\[rank 1\] shapes$"), Seat(0, {1: (MismatchError, "shapes")}).together():
-        pass
+@pytest.mark.parametrize("method", ["each", "once"])
+def test_a_result_that_cannot_be_sent_is_an_error_of_all_ranks(method: str) -> None:
+    """A rank that failed within the collective would leave the others waiting."""
+
+    def work(rank: int, comm: Comm) -> None:
+        getattr(comm, method)(lambda: (lambda: None) if rank == 0 else 1)
+
+    results = World(2).run(work)
+    assert {type(result) for result in results} == {RemoteError}
+    assert len({str(result) for result in results}) == 1
+    assert "[rank 0]" in str(results[0])
 
 
-def test_the_first_failing_rank_speaks_for_all() -> None:
-    comm = Seat(2, {0: None, 1: (MismatchError, "first")})
-    with pytest.raises(MismatchError, match=r"^\[rank 1\] first$"), comm.together():
-        raise CheckpointError("second")
+def test_an_error_of_the_system_names_file_and_cause(tmp_path: Path) -> None:
+    path = tmp_path / "missing.pt"
+    with pytest.raises(StorageError, match=rf"^{re.escape(str(path))}: No such file or directory \(ENOENT\)$"):
+        Comm().run(path.read_bytes)
 
 
-def test_interrupts_are_not_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt), Comm().together():
+def test_an_error_of_the_system_without_a_file_says_so() -> None:
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(StorageError, match=r"^a file: Input/output error \(EIO\)$"):
+        Comm().run(fail)
+
+
+def test_want_of_memory_has_a_text() -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    with pytest.raises(RemoteError, match="^out of memory. Use a smaller window"):
+        Comm().run(fail)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_interrupts_are_not_held_back(method: str) -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        getattr(Comm(), method)(interrupt)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_of_all_ranks_says_who_is_to_tell_it(method: str) -> None:
+    def fail() -> None:
+        raise CheckpointError("broken")
+
+    results = World(2).run(lambda _, comm: getattr(comm, method)(fail))
+    assert [(result.shared, result.echo) for result in results] == [(True, False), (True, True)]
+    assert (CheckpointError("x").shared, CheckpointError("x").echo) == (False, False)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -110,17 +201,6 @@ def test_masks_are_joined() -> None:
 
     assert run_ranks(3, work) == [[True, True, True, False]] * 3
     assert Comm().any_of(np.array([True, False])).tolist() == [True, False]
-
-
-def test_an_error_on_one_of_several_ranks_is_raised_on_all() -> None:
-    def work(rank: int, comm: Comm) -> None:
-        with comm.together():
-            if rank == 1:
-                raise CheckpointError("broken")
-        raise AssertionError("goes on")
-
-    results = World(3).run(work)
-    assert [(type(result), str(result)) for result in results] == [(CheckpointError, "[rank 1] broken")] * 3
 
 
 # -- the tests' own ranks ---------------------------------------------------------------------------------------------
@@ -274,12 +354,3 @@ def test_without_mpi4py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"Install deepspeed_ucp\[mpi\]"):
         join_launch({"OMPI_COMM_WORLD_SIZE": "2"})
-
-
-def test_an_error_of_all_ranks_says_who_is_to_tell_it() -> None:
-    told = (CheckpointError, "broken")
-    for rank in range(2):
-        with pytest.raises(CheckpointError) as error, Seat(rank, {1 - rank: told}).together():
-            pass
-        assert (error.value.shared, error.value.echo) == (True, rank == 1)
-    assert (CheckpointError("x").shared, CheckpointError("x").echo) == (False, False)

@@ -13,7 +13,7 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import LoadArguments, LoadReport, direct, load_direct
 from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
@@ -417,8 +417,8 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
 
     monkeypatch.setattr(Reader, "_read", fail)
     results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert {type(result) for result in results} == {RemoteError}
-    assert {str(result) for result in results} == {f"[rank {culprit}] OSError: [Errno 5] Input/output error"}
+    assert {type(result) for result in results} == {StorageError}
+    assert {str(result) for result in results} == {f"[rank {culprit}] a file: Input/output error (EIO)"}
     for target in targets:
         check_untouched(target)
 
