@@ -218,7 +218,7 @@ def tell_origin(index: AtomicIndex, folder: str, version: str) -> dict[str, Any]
     """
     if index.topology.wrapper != "atomic":
         return {"tool": "deepspeed", "deepspeed": version or None, "source": None}
-    from ..sources.manifest import read_manifest
+    from ..sources.atomic.manifest import read_manifest
 
     manifest = read_manifest(folder)
     if manifest is None:

@@ -22,7 +22,7 @@ from ..io.staging import MANIFEST, Staging, check_space, write_atomically, write
 from ..patterns import RuleSet
 from ..patterns.recorded import read_pattern
 from ..plan.conversion import Range, plan_conversion
-from ..sources.manifest import (
+from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
     digest_view,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..sources.manifest import AtomRecord, Manifest
+from ..sources.atomic.manifest import AtomRecord, Manifest
 from ..torchsave.records import FileRecords
 from .faults import Fault
 

@@ -16,8 +16,8 @@ from ..errors import CheckpointError, ConfigError, MismatchError, UcpError, Unsu
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..sources import open_checkpoint
 from ..sources.atomic import is_atomic
+from ..sources.atomic.manifest import Manifest, read_manifest
 from ..sources.files import MANIFEST
-from ..sources.manifest import Manifest, read_manifest
 from ..sources.samples import check_samples
 from ..sources.survey import find_old_files, survey_folder
 from ..torchsave.records import FileRecords, list_records

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from ..atoms import MODULE, strip_compiled
 from ..errors import shorten
+from .atomic.paramfile import Part
 from .builder import Builder, Seat
 from .headers import Piece
 from .hints import INFO
 from .module import add_modules
-from .paramfile import Part
 from .zero import add_frozen_zero3
 
 

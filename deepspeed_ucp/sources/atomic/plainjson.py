@@ -7,7 +7,7 @@ import math
 import struct
 from typing import Any
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 
 _FLOAT, _TUPLE, _DICT, _BYTES = "$float", "$tuple", "$dict", "$bytes"
 

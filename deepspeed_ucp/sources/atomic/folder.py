@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ..atoms import MASTER, Atom, AtomicIndex, FileRef, Fragment, GroupInfo, Record, Shard, count
-from ..comm import Comm
-from ..errors import CheckpointError
-from ..topology import ATOMIC, Topology
-from .files import MANIFEST, ZERO, list_sizes
-from .headers import FileHeader
+from ...atoms import MASTER, Atom, AtomicIndex, FileRef, Fragment, GroupInfo, Record, Shard, count
+from ...comm import Comm
+from ...errors import CheckpointError
+from ...topology import ATOMIC, Topology
+from ..files import MANIFEST, ZERO, list_sizes
+from ..headers import FileHeader
+from ..reading import read_file
 from .manifest import Manifest, read_manifest
-from .reading import read_file
 from .universal import open_universal
 
 

@@ -12,14 +12,14 @@ import logging
 import os
 from collections.abc import Mapping
 
-from ..atoms import MODULE, AtomicIndex, strip_compiled
-from ..comm import Comm
-from ..errors import CheckpointError
-from .family import Save, arrange, find_strangers, name_model_files
-from .files import MANIFEST, ZERO, Listing, sort_files
-from .headers import FileHeader, OptimHeader
+from ...atoms import MODULE, AtomicIndex, strip_compiled
+from ...comm import Comm
+from ...errors import CheckpointError
+from ..family import Save, arrange, find_strangers, name_model_files
+from ..files import MANIFEST, ZERO, Listing, sort_files
+from ..headers import FileHeader, OptimHeader
+from ..reading import read_file
 from .paramfile import ParamHeader, Part, read_optimizer_file, read_param_file
-from .reading import read_file
 from .united import build_united
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import MASTER, AtomicIndex, GroupInfo, count, strip_compiled
-from ..errors import CheckpointError, shorten
-from ..patterns import Pattern, ShardH, ShardNC, ShardV
-from ..patterns.recorded import record_pattern
-from ..topology import ATOMIC, Topology
-from ..torchsave.torchfile import Blob
-from .builder import Builder, Seat
-from .headers import FileHeader, Piece
-from .hints import join_hints
-from .index import find_device, find_precision, name_optimizer
-from .leftout import add_rest, tell_copies
+from ...atoms import MASTER, AtomicIndex, GroupInfo, count, strip_compiled
+from ...errors import CheckpointError, shorten
+from ...patterns import Pattern, ShardH, ShardNC, ShardV
+from ...patterns.recorded import record_pattern
+from ...topology import ATOMIC, Topology
+from ...torchsave.torchfile import Blob
+from ..builder import Builder, Seat
+from ..headers import FileHeader, Piece
+from ..hints import join_hints
+from ..index import find_device, find_precision, name_optimizer
+from ..leftout import add_rest, tell_copies
 from .paramfile import ParamHeader, Part
 
 _STEP = "step"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex, FileRef, GroupInfo
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.patterns import ShardNC, ShardV, read_pattern
-from deepspeed_ucp.sources.manifest import (
+from deepspeed_ucp.sources.atomic.manifest import (
     AtomRecord,
     Manifest,
     StateRecord,
@@ -25,7 +25,7 @@ from deepspeed_ucp.sources.manifest import (
     parse_manifest,
     read_manifest,
 )
-from deepspeed_ucp.sources.plainjson import dump_json, load_json
+from deepspeed_ucp.sources.atomic.plainjson import dump_json, load_json
 from deepspeed_ucp.topology import FlatGroup, Topology
 from tests.reshard import examples
 

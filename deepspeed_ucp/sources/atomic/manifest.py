@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ..atoms import ITEMSIZE, AtomicIndex, Record, count
-from ..errors import CheckpointError, shorten
-from ..patterns import Pattern, record_pattern
-from ..version import __version__
-from .files import MANIFEST
+from ...atoms import ITEMSIZE, AtomicIndex, Record, count
+from ...errors import CheckpointError, shorten
+from ...patterns import Pattern, record_pattern
+from ...version import __version__
+from ..files import MANIFEST
 from .plainjson import dump_json, load_json
 
 FORMAT = 1

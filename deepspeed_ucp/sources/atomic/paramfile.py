@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CheckpointError, UcpError, UnsupportedError
-from ..torchsave.torchfile import ScalarRef, TorchFile, read_header
-from ..torchsave.unpickle import TensorRef, simplify
-from .family import Save
-from .headers import OptimHeader, Piece
-from .reading import Reader, plain_scalar
+from ...errors import CheckpointError, UcpError, UnsupportedError
+from ...torchsave.torchfile import ScalarRef, TorchFile, read_header
+from ...torchsave.unpickle import TensorRef, simplify
+from ..family import Save
+from ..headers import OptimHeader, Piece
+from ..reading import Reader, plain_scalar
 
 PARAM = "param"
 _EXPERT = "is_expert_param"
