@@ -165,10 +165,8 @@ def _describe(error: Exception | None) -> _Report | None:
     if isinstance(error, UcpError):
         return type(error), str(error)
     if isinstance(error, MemoryError):
-        return (
-            RemoteError,
-            f"MemoryError: out of memory ({error or 'no details'}). Use a smaller window, or fewer workers.",
-        )
+        details = f" ({error})" if str(error) else ""
+        return RemoteError, f"out of memory{details}. Use a smaller window, or fewer workers."
     if isinstance(error, OSError):
         return StorageError, describe_os_error(error)
     return RemoteError, f"{type(error).__name__}: {error}"
