@@ -8,7 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .attach import install, install_when_imported, uninstall
-from .errors import CheckpointError, ConfigError, MismatchError, StorageError, UcpError, UnsupportedError
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DiskFullError,
+    MismatchError,
+    StorageError,
+    UcpError,
+    UnsupportedError,
+)
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DiskFullError",
     "LoadReport",
     "MismatchError",
     "StorageError",

@@ -32,7 +32,11 @@ class UnsupportedError(UcpError):
 
 
 class StorageError(UcpError):
-    """Storage fails: no room for what is to be written, a quota, or the system cannot read or write a file."""
+    """The system cannot read or write a file."""
+
+
+class DiskFullError(StorageError):
+    """What is to be written does not fit: the disk is full, a quota is used up, or a file would be too large."""
 
 
 class RemoteError(UcpError):

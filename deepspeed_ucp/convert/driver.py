@@ -16,9 +16,10 @@ from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, MismatchError, StorageError, UnsupportedError, shorten
+from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.checksum import Checked, combine_crc32, crc32
-from ..io.staging import MANIFEST, Staging, check_space, write_atomically, write_latest
+from ..io.disk import check_space, write_atomically
+from ..io.staging import MANIFEST, Staging, write_latest
 from ..patterns import RuleSet
 from ..patterns.recorded import read_pattern
 from ..plan.conversion import Range, plan_conversion
@@ -38,7 +39,7 @@ from ..union.reading import RangeReader
 from ..union.wholes import Wholes, plain_name, settle_wholes
 from ..version import __version__
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
-from .outputs import find_formless, list_files, list_outputs, list_steps, make_folders, write_file
+from .outputs import CONVERSION, find_formless, list_files, list_outputs, list_steps, make_folders, write_file
 from .report import ConvertReport
 from .states import StateFile, write_states
 
@@ -134,21 +135,13 @@ def convert_index(
         identity = _identify(index, wholes, options) if comm.rank == 0 else {}
         if comm.rank == 0 and (unplain := find_unplain(index)):
             logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
-        work = _Work(index, comm, options, Staging(destination), report, wholes, list_files(wholes))
+        work = _Work(index, comm, options, Staging(destination, source, CONVERSION), report, wholes, list_files(wholes))
         work.steps = list_steps(index)
     if work is None:
         raise CheckpointError(f"{source}: was not planned.")
     with ExitStack() as stack:
-        reused = False
-        with comm.together():
-            if comm.rank == 0:
-                stack.enter_context(work.staging.lock())
-                reused = _reuse(work, identity)
-                work.entries = [] if reused else work.staging.begin(identity)
-        reused, work.entries = comm.broadcast((reused, work.entries))
-        if reused:
-            report.reused = True
-        else:
+        report.reused, work.entries = comm.once(lambda: _begin(work, identity, stack))
+        if not report.reused:
             _convert(work)
     report.seconds = time.perf_counter() - begin
     return report
@@ -182,6 +175,21 @@ def _identify(index: AtomicIndex, wholes: Wholes, options: ConvertOptions) -> di
     }
 
 
+def _begin(work: _Work, identity: dict[str, Any], stack: ExitStack) -> tuple[bool, list[dict[str, Any]]]:
+    """Lock the destination; whether it is there already, else the journals of an earlier attempt; rank 0 alone.
+
+    Args:
+        stack: what ends the lock, and clears up after an error.
+    """
+    stack.enter_context(work.staging.lock())
+    if _reuse(work, identity):
+        work.staging.discard()  # of an attempt to overwrite it that was stopped
+        return True, []
+    entries = work.staging.begin(identity)
+    stack.enter_context(work.staging.attempt())
+    return False, entries
+
+
 def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
     """Whether the destination is the same conversion, complete; rank 0 alone.
 
@@ -197,7 +205,7 @@ def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
                 write_latest(staging.parent, staging.name)
             return True
         logger.warning("%s: is not reused: %s", staging.destination, fault)
-    staging.check_destination(work.report.source, work.replaces(manifest))
+    staging.check_destination(work.replaces(manifest))
     return False
 
 
@@ -234,30 +242,17 @@ def _find_fault(folder: str, manifest: Manifest, identity: dict[str, Any], work:
 
 def _convert(work: _Work) -> None:
     comm, report = work.comm, work.report
-    try:
-        done, kept = _take_up(work)
-        outcome = _write(work, done)
-        written = [w for part in comm.gather([*outcome.written, *kept.written]) for w in part]
-        checks = [*outcome.checks, *kept.checks]
-    except StorageError:  # what is there is of no use before there is room
-        _discard(work)
-        raise
-    try:
-        with report.phase("verify"):
-            if work.options.verify:
-                report.bytes_read += verify_source(work.index, checks, comm, threads=report.workers)
-                check_samples(work.index, [whole.atom for whole in work.wholes.atoms.values()], comm)
-        _finish(work, sorted(written))
-    except (StorageError, CheckpointError, MismatchError):
-        _discard(work)
-        raise
+    done, kept = _take_up(work)
+    outcome = _write(work, done)
+    written = [w for part in comm.gather([*outcome.written, *kept.written]) for w in part]
+    with report.phase("verify"):
+        if work.options.verify:
+            checks = [*outcome.checks, *kept.checks]
+            report.bytes_read += verify_source(work.index, checks, comm, threads=report.workers)
+            check_samples(work.index, [whole.atom for whole in work.wholes.atoms.values()], comm)
+    _finish(work, sorted(written))
     report.bytes_read = sum(comm.gather(report.bytes_read))
     report.atoms, report.state_bytes = len(work.files), work.wholes.nbytes
-
-
-def _discard(work: _Work) -> None:
-    if work.comm.rank == 0:
-        work.staging.discard()
 
 
 def _take_up(work: _Work) -> tuple[list[Range], Outcome]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from ..errors import CheckpointError
 from ..io.checksum import Checked, crc32
 from ..io.disk import explain_full, write_at, write_parts
+from ..io.journal import Journal
 from ..io.memory import allocate
 from ..io.read import fill
-from ..io.staging import Journal
 from ..plan.conversion import Batch, Range
 from ..torchsave.torchzip import ZipImage
 from ..union.progress import run_threads

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 
 from ..atoms import AtomicIndex
 from ..errors import UnsupportedError, shorten
 from ..io.disk import explain_full, write_at
+from ..io.staging import MANIFEST, OutputKind
 from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
 from ..torchsave.torchzip import ScalarTensor, dump_value, make_image
@@ -17,6 +19,22 @@ from .upstream import upstream_keys
 
 ZERO = "zero"
 STEP = "step"
+
+
+def _is_output(folder: str) -> bool:
+    """Whether a folder is an atomic checkpoint, ours or upstream's."""
+    marks = (MANIFEST, os.path.join(ZERO, "optimizer_state.pt"))
+    return os.path.isdir(os.path.join(folder, ZERO)) and any(os.path.exists(os.path.join(folder, m)) for m in marks)
+
+
+CONVERSION = OutputKind(
+    name="an atomic checkpoint",
+    maker="conversion",
+    is_one=_is_output,
+    parts=re.compile(r"zero|tmp|ucp_manifest\.json|.*_model_states\.pt"),
+    resumable=True,
+)
+"""What may be replaced: nothing but what conversions write, ours and upstream's."""
 
 
 def list_files(wholes: Wholes) -> list[OutputFile]:
@@ -93,7 +111,7 @@ def make_folders(folder: str, paths: Iterable[str]) -> None:
     """The folders that files lie in.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     for parent in sorted({os.path.dirname(path) for path in paths}):
         with explain_full(folder):
@@ -104,7 +122,7 @@ def write_file(folder: str, path: str, data: bytes) -> None:
     """Write a small file.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     fd = create(os.path.join(folder, path))
     try:

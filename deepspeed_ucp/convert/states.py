@@ -77,7 +77,7 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
     Raises:
         CheckpointError: a file of the source is damaged.
         UnsupportedError: its pickle is not one that Python 3 writes.
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     with explain_full(folder):
         return _write_states(index, folder)

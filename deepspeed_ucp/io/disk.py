@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from ..errors import StorageError
+from ..errors import DiskFullError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16
@@ -32,7 +32,7 @@ def check_space(folder: str, nbytes: int) -> None:
         nbytes: of everything that it is to hold in the end.
 
     Raises:
-        StorageError: with both figures.
+        DiskFullError: with both figures.
     """
     needed = nbytes - _count_allocated(folder)
     present = folder
@@ -40,7 +40,7 @@ def check_space(folder: str, nbytes: int) -> None:
         present = os.path.dirname(os.path.abspath(present))
     free = _count_free(present)
     if needed > free:
-        raise StorageError(
+        raise DiskFullError(
             f"{folder}: disk full: needs {_show(needed)}, has {_show(free)} free. Make room, or write elsewhere."
         )
 
@@ -62,17 +62,19 @@ def _show(nbytes: int) -> str:
 
 @contextmanager
 def explain_full(path: str) -> Iterator[None]:
-    """Turn "no space", "quota exceeded" and "file too large" into one clear error.
+    """Turn "no space", "quota exceeded" and "file too large" into one clear error; others name the file.
 
     Raises:
-        StorageError: instead of those; other errors pass.
+        DiskFullError: there is no room.
+        OSError: another error of the system, of ``path`` where it tells no file itself.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
+            error.filename = error.filename or path
             raise
-        raise StorageError(
+        raise DiskFullError(
             f"{path}: disk full ({error.strerror}); {_describe_space(path)}. Make room, then run it again."
         ) from error
 
@@ -89,7 +91,7 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
     """Write all of ``data`` at byte ``offset``; several threads may write one file.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     rest = memoryview(data).cast("B")
     start, nbytes = offset, rest.nbytes
@@ -100,9 +102,10 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
         _begin_writing(fd, start, nbytes)
     except OSError as error:
         if error.errno not in _FULL:
+            error.filename = _find_name(fd)
             raise
         free = os.fstatvfs(fd)
-        raise StorageError(
+        raise DiskFullError(
             f"{_find_name(fd)}: disk full ({error.strerror}): needs {_show(len(rest))} at byte {offset}, "
             f"the file system has {_show(free.f_bavail * free.f_frsize)} free. Make room, then run it again."
         ) from error
@@ -112,7 +115,7 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> No
     """Write parts one behind the other from byte ``offset`` on, in one request where the system takes it so.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     total = sum(memoryview(part).nbytes for part in parts)
     with explain_full(_find_name(fd)):
@@ -151,7 +154,7 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
         temporary: written first, then renamed; beside ``path`` unless given. One writer at a time.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     folder, name = os.path.split(os.path.abspath(path))
     aside = temporary or os.path.join(folder, f".{name}.ucp-tmp")
@@ -160,7 +163,7 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
             _write_durably(aside, data)
             os.replace(aside, path)
             sync_folder(folder)
-    except StorageError:
+    except DiskFullError:
         with suppress(FileNotFoundError):
             os.unlink(aside)
         raise
@@ -191,7 +194,7 @@ def sync_tree(folder: str) -> None:
     """Make everything below a folder durable that this node wrote: one ``syncfs``, or ``fsync`` of each file.
 
     Raises:
-        StorageError: the disk turned out to be full.
+        DiskFullError: the disk turned out to be full.
     """
     with explain_full(folder):
         tree = list(os.walk(folder))

@@ -1,118 +1,91 @@
-"""Where a conversion's output grows: a folder aside, with a journal, that is renamed once it is whole and durable.
+"""Where an output grows: a folder aside, that is renamed once it is whole and durable.
 
 Beside a destination ``<parent>/<name>`` lie, while it is being made, ``.<name>.ucp-lock``, ``.<name>.ucp-partial`` (the
 staging folder) and, for the moment of an exchange, ``.<name>.ucp-old``. A staging folder with an identity is under
-way, one with a manifest and without an identity is whole and durable.
+way; one without, that is an output of its kind, is whole and durable.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-import threading
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from glob import escape, glob
 from typing import Any
 
-from ..errors import CheckpointError, StorageError
-from .disk import check_space, explain_full, sync_folder, sync_tree, write_at, write_atomically
+from ..errors import CheckpointError, ConfigError, DiskFullError, MismatchError, UnsupportedError, shorten
+from .disk import explain_full, sync_folder, sync_tree, write_atomically
+from .journal import Journal, read_journal
 from .lock import hold_lock
+
+logger = logging.getLogger("deepspeed_ucp")
 
 MANIFEST = "ucp_manifest.json"
 LATEST = "latest_universal"
 
-_PARTS = re.compile(r"zero|tmp|ucp_manifest\.json|.*_(model|optim)_states\.pt")
-"""What atomic checkpoints consist of, ours and upstream's."""
-
 _IDENTITY = ".ucp-identity.json"
 _JOURNAL = ".ucp-journal-"
 
-
-def is_atomic(folder: str) -> bool:
-    """Whether a folder is an atomic checkpoint, ours or upstream's."""
-    marks = (MANIFEST, os.path.join("zero", "optimizer_state.pt"))
-    return os.path.isdir(os.path.join(folder, "zero")) and any(os.path.exists(os.path.join(folder, m)) for m in marks)
+_LASTING = (CheckpointError, ConfigError, DiskFullError, MismatchError, UnsupportedError)
+"""Errors that a second attempt at the same thing meets again."""
 
 
-def write_latest(parent: str, name: str) -> None:
-    """Let ``latest_universal`` name a checkpoint; atomically.
+@dataclass(frozen=True, slots=True)
+class OutputKind:
+    """What outputs of one kind are known by: nothing else is ever replaced.
 
-    Raises:
-        StorageError: the disk is full.
+    Attributes:
+        name: with its article, such as ``an atomic checkpoint``.
+        maker: what writes it, such as ``conversion``.
+        is_one: whether a folder is a whole output of this kind.
+        parts: names that may lie in it.
+        resumable: whether an attempt that was stopped is gone on with; else it is begun anew.
+        kept: names of others' files beside them that stay where it is replaced.
     """
-    temporary = os.path.join(parent, f".{name}.ucp-latest")  # of its own: others may be written beside this one
-    write_atomically(os.path.join(parent, LATEST), name.encode(), temporary=temporary)
 
+    name: str
+    maker: str
+    is_one: Callable[[str], bool]
+    parts: re.Pattern[str]
+    resumable: bool
+    kept: re.Pattern[str] = re.compile(r"(?!)")
 
-class Journal:
-    """One node's finished work, a line each; a line that a crash has torn is ignored."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        with explain_full(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._write(b"\n")  # an earlier attempt's last line may be torn
-
-    def append(self, entry: dict[str, Any]) -> None:
-        """Note that something is written; thread-safe.
-
-        Raises:
-            StorageError: the disk is full.
-        """
-        text = json.dumps(entry, separators=(",", ":")).encode()
-        with explain_full(self.path):
-            self._write(b"%08x %s\n" % (zlib.crc32(text), text))
-
-    def _write(self, line: bytes) -> None:
-        with self._lock:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _read_journal(path: str) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as stream:
-        for line in stream:
-            crc, _, text = line.rstrip(b"\n").partition(b" ")
-            if crc == b"%08x" % zlib.crc32(text):
-                yield json.loads(text)
+    def find_foreign(self, folder: str) -> list[str]:
+        """Names in a folder that belong to no output of this kind."""
+        names = sorted(os.listdir(folder))
+        return [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
 
 
 class Staging:
-    """The destination of one conversion. Rank 0 locks, begins and commits; every rank uses paths and journals.
+    """The destination of one output. Rank 0 locks, begins and commits; every rank uses paths and journals.
 
     Args:
         destination: the folder to be.
+        source: the folder that it is made of.
+        kind: what it will be.
 
     Raises:
-        CheckpointError: it can be no folder of its own (the root).
+        CheckpointError: it can be no folder of its own (the root), or source and destination lie in each other.
     """
 
-    def __init__(self, destination: str) -> None:
+    def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination = os.path.abspath(destination)
+        self.kind = kind
         self.parent, self.name = os.path.split(self.destination)
         if not self.name:
-            raise CheckpointError(f"{destination}: the root folder cannot be a checkpoint; name a folder below it.")
+            raise CheckpointError(f"{destination}: the root folder cannot be {kind.name}; name a folder below it.")
+        _check_apart(self.destination, source)
         self.folder = self._beside("partial")
         self.aside = self._beside("old")
         self.lock_path = self._beside("lock")
 
-    def _beside(self, kind: str) -> str:
-        return os.path.join(self.parent, f".{self.name}.ucp-{kind}")
+    def _beside(self, suffix: str) -> str:
+        return os.path.join(self.parent, f".{self.name}.ucp-{suffix}")
 
     def path(self, *parts: str) -> str:
         """A path in the staging folder."""
@@ -123,12 +96,12 @@ class Staging:
         """Be the only one who writes this destination; a commit that was killed half-way is put right first.
 
         Raises:
-            CheckpointError: another conversion to the same destination is running.
-            StorageError: the disk is full.
+            CheckpointError: somebody else writes the same destination.
+            DiskFullError: there is no room.
         """
         with explain_full(self.parent):
             os.makedirs(self.parent, exist_ok=True)
-        with hold_lock(self.lock_path, f"a conversion to {self.destination}"):
+        with hold_lock(self.lock_path, f"a {self.kind.maker} to {self.destination}"):
             self.recover()
             yield
 
@@ -139,41 +112,36 @@ class Staging:
         if _is_vacant(self.destination) and (ready or moved):
             os.rename(self.folder if ready else self.aside, self.destination)
             sync_folder(self.parent)
-        if os.path.isdir(self.aside) and is_atomic(self.destination):
+        if os.path.isdir(self.aside) and self.kind.is_one(self.destination):
             shutil.rmtree(self.aside)
 
     def _is_ready(self) -> bool:
-        return os.path.exists(self.path(MANIFEST)) and not os.path.lexists(self.path(_IDENTITY))
+        return self.kind.resumable and self.kind.is_one(self.folder) and not os.path.lexists(self.path(_IDENTITY))
 
-    def check_destination(self, source: str, overwrite: bool) -> None:
+    def check_destination(self, overwrite: bool) -> None:
         """Refuse a destination that may not be replaced.
 
         Args:
-            source: the folder that is converted.
-            overwrite: the user wants an existing atomic checkpoint to be replaced.
+            overwrite: the user wants an existing output of this kind to be replaced.
 
         Raises:
             CheckpointError: it is something that is never removed, or there without ``overwrite``.
         """
-        real = os.path.realpath(self.destination)
-        if os.path.commonpath([real, os.path.realpath(source)]) == real:
-            raise CheckpointError(f"{self.destination}: holds the checkpoint that is converted; write it elsewhere.")
-        if os.path.commonpath([real, os.path.realpath(source)]) == os.path.realpath(source):
-            raise CheckpointError(f"{self.destination}: lies in the checkpoint that is converted; write it elsewhere.")
         if _is_vacant(self.destination):
             return
-        if os.path.islink(self.destination) or not is_atomic(self.destination):
+        if os.path.islink(self.destination) or not self.kind.is_one(self.destination):
             raise CheckpointError(
-                f"{self.destination}: exists and is no atomic checkpoint, so it is left alone. Write elsewhere."
+                f"{self.destination}: exists and is not {self.kind.name}, so it is left alone. Write elsewhere."
             )
-        if strangers := sorted(name for name in os.listdir(self.destination) if not _PARTS.fullmatch(name)):
+        if foreign := self.kind.find_foreign(self.destination):
             raise CheckpointError(
-                f"{self.destination}: holds what no conversion wrote ({', '.join(strangers[:8])}), so it is left "
+                f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
                 "alone. Write elsewhere."
             )
         if not overwrite:
             raise CheckpointError(
-                f"{self.destination}: exists already, made of something else. --overwrite (overwrite=True) replaces it."
+                f"{self.destination}: exists already, made of something else or in another way. --overwrite "
+                "(overwrite=True) replaces it."
             )
 
     def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,23 +154,24 @@ class Staging:
             journal entries of the earlier attempt, of all nodes.
 
         Raises:
-            StorageError: the disk is full.
+            DiskFullError: there is no room.
         """
         text = json.dumps(identity, sort_keys=True).encode()
-        if self._read_identity() != text:
+        if not self.kind.resumable or self._read_identity() != text:
             self.discard()
             self._make(text)
         with suppress(FileNotFoundError):
             os.unlink(self.path(MANIFEST))  # written last, of everything that is there by then
-        return [entry for path in self._find_journals() for entry in _read_journal(path)]
+        return [entry for path in self._find_journals() for entry in read_journal(path)]
 
     def _make(self, identity: bytes) -> None:
         try:
             with explain_full(self.folder):
                 os.mkdir(self.folder)
-            write_atomically(self.path(_IDENTITY), identity)
+            if self.kind.resumable:
+                write_atomically(self.path(_IDENTITY), identity)
             sync_folder(self.parent)
-        except StorageError:
+        except DiskFullError:
             self.discard()
             raise
 
@@ -216,11 +185,27 @@ class Staging:
     def _find_journals(self) -> list[str]:
         return sorted(glob(escape(self.path(_JOURNAL)) + "*"))
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around the work in a staging folder that has begun; rank 0 alone.
+
+        An error that would come again leaves nothing behind. After any other (the system's, an interrupt, another
+        rank's end) what is done stays for a second attempt, where there is something to go on with, and is told of.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, _LASTING) or not self.kind.resumable:
+                self.discard()
+            else:
+                logger.warning("%s: what is done is kept here; the same command goes on with it", self.folder)
+            raise
+
     def journal(self, node: int) -> Journal:
         """The journal of one writer; any rank, once rank 0 has begun.
 
         Raises:
-            StorageError: the disk is full.
+            DiskFullError: there is no room.
         """
         return Journal(self.path(f"{_JOURNAL}{node}"))
 
@@ -228,38 +213,40 @@ class Staging:
         """Make what this node wrote durable; every node, before the commit.
 
         Raises:
-            StorageError: the disk turned out to be full.
+            DiskFullError: there turned out to be no room.
         """
         sync_tree(self.folder)
 
     def discard(self) -> None:
-        """Remove the staging folder, if there is one."""
-        for name in (
-            MANIFEST,
-            _IDENTITY,
-        ):  # first, and in this order: what is half removed is neither whole nor under way
-            with suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self.path(name))
+        """Remove the staging folder, if there is one.
+
+        Its identity goes last: what is half removed and has none would look whole.
+        """
         if os.path.islink(self.folder) or os.path.isfile(self.folder):
             os.unlink(self.folder)
         elif os.path.isdir(self.folder):
+            for entry in list(os.scandir(self.folder)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name != _IDENTITY:
+                    os.unlink(entry.path)
             shutil.rmtree(self.folder)
 
-    def commit(self, latest: str | None, *, overwrite: bool = False) -> None:
-        """Make the staging folder the destination, durably; its manifest is there already.
+    def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
+        """Make the staging folder the destination; it is whole, and every node has synced what it wrote.
 
         Args:
             latest: what ``latest_universal`` beside the destination is to say; None leaves it as it is.
-            overwrite: an atomic checkpoint at the destination is replaced.
+            overwrite: an output of the same kind at the destination is replaced.
 
         Raises:
-            CheckpointError: the destination may not be replaced, or the manifest is missing.
-            StorageError: the disk turned out to be full.
+            CheckpointError: the destination may not be replaced, or the staging folder is not whole.
+            DiskFullError: there turned out to be no room.
         """
-        if not os.path.exists(self.path(MANIFEST)):
-            raise CheckpointError(f"{self.folder}: has no {MANIFEST}; it is not whole.")
-        self.sync()
-        for path in [*self._find_journals(), self.path(_IDENTITY)]:
+        if not self.kind.is_one(self.folder):
+            raise CheckpointError(f"{self.folder}: is not {self.kind.name}; it is not whole.")
+        self._keep_beside()
+        for path in [*self._find_journals(), *([self.path(_IDENTITY)] if self.kind.resumable else [])]:
             os.unlink(path)
         sync_folder(self.folder)
         self._exchange(overwrite)
@@ -268,13 +255,32 @@ class Staging:
         if latest is not None:
             write_latest(self.parent, latest)
 
+    def _keep_beside(self) -> None:
+        """Copy what lies beside an output that is replaced and is not of its making."""
+        for name in os.listdir(self.destination) if os.path.isdir(self.destination) else ():
+            beside = os.path.join(self.destination, name)
+            if self.kind.kept.fullmatch(name) and os.path.isfile(beside) and not os.path.lexists(self.path(name)):
+                with explain_full(self.folder):
+                    shutil.copy2(beside, self.path(name))
+
     def _exchange(self, overwrite: bool) -> None:
         if not _is_vacant(self.destination):
-            if not overwrite or os.path.islink(self.destination) or not is_atomic(self.destination):
-                raise CheckpointError(f"{self.destination}: appeared while the conversion ran; it is not replaced.")
+            if not overwrite or os.path.islink(self.destination) or not self.kind.is_one(self.destination):
+                raise CheckpointError(
+                    f"{self.destination}: appeared while the {self.kind.maker} ran; it is not replaced."
+                )
             os.rename(self.destination, self.aside)
         os.rename(self.folder, self.destination)
         sync_folder(self.parent)
+
+
+def _check_apart(destination: str, source: str) -> None:
+    real, origin = os.path.realpath(destination), os.path.realpath(source)
+    common = os.path.commonpath([real, origin])
+    if common == real:
+        raise CheckpointError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
+    if common == origin:
+        raise CheckpointError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
 
 
 def _is_vacant(path: str) -> bool:
@@ -284,16 +290,11 @@ def _is_vacant(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
 
 
-__all__ = [
-    "LATEST",
-    "MANIFEST",
-    "Journal",
-    "Staging",
-    "check_space",
-    "explain_full",
-    "is_atomic",
-    "sync_tree",
-    "write_at",
-    "write_atomically",
-    "write_latest",
-]
+def write_latest(parent: str, name: str) -> None:
+    """Let ``latest_universal`` name a checkpoint; atomically.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
+    temporary = os.path.join(parent, f".{name}.ucp-latest")  # of its own: others may be written beside this one
+    write_atomically(os.path.join(parent, LATEST), name.encode(), temporary=temporary)

@@ -12,7 +12,7 @@ import pytest
 from deepspeed_ucp.comm import join_launch
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, execute
 from deepspeed_ucp.errors import UcpError
-from deepspeed_ucp.io.staging import explain_full
+from deepspeed_ucp.io.disk import explain_full
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.union import progress
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.convert import driver
-from deepspeed_ucp.errors import CheckpointError, StorageError
+from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
 from tests.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
@@ -286,7 +286,7 @@ def test_an_output_of_another_source_is_replaced_only_where_that_is_asked_for(
     other = write_source(tmp_path / "other", seed=1)
     convert(other, root / DST)
     old = read_bytes(root / DST)
-    with pytest.raises(CheckpointError, match="made of something else. --overwrite"):
+    with pytest.raises(CheckpointError, match="made of something else or in another way. --overwrite"):
         convert(root)
     assert read_bytes(root / DST) == old
     assert not convert(root, overwrite=True).reused
@@ -348,10 +348,10 @@ def test_a_folder_of_something_else_is_left_alone(place: Callable[[object], Path
     root = place("root")
     (root / DST).mkdir()
     (root / DST / "thesis.tex").write_text("years")
-    with pytest.raises(CheckpointError, match="no atomic checkpoint, so it is left alone"):
+    with pytest.raises(CheckpointError, match="is not an atomic checkpoint, so it is left alone"):
         convert(root, overwrite=True)
     assert read_bytes(root / DST) == {"thesis.tex": b"years"}
-    with pytest.raises(CheckpointError, match="holds the checkpoint that is converted"):
+    with pytest.raises(CheckpointError, match="holds the checkpoint that is read"):
         convert(root, root, overwrite=True)
 
 
@@ -367,6 +367,46 @@ def test_a_damaged_source_leaves_nothing(place: Callable[[object], Path], source
     with pytest.raises(CheckpointError):
         convert(root)
     assert {path.name for path in root.iterdir()} == names
+
+
+def test_an_overwriting_attempt_that_was_killed_leaves_nothing_beside_what_is_taken(
+    source: Path, place: Callable[[object], Path], tmp_path: Path
+) -> None:
+    expected = make_reference(source, tmp_path)
+    root = place("root")
+    convert(root)
+    calls = len(list_calls(lambda: convert(root, overwrite=True)))
+    assert run_dying(lambda: convert(root, overwrite=True), calls // 2)
+    assert (root / f".{DST}.ucp-partial").exists()
+    assert convert(root).reused
+    check_done(root, source, expected)
+
+
+def test_a_refusal_half_way_leaves_nothing(
+    place: Callable[[object], Path], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = place("root")
+
+    def refuse(*_args: Any) -> None:
+        raise UnsupportedError("a pickle of another kind")
+
+    monkeypatch.setattr(driver, "write_states", refuse)
+    with pytest.raises(UnsupportedError):
+        convert(root)
+    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
+
+
+def test_a_save_that_was_converted_into_its_own_folder_is_never_replaced(
+    place: Callable[[object], Path], source: Path
+) -> None:
+    """Upstream's script does so where it is asked to: the folder looks atomic, and is the only copy of the run."""
+    root = place("root")
+    other = root / "other"
+    shutil.copytree(source / "global_step3", other)
+    (other / "zero").mkdir()
+    (other / "zero" / "optimizer_state.pt").touch()
+    with pytest.raises(CheckpointError, match="holds what no conversion wrote .*optim_states"):
+        convert(root, other, overwrite=True)
 
 
 def test_an_error_that_is_no_full_disk_keeps_what_is_done(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from deepspeed_ucp.export import output, safetensors
 from deepspeed_ucp.export.safetensors import DTYPES, export_safetensors, split_shards
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.io.cast import FLOATING, cast
+from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
@@ -336,16 +338,17 @@ def test_an_existing_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
-@pytest.mark.parametrize("where", ["", "global_step3", "file", "link"])
+@pytest.mark.parametrize("where", ["", "global_step3", "global_step3/weights", "global_step3/a/b", "file", "link"])
 def test_places_that_are_left_alone(tmp_path: Path, where: str) -> None:
     index = open_model(tmp_path, Topology(1, 2))
     tag = Path(index.state_file).parent
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tag)
-    place = {"": tmp_path, "global_step3": tag}.get(where, tmp_path / where)
+    before = sorted(tag.rglob("*"))
+    place = tmp_path / where
     with pytest.raises(CheckpointError, match="elsewhere"):
         export_safetensors(index, str(place), options=ExportOptions(overwrite=True))
-    assert tag.exists() and (tmp_path / "file").exists()
+    assert sorted(tag.rglob("*")) == before and (tmp_path / "file").exists()
 
 
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,9 +366,9 @@ def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_killed_export_is_begun_anew(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(1, 2))
-    folder = output.OutputFolder(str(tmp_path / "out"))
-    Path(folder.staging).mkdir()
-    (Path(folder.staging) / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    folder = Staging(str(tmp_path / "out"), os.path.dirname(index.state_file), output.EXPORT)
+    Path(folder.folder).mkdir()
+    (Path(folder.folder) / "model-00001-of-00009.safetensors").write_bytes(b"half")
     Path(folder.aside).mkdir()
     (Path(folder.aside) / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="--overwrite"):  # killed between two renames: what was there is back

@@ -6,31 +6,31 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed_ucp.errors import CheckpointError, StorageError
+from deepspeed_ucp.convert.outputs import CONVERSION
+from deepspeed_ucp.errors import CheckpointError, DiskFullError, StorageError, UnsupportedError
 from deepspeed_ucp.io import disk, lock
-from deepspeed_ucp.io.staging import (
-    LATEST,
-    MANIFEST,
-    Staging,
-    check_space,
-    explain_full,
-    is_atomic,
-    sync_tree,
-    write_at,
-    write_atomically,
-    write_latest,
-)
+from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
+from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, write_latest
 from tests.crash import failing, list_calls, list_writes, run_child, run_dying
 
+KIND = OutputKind(
+    name="an output",
+    maker="conversion",
+    is_one=lambda folder: os.path.exists(os.path.join(folder, MANIFEST)),
+    parts=re.compile(f"zero|{re.escape(MANIFEST)}"),
+    resumable=True,
+)
 IDENTITY = {"fingerprint": "a", "format": 1}
 
 
@@ -43,7 +43,11 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def staging(tmp_path: Path) -> Staging:
-    return Staging(str(tmp_path / "step1_universal"))
+    return stage(tmp_path / "step1_universal")
+
+
+def stage(destination: object, source: object = "/source", kind: OutputKind = KIND) -> Staging:
+    return Staging(str(destination), str(source), kind)
 
 
 def make_atomic(folder: Path, text: str = "old") -> Path:
@@ -58,14 +62,14 @@ def convert(
     destination: Path, *, overwrite: bool = False, identity: dict[str, Any] = IDENTITY, text: str = "new"
 ) -> str:
     """As much of a conversion as staging sees; what it did."""
-    staging = Staging(str(destination))
+    staging = stage(destination, destination.parent / "source")
     with staging.lock():
         if (destination / MANIFEST).exists() and (destination / MANIFEST).read_text() == text:
             write_latest(staging.parent, staging.name)
             return "reused"
-        staging.check_destination(str(destination.parent / "source"), overwrite)
+        staging.check_destination(overwrite)
         done = [entry["file"] for entry in staging.begin(identity)]
-        try:
+        with staging.attempt():
             with explain_full(staging.folder):
                 os.makedirs(staging.path("zero"), exist_ok=True)
             with staging.journal(0) as journal:
@@ -76,9 +80,6 @@ def convert(
             staging.sync()
             write_atomically(staging.path(MANIFEST), text.encode())
             staging.commit(staging.name, overwrite=overwrite)
-        except StorageError:
-            staging.discard()
-            raise
     return f"made, {len(done)} found"
 
 
@@ -135,7 +136,7 @@ def test_killed_at_any_call_the_same_command_goes_on(before: str, torn: bool, tm
 
 def leave_attempt(destination: Path) -> None:
     """What a conversion of another source left when it was killed."""
-    staging = Staging(str(destination))
+    staging = stage(destination)
     staging.begin({"fingerprint": "b"})
     os.makedirs(staging.path("zero"))
     write_atomically(staging.path("zero", "weight"), b"foreign")
@@ -228,8 +229,8 @@ def test_what_is_there_counts_as_written_and_holes_do_not(tmp_path: Path, monkey
 def test_the_second_converter_refuses_and_names_the_first(staging: Staging) -> None:
     with staging.lock():
         with pytest.raises(CheckpointError, match=f"step1_universal is under way already .pid {os.getpid()} on "):
-            Staging(staging.destination).lock().__enter__()
-        with Staging(staging.destination + "2").lock():
+            stage(staging.destination).lock().__enter__()
+        with stage(staging.destination + "2").lock():
             pass
     with staging.lock():
         pass
@@ -297,7 +298,7 @@ def test_without_flock_the_file_itself_is_the_lock(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with staging.lock(), pytest.raises(CheckpointError, match="or was killed.*remove the file and run it again"):
-        Staging(staging.destination).lock().__enter__()
+        stage(staging.destination).lock().__enter__()
     assert not os.listdir(staging.parent)
 
 
@@ -314,11 +315,11 @@ def test_a_lock_that_is_being_signed_is_a_lock(staging: Staging) -> None:
 def test_what_is_no_atomic_checkpoint_is_never_removed(staging: Staging, tmp_path: Path) -> None:
     destination = Path(staging.destination)
     destination.mkdir()
-    staging.check_destination(str(tmp_path / "step1"), overwrite=False)
+    staging.check_destination(overwrite=False)
     (destination / "notes.txt").touch()
     for overwrite in (False, True):
-        with pytest.raises(CheckpointError, match="is no atomic checkpoint, so it is left alone"):
-            staging.check_destination(str(tmp_path / "step1"), overwrite)
+        with pytest.raises(CheckpointError, match="is not an output, so it is left alone"):
+            staging.check_destination(overwrite)
     staging.begin(IDENTITY)
     write_atomically(staging.path(MANIFEST), b"new")
     with pytest.raises(CheckpointError, match="appeared while the conversion ran"):
@@ -327,14 +328,14 @@ def test_what_is_no_atomic_checkpoint_is_never_removed(staging: Staging, tmp_pat
 
 
 @pytest.mark.parametrize("mark", [MANIFEST, "zero/optimizer_state.pt"])
-def test_an_atomic_checkpoint_is_replaced_only_where_that_is_asked_for(mark: str, staging: Staging) -> None:
+def test_an_atomic_checkpoint_is_replaced_only_where_that_is_asked_for(mark: str, tmp_path: Path) -> None:
+    staging = stage(tmp_path / "out", kind=CONVERSION)
     destination = Path(staging.destination)
     (destination / "zero").mkdir(parents=True)
     (destination / mark).touch()
-    assert is_atomic(str(destination))
     with pytest.raises(CheckpointError, match="--overwrite .overwrite=True. replaces it"):
-        staging.check_destination("/source", overwrite=False)
-    staging.check_destination("/source", overwrite=True)
+        staging.check_destination(overwrite=False)
+    staging.check_destination(overwrite=True)
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
@@ -343,25 +344,87 @@ def test_files_and_links_are_left_alone(kind: str, staging: Staging, tmp_path: P
     destination = Path(staging.destination)
     destination.touch() if kind == "file" else destination.symlink_to(tmp_path / "other")
     with pytest.raises(CheckpointError, match="left alone"):
-        staging.check_destination(str(tmp_path / "step1"), overwrite=True)
+        staging.check_destination(overwrite=True)
 
 
 @pytest.mark.parametrize("source", [".", "inner", "inner/more"])
-def test_the_source_is_not_converted_onto_itself(source: str, staging: Staging) -> None:
-    make_atomic(Path(staging.destination))
-    with pytest.raises(CheckpointError, match="holds the checkpoint that is converted"):
-        staging.check_destination(os.path.join(staging.destination, source), overwrite=True)
-    staging.check_destination(staging.destination + "2", overwrite=True)
+def test_the_source_is_not_written_over(source: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds the checkpoint that is read"):
+        stage(tmp_path / "out", tmp_path / "out" / source)
+    stage(tmp_path / "out2", tmp_path / "out" / source)
+
+
+@pytest.mark.parametrize("inner", ["inner", "inner/more", "link/more"])
+def test_nothing_is_written_into_the_source(inner: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "link").symlink_to(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="lies in the checkpoint that is read"):
+        stage(tmp_path / "source" / inner, tmp_path / "source")
+    assert [path.name for path in (tmp_path / "source").iterdir()] == ["link"]
 
 
 def test_the_root_is_no_destination() -> None:
     with pytest.raises(CheckpointError, match="root folder"):
-        Staging("/")
+        stage("/")
+
+
+# -- what an error leaves ----------------------------------------------------------------------------------------------
+
+
+def fail(staging: Staging, error: BaseException) -> None:
+    def work() -> None:
+        with staging.lock():
+            staging.begin(IDENTITY)
+            with staging.attempt():
+                write_atomically(staging.path("weight"), b"half")
+                raise error
+
+    with pytest.raises(type(error)):
+        work()
+
+
+@pytest.mark.parametrize("error", [CheckpointError("x"), UnsupportedError("x"), DiskFullError("x")], ids=repr)
+def test_an_error_that_comes_again_leaves_nothing(error: Exception, staging: Staging) -> None:
+    fail(staging, error)
+    assert not os.listdir(staging.parent)
+
+
+@pytest.mark.parametrize("error", [StorageError("x"), MemoryError("x"), OSError(5, "x"), KeyboardInterrupt()], ids=repr)
+def test_after_an_error_that_may_pass_it_is_gone_on_with_and_that_is_told(
+    error: BaseException, staging: Staging, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail(staging, error)
+    assert os.listdir(staging.parent) == [os.path.basename(staging.folder)]
+    assert f"{staging.folder}: what is done is kept here" in caplog.text
+
+
+@pytest.mark.parametrize("error", [CheckpointError("x"), OSError(5, "x"), KeyboardInterrupt()], ids=repr)
+def test_what_cannot_be_gone_on_with_is_never_left(error: BaseException, tmp_path: Path) -> None:
+    staging = stage(tmp_path / "out", kind=replace(KIND, resumable=False))
+    fail(staging, error)
+    assert not os.listdir(tmp_path)
+    staging.begin(IDENTITY)
+    write_atomically(staging.path("weight"), b"of one that was killed")
+    assert staging.begin(IDENTITY) == []
+    assert not os.path.exists(staging.path("weight"))
+
+
+def test_files_of_others_beside_an_output_stay_where_that_is_so_for_the_kind(tmp_path: Path) -> None:
+    make_atomic(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"config\.json.*left alone"):
+        stage(tmp_path / "out").check_destination(overwrite=True)
+    staging = stage(tmp_path / "out", kind=replace(KIND, kept=re.compile(r"config\.json")))
+    staging.check_destination(overwrite=True)
+    staging.begin(IDENTITY)
+    write_atomically(staging.path(MANIFEST), b"new")
+    staging.commit(overwrite=True)
+    assert read_tree(tmp_path / "out") == {MANIFEST: "new", "config.json": "mine"}
 
 
 def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None:
     staging.begin(IDENTITY)
-    with pytest.raises(CheckpointError, match="has no ucp_manifest.json"):
+    with pytest.raises(CheckpointError, match="it is not whole"):
         staging.commit(None)
 
 
@@ -413,7 +476,7 @@ def test_threads_share_a_journal(staging: Staging) -> None:
 def test_special_characters_in_names(tmp_path: Path) -> None:
     assert convert(tmp_path / "a [1] *" / "step [2] ?") == "made, 0 found"
     leave_attempt(tmp_path / "step [2] ?")
-    assert len(Staging(str(tmp_path / "step [2] ?")).begin({"fingerprint": "b"})) == 1
+    assert len(stage(tmp_path / "step [2] ?").begin({"fingerprint": "b"})) == 1
 
 
 # -- durable ----------------------------------------------------------------------------------------------------------
@@ -443,7 +506,7 @@ def test_everything_is_durable_before_anything_looks_whole(tmp_path: Path, monke
     convert(tmp_path / "step1")
     manifest, committed = events.index(f"replace {MANIFEST}"), events.index("rename step1")
     assert "sync" in events[:manifest]
-    assert events[manifest + 1 : committed] == ["sync", "unlink .ucp-journal-0", "unlink .ucp-identity.json"]
+    assert events[manifest + 1 : committed] == ["unlink .ucp-journal-0", "unlink .ucp-identity.json"]
     assert events[committed + 1 :] == [f"replace {LATEST}", "unlink .step1.ucp-lock"]
 
 
