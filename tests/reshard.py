@@ -247,9 +247,9 @@ def prepare(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options
     with_states = options.with_states and has_masters(target, comm)
     work = direct._prepare(index, target, comm, options.config, arguments, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm)
-    work.job.sinks[:] = [CountingSink(sink, rank.count(sink.target)) for sink in work.job.sinks]
+    work.job.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in work.job.sinks]
     for blank in work.job.blanks:
-        rank.count_blanks(blank.tensor)[blank.low : blank.high] += 1
+        rank.count_blanks(blank.buffer.tensor)[blank.low : blank.high] += 1
     return rank
 
 
@@ -280,7 +280,7 @@ def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> No
     plan = negotiate(
         job.wants, job.sinks, index, comm, options.window, block=options.chunk, min_direct=options.min_direct
     )
-    rank.plan, rank.reader = plan, Reader(index, job, plan, comm, options.config)
+    rank.plan, rank.reader = plan, Reader(index, job.sinks, job.blanks, plan, comm, options.config)
     stats = rank.reader.read_fresh()
     assert stats.nbytes == plan.nbytes == sum(request.nbytes for request in plan.requests)
     assert stats.requests == len(plan.requests)
@@ -301,10 +301,8 @@ def finish(index: AtomicIndex, rank: Loaded, *, with_states: bool = True) -> Non
     assert rank.reader is not None
     rank.reader.fill_live()
     for mean in rank.job.means:
-        mean.settle()
-        rank.count(mean.tensor)[mean.low : mean.high] += 1
-    for sink in rank.job.sinks:
-        sink.settle()
+        rank.count(mean.buffer.tensor)[mean.low : mean.high] += 1
+    rank.job.commit()
     if with_states and rank.target.wrapped is not None:
         direct._attach(index, rank.target, rank.job, rank.work.match)
 

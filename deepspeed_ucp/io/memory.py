@@ -1,8 +1,13 @@
-"""Memory for staging."""
+"""Memory for staging, and how much of it there is."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def allocate(nbytes: int) -> mmap.mmap:
@@ -11,3 +16,47 @@ def allocate(nbytes: int) -> mmap.mmap:
     malloc would keep buffers of a few MiB, in an arena for every thread: 200 MiB a rank.
     """
     return mmap.mmap(-1, nbytes)
+
+
+def identify_host() -> str:
+    """The same for all processes of a machine, in whatever container."""
+    return _read(_PROC / "sys/kernel/random/boot_id").strip()
+
+
+def measure_available() -> int:
+    """Bytes that this process could use without swapping: of the machine, and of the control groups it is in.
+
+    0 where the system does not tell.
+    """
+    lines = dict(line.split(":", 1) for line in _read(_PROC / "meminfo").splitlines() if ":" in line)
+    free = int(lines.get("MemAvailable", "0 kB").split()[0]) << 10
+    return max(min([free, *_measure_groups()]), 0)
+
+
+def _measure_groups() -> Iterator[int]:
+    """What each limited control group above this process has left; pages of files that can be dropped are free."""
+    for line in _read(_PROC / "self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            yield from _measure_group(_GROUPS, name, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _measure_group(_GROUPS / "memory", name, files)
+
+
+def _measure_group(root: Path, name: str, files: tuple[str, str, str]) -> Iterator[int]:
+    place = root / name.strip("/")
+    for folder in (place, *place.parents):
+        limit, used = (_read(folder / file).strip() for file in files[:2])
+        if limit.isdigit() and used.isdigit():
+            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            yield int(limit) - int(used) + int(stat.get(files[2], 0))
+        if folder == root:
+            return
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -39,6 +39,10 @@ class ReadStats:
     requests: int
     crcs: list[int]
 
+    def join(self, other: ReadStats) -> ReadStats:
+        """Both together."""
+        return ReadStats(self.nbytes + other.nbytes, self.requests + other.requests, [*self.crcs, *other.crcs])
+
 
 @dataclass(slots=True)
 class _Job:

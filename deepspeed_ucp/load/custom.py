@@ -13,10 +13,9 @@ from ..config import UniversalConfig
 from ..io.checksum import join_checks, verify_records
 from ..plan import Want
 from ..targets import Target
-from .job import Job
 from .negotiate import negotiate
 from .reader import Reader
-from .sinks import TensorSink
+from .sinks import Buffer, TensorSink
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
@@ -35,11 +34,11 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     for number, (name, atom) in enumerate(weights.items()):
         flat = torch.empty(atom.numel, dtype=getattr(torch, atom.dtype))
         tensors[name] = flat.view(atom.shape)
-        sinks.append(TensorSink(flat, atom.dtype, fresh=True))
+        sinks.append(TensorSink(Buffer(flat, fresh=True), atom.dtype))
         wants.append(Want(atom, 0, atom.numel, number, 0))
-    job, alone = Job(sinks=sinks, wants=wants), Comm()
+    alone = Comm()
     plan = negotiate(wants, sinks, index, alone, config.window_mb << 20)
-    reader = Reader(index, job, plan, alone, config)
+    reader = Reader(index, sinks, (), plan, alone, config)
     reader.read_fresh()
     requests, crcs = reader.checked()
     if reader.checksum:

@@ -1,9 +1,11 @@
-"""The direct load: checkpoint bytes into live buffers, in two passes.
+"""The direct load: checkpoint bytes into live buffers.
 
 Pass 1 reads every byte that is needed once, with its checksum. What goes to memory that is not part of the engine yet
 (optimizer states of a fresh engine: two thirds of Adam's bytes) is put there; the rest is only checked. When all ranks
 have agreed that every record is what training wrote, pass 2 fills the live buffers, from the page cache that pass 1
-has warmed. So a damaged file leaves the engine as it was, without a second copy of anything in memory.
+has warmed. So a damaged file leaves the engine as it was, without a second copy of anything in memory. Should a file
+fail in pass 2 for good, the engine is marked as one that must not be used. One that has trained has something to lose:
+where there is memory for it, its buffers are filled apart (``apart``), and pass 2 is a copy of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..io.checksum import join_checks, send_checks, verify_records, verify_whole
+from ..io.read import ReadStats
 from ..plan.match import Match, match_groups, match_parameters
 from ..sources.samples import check_samples
 from ..targets import Extra, Target
@@ -34,6 +37,7 @@ from ..targets.finish import (
     restore_scaler,
 )
 from ..targets.optimizer import restore_hyper
+from .apart import guard_engine, set_apart
 from .census import Layouts, check_alike, find_renamed, read_rules, settle_layouts, take_census
 from .client import EXTRA_STATES, read_client_objects
 from .custom import run_custom_load
@@ -83,56 +87,49 @@ def load_direct(
         The client state, as DeepSpeed's load returns it.
 
     Raises:
-        UcpError: the same on every rank; nothing of the engine has changed then.
+        UcpError: the same on every rank. The engine is as it was, or marked (``apart.BROKEN``) and the message says so.
     """
     with_states = arguments.with_states and has_masters(target, comm)
     with report.phase("plan"), pause_collection():
         work = _prepare(index, target, comm, config, arguments, with_states=with_states)
-        plan = negotiate(work.job.wants, work.job.sinks, index, comm, config.window_mb << 20)
+        job, window = work.job, config.window_mb << 20
+        # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
+        apart = engine.global_steps > 0 and set_apart(job.buffers, window, comm)
+        plan = negotiate(job.wants, job.sinks, index, comm, window)
     report.state_bytes = sum(index.atoms[key].nbytes for key in work.touched)
     saved = _read_saved(index, comm, config, arguments)
     extra = saved.pop(EXTRA_STATES, {})
     with comm.together():
         modules = _match_extra_states(engine, extra, arguments)
-    reader = Reader(index, work.job, plan, comm, config)
+    reader = Reader(index, job.sinks, job.blanks, plan, comm, config)
     with report.phase("read"):
         first = reader.read_fresh()
     report.bytes_read, report.requests = first.nbytes, first.requests
     with report.phase("verify"):
         _verify(index, reader, work, comm)
-    with report.phase("finish"), comm.together():  # others' code, which may fail: before the buffers change
-        if not arguments.load_module_only:
-            restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
-        for key, module in modules.items():
-            module.set_extra_state(extra[key])
-    if arguments.custom_load_fn is not None:
-        with report.phase("custom"):
-            follow = not work.touched
-            run_custom_load(
-                arguments.custom_load_fn,
-                index,
-                target,
-                comm,
-                config,
-                masters_follow=follow,
-            )
-    with report.phase("fill"):
-        again = reader.fill_live()
-        for mean in work.job.means:
-            mean.settle()
-        for sink in work.job.sinks:
-            sink.settle()
+    with guard_engine(engine):
+        with report.phase("finish"), comm.together():  # others' code, which may fail: before the buffers change
+            if not arguments.load_module_only:
+                restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
+            for key, module in modules.items():
+                module.set_extra_state(extra[key])
+        if arguments.custom_load_fn is not None:
+            with report.phase("custom"):
+                run_custom_load(arguments.custom_load_fn, index, target, comm, config, masters_follow=not work.touched)
+        with report.phase("fill"):
+            again = ReadStats(0, 0, []) if apart else reader.fill_live()
+            job.commit()
+        with report.phase("copies"):
+            if work.touched:
+                target.refresh_copies()
+        with report.phase("finish"), comm.together():
+            if with_states:
+                _attach(index, target, job, work.match)
+            _finish(engine, index, saved, arguments, with_states=with_states)
     if config.verify == "crc":
         report.bytes_again = again.nbytes
     else:  # pass 1 has left these bytes alone
         report.bytes_read, report.requests = report.bytes_read + again.nbytes, report.requests + again.requests
-    with report.phase("copies"):
-        if work.touched:
-            target.refresh_copies()
-    with report.phase("finish"), comm.together():
-        if with_states:
-            _attach(index, target, work.job, work.match)
-        _finish(engine, index, saved, arguments, with_states=with_states)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,

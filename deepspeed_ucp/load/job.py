@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..plan.match import Match, pick_weight
 from ..targets import Extra, Flat, Target
 from ..targets.base import flatten
 from ..targets.optimizer import Kept, probe_optimizer, restore_scalar
-from .sinks import TensorSink
+from .sinks import Buffer, TensorSink, find_gaps
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
@@ -39,31 +39,33 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Elements [low, high) of a tensor that are zeroed before reading: no atom fills them, or not all of them.
+    """Elements [low, high) of a buffer that are zeroed before reading: no atom fills them, or not all of them.
 
     Padding, a state that the source does not have, new rows of a padded vocabulary.
     """
 
-    tensor: torch.Tensor
+    buffer: Buffer
     low: int
     high: int
-    fresh: bool
+
+    def zero(self) -> None:
+        """Zero them."""
+        self.buffer.memory[self.low : self.high].zero_()
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Elements [low, high) of a tensor become the mean of copies that were read into memory of their own (Partial)."""
+    """Elements [low, high) of a buffer become the mean of copies that were read into memory of their own (Partial)."""
 
-    tensor: torch.Tensor
+    buffer: Buffer
     low: int
     high: int
     copies: tuple[torch.Tensor, ...]
-    fresh: bool
 
     def settle(self) -> None:
         """Take the mean; in double precision, so that equal copies give themselves."""
         total = torch.stack([copy.double() for copy in self.copies]).sum(0) / len(self.copies)
-        self.tensor[self.low : self.high].copy_(total)
+        self.buffer.memory[self.low : self.high].copy_(total)
 
 
 @dataclass(slots=True)
@@ -71,7 +73,8 @@ class Job:
     """Everything one rank does in a load.
 
     Attributes:
-        sinks: destinations by buffer number.
+        buffers: destinations.
+        sinks: destinations by number, several of one buffer where atoms of several dtypes go there.
         wants: what this rank needs.
         touched: atoms that it needs something of.
         states: optimizer states to attach once all is verified.
@@ -80,6 +83,7 @@ class Job:
         grown: vocabulary parameters that get new rows.
     """
 
+    buffers: list[Buffer] = field(default_factory=list)
     sinks: list[TensorSink] = field(default_factory=list)
     wants: list[Want] = field(default_factory=list)
     touched: dict[tuple[str, str], Atom] = field(default_factory=dict)
@@ -87,6 +91,13 @@ class Job:
     blanks: list[Blank] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """Bring everything that was read to where it belongs."""
+        for mean in self.means:
+            mean.settle()
+        for buffer in self.buffers:
+            buffer.commit()
 
 
 def make_job(
@@ -191,8 +202,10 @@ class _JobMaker:
         for name in flat.names:
             if name in self.match.names:
                 atoms[name] = pick_weight(self.index, self.match.names[name], True, self.with_states)
-        self._fill(flat, atoms, flat.master, fresh=False)
-        self.job.blanks += [Blank(flat.master, low, high, False) for low, high in flat.gaps()]
+        buffer = self._add_buffer(flat.master, fresh=False)
+        self._fill(flat, atoms, buffer)
+        for low, high in flat.gaps():
+            self._blank(buffer, low, high)
 
     def add_states(self, flat: Flat) -> None:
         kept = self.probe(flat)
@@ -202,57 +215,60 @@ class _JobMaker:
             tensor, fresh = self._state_tensor(flat, live.get(state), state)
             result.tensors[state] = tensor
             atoms = {name: self.index.atoms.get((self.match.names.get(name, ""), state)) for name in flat.names}
-            covered = self._fill(flat, atoms, flatten(tensor), fresh)
-            spans = _complement(covered, tensor.numel())
-            self.job.blanks += [Blank(flatten(tensor), low, high, fresh) for low, high in spans]
+            buffer = self._add_buffer(flatten(tensor), fresh)
+            self._fill(flat, atoms, buffer)
+            for low, high in find_gaps(buffer.spans, tensor.numel()):
+                self._blank(buffer, low, high)
         self.job.states.append(result)
 
-    def _fill(
-        self, flat: Flat, atoms: dict[str, Atom | None], tensor: torch.Tensor, fresh: bool
-    ) -> list[tuple[int, int]]:
-        """Let atoms fill this rank's cuts of ``tensor``; returns the element ranges that they cover."""
-        buffers: dict[str, int] = {}
-        covered = []
+    def _add_buffer(self, tensor: torch.Tensor, fresh: bool) -> Buffer:
+        self.job.buffers.append(Buffer(tensor, fresh))
+        return self.job.buffers[-1]
+
+    def _blank(self, buffer: Buffer, low: int, high: int) -> None:
+        self.job.blanks.append(Blank(buffer, low, high))
+        buffer.spans.append((low, high))
+
+    def _fill(self, flat: Flat, atoms: dict[str, Atom | None], buffer: Buffer) -> None:
+        """Let atoms fill this rank's cuts of a buffer."""
+        numbers: dict[str, int] = {}
         self.job.touched.update({(atom.name, atom.state): atom for atom in atoms.values() if atom})
         for cut in flat.cuts:
             atom = atoms.get(cut.name)
             if atom is None:
                 continue
-            if atom.dtype not in buffers:
-                buffers[atom.dtype] = self._add_sink(TensorSink(tensor, atom.dtype, fresh))
-            self._want(atom, cut, tensor, buffers[atom.dtype], fresh)
-            covered.append((cut.offset, cut.offset + cut.numel))
-        return covered
+            if atom.dtype not in numbers:
+                numbers[atom.dtype] = self._add_sink(TensorSink(buffer, atom.dtype))
+            self._want(atom, cut, buffer, numbers[atom.dtype])
 
     def _add_sink(self, sink: TensorSink) -> int:
         self.job.sinks.append(sink)
         return len(self.job.sinks) - 1
 
-    def _want(self, atom: Atom, cut: Cut, tensor: torch.Tensor, buffer: int, fresh: bool) -> None:
+    def _want(self, atom: Atom, cut: Cut, buffer: Buffer, number: int) -> None:
         """Want a part of this rank's shard of an atom; ``cut.name`` is the live name."""
+        buffer.spans.append((cut.offset, cut.offset + cut.numel))
         layouts = self.layouts.get(self.match.saved[cut.name])
         if layouts is None:
-            self.job.wants.append(Want(atom, cut.start, cut.numel, buffer, cut.offset))
+            self.job.wants.append(Want(atom, cut.start, cut.numel, number, cut.offset))
             return
         source, target = layouts
         if source.mean:
-            self._want_mean(atom, cut, tensor, fresh, layouts)
+            self._want_mean(atom, cut, buffer, layouts)
             return
         if source.shape[0] < target.shape[0]:  # padding rows of the vocabulary that the source does not have
-            self.job.blanks.append(Blank(tensor, cut.offset, cut.offset + cut.numel, fresh))
+            self._blank(buffer, cut.offset, cut.offset + cut.numel)
             self.job.grown[atom.name] = (source.shape[0], target.shape[0])
         view = View(source, target, self.tp_rank, find_shards(source, target, self.tp_rank))
-        self.job.wants.append(Want(atom, cut.start, cut.numel, buffer, cut.offset, view))
+        self.job.wants.append(Want(atom, cut.start, cut.numel, number, cut.offset, view))
 
-    def _want_mean(
-        self, atom: Atom, cut: Cut, tensor: torch.Tensor, fresh: bool, layouts: tuple[Layout, Layout]
-    ) -> None:
+    def _want_mean(self, atom: Atom, cut: Cut, buffer: Buffer, layouts: tuple[Layout, Layout]) -> None:
         """Want every shard's values, in memory of their own."""
         copies = tuple(torch.empty(cut.numel, dtype=getattr(torch, atom.dtype)) for _ in atom.shards)
         for shard, copy in enumerate(copies):
-            buffer = self._add_sink(TensorSink(copy, atom.dtype, fresh=True))
-            self.job.wants.append(Want(atom, cut.start, cut.numel, buffer, 0, View(*layouts, self.tp_rank, (shard,))))
-        self.job.means.append(Mean(tensor, cut.offset, cut.offset + cut.numel, copies, fresh))
+            number = self._add_sink(TensorSink(Buffer(copy, fresh=True), atom.dtype))
+            self.job.wants.append(Want(atom, cut.start, cut.numel, number, 0, View(*layouts, self.tp_rank, (shard,))))
+        self.job.means.append(Mean(buffer, cut.offset, cut.offset + cut.numel, copies))
 
     def _state_tensor(self, flat: Flat, live: Any, state: str) -> tuple[torch.Tensor, bool]:
         """The tensor that receives a state: the live one, or fresh memory in the dtype that the optimizer wants."""
@@ -292,15 +308,6 @@ class _JobMaker:
             return
         self.job.touched[atom.name, atom.state] = atom
         if extra.tensor.numel():
-            buffer = self._add_sink(TensorSink(extra.tensor, atom.dtype, fresh=False))
-            cut = Cut(extra.name, extra.start, extra.tensor.numel(), 0)
-            self._want(atom, cut, extra.tensor, buffer, False)
-
-
-def _complement(spans: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:
-    found, position = [], 0
-    for low, high in [*sorted(spans), (total, total)]:
-        if low > position:
-            found.append((position, low))
-        position = max(position, high)
-    return found
+            buffer = self._add_buffer(extra.tensor, fresh=False)
+            number = self._add_sink(TensorSink(buffer, atom.dtype))
+            self._want(atom, Cut(extra.name, extra.start, extra.tensor.numel(), 0), buffer, number)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,29 +14,45 @@ import torch
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UcpError
 from ..io import ReadStats, read_requests
 from ..io.memory import allocate
 from ..plan import Claim, LoadPlan, Request, Round, Send
-from .job import Job
+from .job import Blank
 from .negotiate import BLOCK
-from .sinks import TensorSink
+from .sinks import Buffer, TensorSink
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_ATTEMPTS = 3
+_PAUSE = 0.2
+"""Seconds before the second attempt; each further pause is a second longer."""
 
 
 class Reader:
     """Reads what one rank's plan says.
 
     Args:
+        sinks: where each buffer number's bytes go.
+        blanks: what is zeroed first.
         plan: of this rank.
         config: window, threads, verification.
     """
 
-    def __init__(self, index: AtomicIndex, job: Job, plan: LoadPlan, comm: Comm, config: UniversalConfig) -> None:
-        self.index, self.job, self.plan, self.comm = index, job, plan, comm
+    def __init__(
+        self,
+        index: AtomicIndex,
+        sinks: Sequence[TensorSink],
+        blanks: Sequence[Blank],
+        plan: LoadPlan,
+        comm: Comm,
+        config: UniversalConfig,
+    ) -> None:
+        self.index, self.sinks, self.blanks, self.plan, self.comm = index, sinks, blanks, plan, comm
         window = config.window_mb << 20
         self.threads = min(config.threads or default_threads(), max(window // (4 * BLOCK), 1))
         self.checksum = config.verify == "crc"
-        self.pinned = any(sink.tensor.device.type == "cuda" for sink in job.sinks)
+        self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in sinks)
         self.stage: torch.Tensor | None = None
         self.crcs: dict[tuple[int, int], int] = {}
         """CRC32 of what pass 1 read, by record and offset."""
@@ -48,9 +67,17 @@ class Reader:
     def fill_live(self) -> ReadStats:
         """Pass 2: the live buffers; collective. Their bytes have to be the ones that were verified.
 
+        What cannot be read is tried again: storage over a network may fail for a moment.
+
         Raises:
-            CheckpointError: a file changed in between.
+            UcpError: some of it cannot be read, or a file changed in between; the buffers hold a part of it then.
         """
+        for attempt in range(_ATTEMPTS - 1):
+            try:
+                return self._run_pass(fresh=False, everything=False)
+            except UcpError as error:  # the same on every rank
+                logger.warning("reading into the engine's buffers failed, trying again: %s", error)
+                time.sleep(attempt + _PAUSE)
         return self._run_pass(fresh=False, everything=False)
 
     def checked(self) -> tuple[list[Request], list[int]]:
@@ -61,29 +88,35 @@ class Reader:
     def _run_pass(self, *, fresh: bool, everything: bool) -> ReadStats:
         stats = ReadStats(0, 0, [])
         with self.comm.together():
-            for blank in self.job.blanks:
-                if blank.fresh == fresh:
-                    blank.tensor[blank.low : blank.high].zero_()
+            for blank in self.blanks:
+                if blank.buffer.fresh == fresh:
+                    blank.zero()
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
             stats = self._read(direct, fresh)
-        for number, each in enumerate(self.plan.rounds):
+        arrived = _Arrived((), memoryview(b""))
+        for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
+            packed = torch.empty(0, dtype=torch.uint8)
             with self.comm.together():
-                done = self._read(each.reads if everything else _pick_reads(each, fresh), fresh, staged=each.staged)
-                stats = ReadStats(stats.nbytes + done.nbytes, stats.requests + done.requests, [])
-            for step in range(each.steps):
-                self._exchange(each, fresh, step)
-            if number + 1 == len(self.plan.rounds):
-                self.stage = None
+                self._scatter(arrived)
+                if step == 0:
+                    reads = each.reads if everything else _pick_reads(each, fresh)
+                    stats = stats.join(self._read(reads, fresh, staged=each.staged))
+                sends, claims = self._pick_step(each, fresh, step)
+                packed = self._pack(sends)
+            arrived = _Arrived([claim for one in claims for claim in one], self._swap(packed, sends, claims))
+        with self.comm.together():
+            self._scatter(arrived)
+        self.stage = None
         return stats
 
     def _feeds(self, request: Request, fresh: bool) -> bool:
         """Whether some of the request's bytes go to fresh memory, or to live buffers."""
-        return any(part.buffer >= 0 and self.job.sinks[part.buffer].fresh == fresh for part in request.parts)
+        return any(part.buffer >= 0 and self.sinks[part.buffer].fresh == fresh for part in request.parts)
 
     def _read(self, requests: Sequence[Request], fresh: bool, *, staged: int = 0) -> ReadStats:
         if self.pinned:  # the threads copy on the default stream
             torch.cuda.synchronize()
-        sinks: list[TensorSink | None] = [sink if sink.fresh == fresh else None for sink in self.job.sinks]
+        sinks: list[TensorSink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
         stats = read_requests(
             requests,
             self.index.records,
@@ -102,9 +135,8 @@ class Reader:
             if first:
                 self.crcs[key] = crc
             elif self.crcs[key] != crc:
-                raise CheckpointError(
-                    "The checkpoint was written to while it was being loaded; the engine is half loaded."
-                )
+                path = self.index.files[self.index.records[request.record].file].path
+                raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
     def _make_scratch(self, nbytes: int) -> memoryview:
         """Scratch memory of one thread; page-locked where it is copied to a GPU."""
@@ -116,12 +148,12 @@ class Reader:
         if self.stage is None or self.stage.numel() < nbytes:
             most = max(each.staged for each in self.plan.rounds)
             self.stage = _allocate(most)
-        return TensorSink(self.stage, "uint8", fresh=True)
+        return TensorSink(Buffer(self.stage, fresh=True), "uint8")
 
-    def _exchange(self, each: Round, fresh: bool, step: int) -> None:
-        """Send staged bytes to those who claimed them, and scatter what comes; collective.
+    def _pick_step(self, each: Round, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
+        """What is sent to each rank and comes from it in one of a round's steps.
 
-        In each of a round's steps a rank sends to those whose distance from it falls to that step.
+        In each of them a rank sends to those whose distance from it falls to that step.
         """
         rank, size = self.comm.rank, self.comm.size
         now = [distance * each.steps // size == step for distance in range(size)]
@@ -133,10 +165,14 @@ class Reader:
             [claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
             for peer, one in enumerate(each.receives)
         ]
-        data = self._pack(sends)
-        receives = [sum(claim.nbytes for claim in one) for one in claims]
-        received = self.comm.swap(data.numpy(), [sum(send.nbytes for send in one) for one in sends], receives)
-        self._scatter([claim for one in claims for claim in one], memoryview(received))
+        return sends, claims
+
+    def _swap(
+        self, packed: torch.Tensor, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]
+    ) -> memoryview:
+        """Send bytes, in rank order, to those who claimed them; what came; collective."""
+        counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
+        return memoryview(self.comm.swap(packed.numpy(), *counts))
 
     def _pack(self, sends: Sequence[Sequence[Send]]) -> torch.Tensor:
         packed = _allocate(sum(send.nbytes for one in sends for send in one))
@@ -149,12 +185,20 @@ class Reader:
             position += send.nbytes
         return packed
 
-    def _scatter(self, claims: Sequence[Claim], data: memoryview) -> None:
+    def _scatter(self, arrived: _Arrived) -> None:
         position = 0
-        for claim in claims:
+        for claim in arrived.claims:
             for part in claim.parts:
-                self.job.sinks[part.buffer].take(part, data[position : position + part.nbytes])
+                self.sinks[part.buffer].take(part, arrived.data[position : position + part.nbytes])
                 position += part.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Bytes that came from other ranks, in the order of the claims that they answer."""
+
+    claims: Sequence[Claim]
+    data: memoryview
 
 
 def _allocate(nbytes: int, pinned: bool = False) -> torch.Tensor:

@@ -2,48 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from ..io.memory import allocate
 from ..plan import Part
-from ..targets.base import dtype_name
+
+
+class Buffer:
+    """A destination tensor, and the 1-D memory that is filled for it.
+
+    The memory is the tensor's own, or memory apart that :meth:`commit` brings to the tensor: where the tensor is not
+    flat, and where it is part of the engine and has to stay as it is until every rank has agreed.
+
+    Args:
+        tensor: the destination, any shape and device.
+        fresh: it is not part of the engine yet, so that it may be filled before all is verified.
+
+    Attributes:
+        fresh: the same of ``memory``.
+        spans: ranges of elements [low, high) that will be filled.
+    """
+
+    def __init__(self, tensor: torch.Tensor, fresh: bool) -> None:
+        is_flat = tensor.dim() == 1 and tensor.is_contiguous()
+        self.tensor, self.fresh = tensor, fresh or not is_flat
+        self.spans: list[tuple[int, int]] = []
+        self._memory = tensor if is_flat else None
+        self._bytes: memoryview | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What is filled; the elements that nothing fills have the tensor's values."""
+        if self._memory is None:
+            self._memory = self._allocate()
+        return self._memory
+
+    @property
+    def bytes(self) -> memoryview:
+        """The bytes of the memory, which is the host's."""
+        if self._bytes is None:
+            self._bytes = memoryview(self.memory.view(torch.uint8).numpy())
+        return self._bytes
+
+    def set_apart(self) -> None:
+        """Fill other memory, of the host, instead of the tensor's own."""
+        self._memory, self._bytes, self.fresh = None, None, True
+
+    def _allocate(self) -> torch.Tensor:
+        memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
+        for low, high in find_gaps(self.spans, self.tensor.numel()):
+            memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
+        return memory
+
+    def commit(self) -> None:
+        """Bring what was filled to the tensor, and give the memory apart back; a copy of memory, nothing else."""
+        if self._memory is not None and self._memory is not self.tensor:
+            self.tensor.copy_(self._memory.view(self.tensor.shape))
+            self._memory = self._bytes = None
+
+
+def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor of host memory that goes back to the system once it is freed."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype)
+
+
+def find_gaps(spans: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    """What ranges [low, high), in any order, leave free of [0, total)."""
+    found, position = [], 0
+    for low, high in [*sorted(spans), (total, total)]:
+        if low > position:
+            found.append((position, low))
+        position = max(position, high)
+    return found
 
 
 class TensorSink:
-    """A 1-D tensor; bytes of dtype ``stored`` go straight into its memory, or are converted on the way.
+    """A buffer whose bytes come as dtype ``stored``: straight into its memory, or converted on the way.
 
     Args:
-        tensor: destination, any device; a tensor that is not 1-D and contiguous is filled through a proxy.
+        buffer: the destination.
         stored: dtype of the bytes in the file, as ``float32``.
-        fresh: memory that is not part of the engine yet, so that it may be filled before all is verified.
     """
 
-    def __init__(self, tensor: torch.Tensor, stored: str, fresh: bool) -> None:
-        self.target = tensor
-        plain = tensor.dim() == 1 and tensor.is_contiguous()
-        self.tensor = tensor if plain else torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        self.stored = getattr(torch, stored)
-        self.fresh = fresh
-        self.memory: memoryview | None = None
-        if self.tensor.device.type == "cpu" and dtype_name(self.tensor.dtype) == stored and self.tensor.numel():
-            self.memory = memoryview(self.tensor.view(torch.uint8).numpy())
-        self.itemsize = self.tensor.element_size()
+    def __init__(self, buffer: Buffer, stored: str) -> None:
+        self.buffer, self.stored = buffer, getattr(torch, stored)
+        self.itemsize = buffer.tensor.element_size()
+
+    @property
+    def fresh(self) -> bool:
+        """The memory is not part of the engine (yet)."""
+        return self.buffer.fresh
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
         """The tensor's memory from element ``position`` on, or None where bytes must be converted or moved."""
-        if self.memory is None:
+        tensor = self.buffer.tensor
+        if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
         low = position * self.itemsize
-        return self.memory[low : low + nbytes]
+        return self.buffer.bytes[low : low + nbytes]
 
     def store(self, part: Part, data: memoryview) -> None:
         """Convert and copy a part's bytes to the elements from ``part.position`` on, row by row where it has rows."""
-        values = torch.frombuffer(data, dtype=self.stored)
+        values, tensor = torch.frombuffer(data, dtype=self.stored), self.buffer.memory
         if not part.run:
-            self.tensor.narrow(0, part.position, values.numel()).copy_(values)
+            tensor.narrow(0, part.position, values.numel()).copy_(values)
             return
         rows = values.view(-1, part.run // self.stored.itemsize)
-        base = self.tensor.storage_offset() + part.position
-        self.tensor.as_strided(rows.shape, (part.stride, 1), base).copy_(rows)
+        base = tensor.storage_offset() + part.position
+        tensor.as_strided(rows.shape, (part.stride, 1), base).copy_(rows)
 
     def take(self, part: Part, data: memoryview) -> None:
         """Copy a part's bytes from other memory."""
@@ -52,8 +127,3 @@ class TensorSink:
             self.store(part, data)
         else:
             view[:] = data
-
-    def settle(self) -> None:
-        """Bring a proxy's contents to the tensor that it stands for."""
-        if self.tensor is not self.target:
-            self.target.copy_(self.tensor.view(self.target.shape))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
-from deepspeed_ucp.load import LoadArguments, LoadReport, direct, load_direct
+from deepspeed_ucp.load import LoadArguments, LoadReport, apart, direct, load_direct, reader
 from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
 from deepspeed_ucp.load.reader import Reader, default_threads
@@ -54,9 +56,9 @@ class FakeEngine:
     random_ltd_scheduler = training_dataloader = None
     module = torch.nn.Module()
 
-    def __init__(self, target: FakeTarget) -> None:
+    def __init__(self, target: FakeTarget, steps: int = 0) -> None:
         self.optimizer, self.lr_scheduler = target.wrapped, Scheduler()
-        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.global_steps, self.global_samples, self.skipped_steps = steps, 0, 0
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
 
@@ -81,9 +83,10 @@ def run_load(
     comm: Comm | None = None,
     config: UniversalConfig | None = None,
     module: torch.nn.Module | None = None,
+    engine: FakeEngine | None = None,
     **arguments: Any,
 ) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
-    engine, report = FakeEngine(target), LoadReport(True, "test")
+    engine, report = engine or FakeEngine(target), LoadReport(True, "test")
     engine.module = module or engine.module
     options = LoadArguments(**arguments)
     client = load_direct(engine, index, target, comm or Comm(), config or UniversalConfig(), options, report)
@@ -93,6 +96,11 @@ def run_load(
 def check_loaded(targets: list[FakeTarget], state: State) -> None:
     work = direct._Work(Job(), Match(), [], [])
     check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state)
+
+
+def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
+    """So that the buffers of an engine that has trained are filled apart, or in a second pass."""
+    monkeypatch.setattr(apart, "measure_available", lambda: 1 << 40 if much else 0)
 
 
 def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
@@ -132,15 +140,17 @@ def test_an_optimizer_with_live_states(verify: str, tmp_path: Path) -> None:
     check_loaded([rank], state)
 
 
-def test_the_report_counts_what_was_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_report_counts_what_was_done(passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_memory(monkeypatch, True)
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    _, report, _ = run_load(open_for(path, rank), rank)
+    _, report, _ = run_load(open_for(path, rank), rank, engine=FakeEngine(rank, steps=2 - passes))
     numel = 7 * 13 + 5 * 7
     assert report.state_bytes == 4 * (3 * numel + 9)
     padding = 4 * 3 * ((-91 % 6) + (-35 % 6))
     assert report.state_bytes <= report.bytes_read <= report.state_bytes + padding
-    assert 0 < report.bytes_again <= report.bytes_read
+    assert 0 < report.bytes_again <= report.bytes_read if passes == 2 else report.bytes_again == 0
     assert report.requests > 0
     assert {"plan", "read", "verify", "fill", "finish"} <= set(report.phases)
     assert all(seconds >= 0 for seconds in report.phases.values())
@@ -324,22 +334,157 @@ def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Pa
     assert not rank.flats[0].master.eq(SENTINEL).any()
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_a_file_that_changes_between_the_passes_is_noticed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
-    index = open_for(path, rank)
+def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Do something once everything has been read and verified."""
     check = direct._verify
 
-    def verify_and_change(*args: Any) -> None:
+    def check_and_go_on(*args: Any) -> None:
         check(*args)
-        damage(index, name, "fp32")
+        then()
 
-    monkeypatch.setattr(direct, "_verify", verify_and_change)
-    with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
-        run_load(index, rank)
+    monkeypatch.setattr(direct, "_verify", check_and_go_on)
+    monkeypatch.setattr(reader, "_PAUSE", 0.0)
+    monkeypatch.setattr(reader, "_ATTEMPTS", 1)
+
+
+def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
+    """A copy of everything that a load may write to."""
+    return [t.clone() for target in targets for t in list_tensors(target)]
+
+
+def list_tensors(target: FakeTarget) -> list[torch.Tensor]:
+    states = [value for entry in target.wrapped.state.values() for value in entry.values()]
+    tensors = [flat.master for flat in target.flats] + [extra.tensor for extra in target.extras()]
+    return [*tensors, *(state for state in states if isinstance(state, torch.Tensor))]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_file_that_changes_after_it_was_read_changes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_memory(monkeypatch, True)
+    path, state = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index = open_for(path, rank)
+    after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
+    run_load(index, rank, engine=FakeEngine(rank, steps=1))
+    check_loaded([rank], state)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_file_that_changes_between_two_passes_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_memory(monkeypatch, False)
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index, engine = open_for(path, rank), FakeEngine(rank)
+    after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
+    with pytest.raises(CheckpointError, match=r"states.pt: was written to .* must not be used") as caught:
+        run_load(index, rank, engine=engine)
+    assert getattr(engine, apart.BROKEN) == str(caught.value)
+
+
+class FailingReads:
+    """The storage fails at the n-th read of those that follow; `once`, or from then on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, once: bool) -> None:
+        self.number, self.once, self.count, self.armed = number, once, 0, False
+        self.preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self.read)
+
+    def read(self, fd: int, views: list[memoryview], offset: int) -> int:
+        if self.armed:
+            self.count += 1
+            if self.count == self.number or (self.count > self.number and not self.once):
+                raise OSError(5, "Input/output error")
+        return self.preadv(fd, views, offset)
+
+    def arm(self) -> None:
+        self.armed = True
+
+
+@pytest.mark.parametrize("verify", ["crc", "off"])
+@pytest.mark.parametrize(
+    ("trained", "much"), [(True, True), (True, False), (False, True)], ids=["apart", "two passes", "fresh"]
+)
+def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
+    trained: bool, much: bool, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every read of a load on two ranks fails once, in turn; the last load has more reads than are made."""
+    have_memory(monkeypatch, much)
+    path, state = write(tmp_path, Topology(1, 3))
+    config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(reader, "_ATTEMPTS", 1)
+    marked = 0
+    for number in range(1, 999):
+        targets = make_targets(PLAIN, Topology(3, 2))
+        if trained:
+            for target in targets:
+                take_a_step(target.wrapped)
+        index, before = open_for(path, targets[0]), keep_values(targets)
+        engines = [FakeEngine(target, steps=int(trained)) for target in targets]
+        failing = FailingReads(monkeypatch, number, once=True)
+        failing.arm()
+        results = World(2).run(lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank]))  # noqa: B023
+        monkeypatch.undo()
+        have_memory(monkeypatch, much)
+        monkeypatch.setattr(reader, "_ATTEMPTS", 1)
+        if failing.count < number:
+            break
+        texts = {str(result) for result in results}
+        assert len(texts) == 1 and "states.pt: cannot be read at byte" in texts.pop()
+        same = all(now.equal(then) for now, then in zip(keep_values(targets), before, strict=True))
+        told = [getattr(engine, apart.BROKEN, None) for engine in engines]
+        assert same if told == [None, None] else told == [str(result) for result in results]
+        marked += not same
+    check_loaded(targets, state)
+    assert number > 8 and (marked == 0) == (trained and much)
+
+
+def test_what_fails_for_a_moment_in_the_second_pass_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    have_memory(monkeypatch, False)
+    path, state = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 2))
+    index, failing = open_for(path, targets[0]), FailingReads(monkeypatch, 2, once=True)
+    after_verification(monkeypatch, failing.arm)
+    monkeypatch.setattr(reader, "_ATTEMPTS", 2)
+    run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
+    check_loaded(targets, state)
+    assert "trying again" in caplog.text
+
+
+def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, state = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index, engine = open_for(path, rank), FakeEngine(rank)
+    with monkeypatch.context() as patch:
+        have_memory(patch, False)
+        failing = FailingReads(patch, 1, once=False)
+        after_verification(patch, failing.arm)
+        with pytest.raises(CheckpointError, match="must not be used"):
+            run_load(index, rank, engine=engine)
+    run_load(index, rank, engine=engine)
+    assert getattr(engine, apart.BROKEN) is None
+    check_loaded([rank], state)
+
+
+def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index, engine = open_for(path, rank), FakeEngine(rank)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank, "refresh_copies", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_load(index, rank, engine=engine)
+    assert "must not be used" in getattr(engine, apart.BROKEN)
 
 
 def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
@@ -411,7 +556,7 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
     read = Reader._read
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.job.sinks and self.job.sinks[0].target.data_ptr() == targets[culprit].flats[0].master.data_ptr():
+        if self.sinks and self.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].master.data_ptr():
             raise OSError(5, "Input/output error")
         return read(self, *args, **kwargs)
 
@@ -436,15 +581,15 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    reader = Reader(open_for(path, rank), Job(), NO_PLAN, Comm(), config)
-    assert 1 <= reader.threads <= (threads or default_threads())
-    assert reader.threads * BLOCK <= (window_mb << 20) // 4
+    made = Reader(open_for(path, rank), (), (), NO_PLAN, Comm(), config)
+    assert 1 <= made.threads <= (threads or default_threads())
+    assert made.threads * BLOCK <= (window_mb << 20) // 4
 
 
 def test_scratch_memory_is_plain_bytes(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    scratch = Reader(open_for(path, rank), Job(), NO_PLAN, Comm(), UniversalConfig())._make_scratch(100)
+    scratch = Reader(open_for(path, rank), (), (), NO_PLAN, Comm(), UniversalConfig())._make_scratch(100)
     assert (scratch.nbytes, scratch.readonly, scratch.itemsize) == (100, False, 1)
 
 

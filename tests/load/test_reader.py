@@ -60,9 +60,9 @@ def test_what_many_replicas_want_travels_in_parts(
         sizes.append(data.numel())
         return data
 
-    def note_received(self: Any, claims: Any, received: memoryview) -> None:
-        sizes.append(received.nbytes)
-        scatter(self, claims, received)
+    def note_received(self: Any, arrived: Any) -> None:
+        sizes.append(arrived.data.nbytes)
+        scatter(self, arrived)
 
     monkeypatch.setattr(Reader, "_pack", note_sent)
     monkeypatch.setattr(Reader, "_scatter", note_received)

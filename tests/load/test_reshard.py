@@ -353,9 +353,9 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
             live = {flat.master.data_ptr() for flat in rank.target.flats if flat.master.numel()}
             live |= {extra.tensor.data_ptr() for extra in rank.extras if extra.tensor.numel()}
             for sink in rank.job.sinks:
-                assert sink.fresh == (sink.target.data_ptr() not in live)
+                assert sink.fresh == (sink.buffer.tensor.data_ptr() not in live)
             for blank in rank.job.blanks:
-                assert blank.fresh == (blank.tensor.data_ptr() not in live)
+                assert blank.buffer.fresh == (blank.buffer.tensor.data_ptr() not in live)
 
 
 def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from deepspeed_ucp.load.sinks import TensorSink
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.io import memory
+from deepspeed_ucp.load import apart
+from deepspeed_ucp.load.job import Blank, Mean
+from deepspeed_ucp.load.sinks import Buffer, TensorSink
 from deepspeed_ucp.plan import Part
+from tests.ranks import run_ranks
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
@@ -15,7 +22,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 def test_bytes_of_the_same_dtype_go_straight_into_the_memory() -> None:
     tensor = torch.zeros(5)
-    sink = TensorSink(tensor, "float32", fresh=True)
+    sink = TensorSink(Buffer(tensor, fresh=True), "float32")
     view = sink.view(2, 8)
     assert view is not None
     view[:] = raw(torch.tensor([1.5, -2.0]))
@@ -35,7 +42,7 @@ def test_bytes_of_the_same_dtype_go_straight_into_the_memory() -> None:
 )
 def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: torch.dtype) -> None:
     tensor, values = torch.zeros(5, dtype=live), torch.tensor([1.1, -3.0]).to(stored)
-    sink = TensorSink(tensor, str(stored).removeprefix("torch."), fresh=False)
+    sink = TensorSink(Buffer(tensor, fresh=False), str(stored).removeprefix("torch."))
     assert sink.view(0, 4) is None
     sink.store(Part(2 * stored.itemsize, 0, 3), raw(values))
     assert tensor[3:].equal(values.to(live))
@@ -46,34 +53,34 @@ def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: tor
 def test_every_dtype_has_memory(dtype: torch.dtype) -> None:
     values = torch.tensor([0, 1, 1]).to(dtype)
     tensor = torch.zeros(3, dtype=dtype)
-    sink = TensorSink(tensor, str(dtype).removeprefix("torch."), fresh=True)
+    sink = TensorSink(Buffer(tensor, fresh=True), str(dtype).removeprefix("torch."))
     view = sink.view(0, 3 * dtype.itemsize)
     assert view is not None
     view[:] = raw(values)
-    sink.settle()
+    sink.buffer.commit()
     assert tensor.equal(values)
 
 
 def test_a_tensor_that_is_not_flat_is_filled_through_a_proxy() -> None:
     whole = torch.zeros(3, 2)
-    sink = TensorSink(whole.t(), "float32", fresh=False)
+    sink = TensorSink(Buffer(whole.t(), fresh=False), "float32")
     view = sink.view(0, 24)
     assert view is not None
     view[:] = raw(torch.arange(6.0))
     assert not whole.any()
-    sink.settle()
+    sink.buffer.commit()
     assert whole.t().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_an_empty_tensor_has_no_memory() -> None:
-    assert TensorSink(torch.zeros(0), "float32", fresh=True).view(0, 0) is None
+    assert TensorSink(Buffer(torch.zeros(0), fresh=True), "float32").view(0, 0) is None
 
 
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_go_to_places_apart(live: torch.dtype) -> None:
     """Two rows of two elements, four apart."""
     tensor = torch.zeros(10, dtype=live)
-    sink = TensorSink(tensor, "float32", fresh=True)
+    sink = TensorSink(Buffer(tensor, fresh=True), "float32")
     part, data = Part(16, 0, 1, run=8, stride=4), raw(torch.arange(1.0, 5.0))
     sink.store(part, data)
     assert tensor.tolist() == [0, 1, 2, 0, 0, 3, 4, 0, 0, 0]
@@ -85,7 +92,7 @@ def test_rows_go_to_places_apart(live: torch.dtype) -> None:
 def test_rows_of_a_part_of_a_buffer() -> None:
     """A tensor that does not begin where its storage does."""
     whole = torch.zeros(12)
-    sink = TensorSink(whole[2:], "float32", fresh=True)
+    sink = TensorSink(Buffer(whole[2:], fresh=True), "float32")
     sink.store(Part(8, 0, 1, run=4, stride=3), raw(torch.tensor([1.0, 2.0])))
     assert whole.tolist() == [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0]
 
@@ -93,5 +100,72 @@ def test_rows_of_a_part_of_a_buffer() -> None:
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_from_other_memory_are_taken(live: torch.dtype) -> None:
     tensor = torch.zeros(5, dtype=live)
-    TensorSink(tensor, "float32", fresh=True).take(Part(8, 0, 2), raw(torch.tensor([1.5, -2.0])))
+    TensorSink(Buffer(tensor, fresh=True), "float32").take(Part(8, 0, 2), raw(torch.tensor([1.5, -2.0])))
     assert tensor.tolist() == [0, 0, 1.5, -2.0, 0]
+
+
+def test_elements_that_nothing_fills_keep_their_values() -> None:
+    """Of a tensor that is not flat, and of a live one that is filled apart."""
+    whole = torch.arange(6.0).view(3, 2)
+    for tensor in (whole.t(), whole.view(-1)):
+        before = tensor.clone()
+        buffer = Buffer(tensor, fresh=False)
+        buffer.spans += [(4, 5), (0, 2)]
+        buffer.set_apart()
+        buffer.memory[0:2] = torch.tensor([7.0, 8.0])
+        buffer.memory[4] = 9.0
+        assert buffer.fresh and tensor.equal(before)
+        buffer.commit()
+        assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
+
+
+def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
+    whole = torch.full((3, 2), 5.0)
+    buffer = Buffer(whole.t(), fresh=False)
+    buffer.spans.append((0, 6))
+    Blank(buffer, 0, 4).zero()
+    Mean(buffer, 4, 6, (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))).settle()
+    assert whole.eq(5).all()
+    buffer.commit()
+    assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
+
+
+def test_memory_that_is_left_counts_for_all_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks on two machines; what each needs is 40 bytes and a window of 10."""
+    hosts, free = ("a", "a", "b"), {"a": 134, "b": 67}
+
+    def decide(rank: int, comm: Comm) -> bool:
+        buffer = Buffer(torch.zeros(10), fresh=False)
+        monkeypatch.setattr(apart, "identify_host", lambda: hosts[comm.rank])
+        monkeypatch.setattr(apart, "measure_available", lambda: free[hosts[comm.rank]])
+        return apart.set_apart([buffer], 10, comm) == buffer.fresh and buffer.fresh
+
+    assert run_ranks(3, decide) == [True] * 3
+    free["a"] = 133
+    assert run_ranks(3, decide) == [False] * 3
+    free.update(a=134, b=66)
+    assert run_ranks(3, decide) == [False] * 3
+
+
+def test_free_memory_is_the_least_that_anything_lets_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    for path, text in {
+        proc / "meminfo": "MemTotal: 900 kB\nMemAvailable: 500 kB\n",
+        proc / "self/cgroup": "4:cpu,memory:/job/step\n0::/job\n",
+        groups / "memory/job/step/memory.limit_in_bytes": "9223372036854771712\n",
+        groups / "memory/job/step/memory.usage_in_bytes": "5\n",
+        groups / "memory/job/memory.limit_in_bytes": "400000\n",
+        groups / "memory/job/memory.usage_in_bytes": "200000\n",
+        groups / "memory/job/memory.stat": "cache 9\ntotal_inactive_file 50000\n",
+        groups / "job/memory.max": "max\n",
+        groups / "job/memory.current": "7\n",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(memory, "_PROC", proc)
+    monkeypatch.setattr(memory, "_GROUPS", groups)
+    assert memory.measure_available() == 250_000
+    (groups / "job/memory.max").write_text("1007\n")
+    assert memory.measure_available() == 1000
+    (proc / "meminfo").unlink()
+    assert memory.measure_available() == 0
