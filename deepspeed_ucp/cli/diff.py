@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
     from ..examine.diff import DiffOptions, diff_checkpoints
-    from ..union.progress import default_workers
+    from ..stream.progress import default_workers
 
     if options.workers < 0 or options.window_mb < 1 or not options.tolerance >= 0:
         raise ConfigError(

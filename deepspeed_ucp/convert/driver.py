@@ -33,9 +33,9 @@ from ..sources.atomic.manifest import (
     read_manifest,
 )
 from ..sources.samples import check_samples
-from ..union.checks import verify_source
-from ..union.progress import Bar, divide_window, no_bar
-from ..union.reading import RangeReader
+from ..stream.checks import verify_source
+from ..stream.progress import Bar, divide_window, no_bar
+from ..stream.reader import RangeReader
 from ..union.wholes import Wholes, plain_name, settle_wholes
 from ..version import __version__
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches

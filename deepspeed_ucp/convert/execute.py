@@ -14,9 +14,9 @@ from ..io.journal import Journal
 from ..io.memory import allocate
 from ..io.read import fill
 from ..plan.conversion import Batch, Range
+from ..stream.progress import run_threads
+from ..stream.reader import Item, RangeReader
 from ..torchsave.torchzip import ZipImage
-from ..union.progress import run_threads
-from ..union.reading import Item, RangeReader
 from ..union.wholes import Whole
 
 

@@ -15,9 +15,9 @@ from ..errors import MismatchError
 from ..patterns import RuleSet
 from ..patterns.facts import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
+from ..stream.progress import Bar, Scratch, default_workers, no_bar, run_threads
+from ..stream.reader import Item, RangeReader
 from ..topology import find_differences
-from ..union.progress import Bar, Scratch, default_workers, no_bar, run_threads
-from ..union.reading import Item, RangeReader
 from .elements import Tally, compare
 from .pairing import Pair, Pairs, pair_atoms
 from .values import ValueDifference, compare_runs, compare_values

@@ -20,8 +20,8 @@ from ..sources.atomic.manifest import Manifest, read_manifest
 from ..sources.files import MANIFEST
 from ..sources.samples import check_samples
 from ..sources.survey import find_old_files, survey_folder
+from ..stream.progress import Bar, default_workers, no_bar
 from ..torchsave.records import FileRecords, list_records
-from ..union.progress import Bar, default_workers, no_bar
 from .faults import Fault, judge_file, name_contents
 from .inventory import compare_contents, compare_names
 

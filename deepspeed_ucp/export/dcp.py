@@ -26,9 +26,9 @@ from ..io.disk import explain_full
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..sources.samples import check_samples
-from ..union.checks import verify_source
-from ..union.progress import Bar, Scratch, divide_window, run_threads
-from ..union.reading import Item, RangeReader
+from ..stream.checks import verify_source
+from ..stream.progress import Bar, Scratch, divide_window, run_threads
+from ..stream.reader import Item, RangeReader
 from .chunks import Planner, Writer, deal
 from .output import list_sizes, stage_output
 from .statedict import LAYOUTS, make_tree

@@ -22,9 +22,9 @@ from ..io.disk import explain_full, write_at
 from ..patterns import RuleSet
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..sources.samples import check_samples
-from ..union.checks import verify_source
-from ..union.progress import Bar, Scratch, divide_window, run_threads
-from ..union.reading import Item, RangeReader
+from ..stream.checks import verify_source
+from ..stream.progress import Bar, Scratch, divide_window, run_threads
+from ..stream.reader import Item, RangeReader
 from .output import copy_beside, list_sizes, stage_output
 from .tensors import ExportOptions, ExportReport, Selection, Tensor, select_tensors, warn_losses
 

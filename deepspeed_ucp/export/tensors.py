@@ -13,7 +13,7 @@ from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedErr
 from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
-from ..union.progress import Bar, no_bar
+from ..stream.progress import Bar, no_bar
 from ..union.wholes import Whole, Wholes, plain_name, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -22,7 +22,7 @@ from deepspeed_ucp.convert.execute import Written
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.union.reading import RangeReader
+from deepspeed_ucp.stream.reader import RangeReader
 from deepspeed_ucp.union.wholes import settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, temporary_folder

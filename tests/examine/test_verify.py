@@ -21,8 +21,8 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.verify import Fault, Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
+from deepspeed_ucp.stream.progress import no_bar
 from deepspeed_ucp.torchsave.records import list_records
-from deepspeed_ucp.union.progress import no_bar
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.sources.parallel import tail_cut

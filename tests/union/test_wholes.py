@@ -15,8 +15,8 @@ from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
-from deepspeed_ucp.union.checks import find_gaps, verify_source
-from deepspeed_ucp.union.reading import Item, RangeReader
+from deepspeed_ucp.stream.checks import find_gaps, verify_source
+from deepspeed_ucp.stream.reader import Item, RangeReader
 from deepspeed_ucp.union.wholes import Whole, settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder

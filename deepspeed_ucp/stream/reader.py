@@ -17,7 +17,7 @@ from ..errors import CheckpointError, MismatchError
 from ..io.checksum import Checked, crc32
 from ..io.read import allow_open_files, fill
 from ..plan.locate import Piece, locate
-from .wholes import Whole
+from ..union.wholes import Whole
 
 MAX_VIEWS = 512
 """Buffers in one ``preadv``; the kernel takes 1024."""

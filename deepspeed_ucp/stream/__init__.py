@@ -1,0 +1,1 @@
+"""Streams of bytes: ranges of atoms, each byte read once, with its checksum, by several threads."""
