@@ -31,6 +31,7 @@ from synthetic import TIED, Parameter, Sizes, Source, pad_flat, split_groups
 from deepspeed_ucp.atoms import COPY, ITEMSIZE, AtomicIndex, count
 from deepspeed_ucp.collection import pause_collection
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
 from deepspeed_ucp.forecast.virtual import cut_sub_groups
 from deepspeed_ucp.load.census import check_alike, find_renamed, read_rules, settle_layouts, take_census
@@ -39,12 +40,11 @@ from deepspeed_ucp.load.negotiate import BLOCK, negotiate
 from deepspeed_ucp.patterns import copy_runs
 from deepspeed_ucp.plan import Blocks, Want, address_claims, locate, make_claims
 from deepspeed_ucp.plan.claims import GRANTED
-from deepspeed_ucp.plan.geometry import accumulate_offsets, cut_flat, cut_sub_group, part_numel
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance
 from deepspeed_ucp.plan.resolve import MIN_DIRECT
 from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
-from deepspeed_ucp.targets.base import Flat, Target
+from deepspeed_ucp.targets.base import Target
 from deepspeed_ucp.targets.parallel import Instance, Place
 
 if TYPE_CHECKING:
@@ -147,26 +147,17 @@ class FakeTarget(Target):
     def collect(self) -> None:
         for group, held in enumerate(split_groups(self.held.values())):
             names = [self.grid.live_name(p) for p in held]
-            numels = [count(p.local_shape(self.place.tp)) for p in held]
+            shapes = [p.local_shape(self.place.tp) for p in held]
+            numels = [count(shape) for shape in shapes]
             if self.grid.stage == 3:
-                self._add_sub_groups(group, names, numels)
+                for some in cut_sub_groups(numels, self.dp, self.grid.sub_group):
+                    self._add(join_reserved(group, names[some], shapes[some], self.dp))
             else:
-                self._add_partition(group, names, numels)
+                partition = pad_flat(sum(numels), self.dp) // self.dp
+                self._add(join_parameters(group, names, shapes, parts=self.dp, partition=partition))
 
-    def _add_partition(self, group: int, names: list[str], numels: list[int]) -> None:
-        partition = pad_flat(sum(numels), self.dp) // self.dp
-        low = self.place.dp_rank * partition
-        cuts = cut_flat(names, numels, accumulate_offsets(numels), low, low + partition)
-        self._add_flat(group, names, cuts, partition)
-
-    def _add_sub_groups(self, group: int, names: list[str], numels: list[int]) -> None:
-        for some in cut_sub_groups(numels, self.dp, self.grid.sub_group):
-            cuts = cut_sub_group(names[some], numels[some], self.place.dp_rank, self.dp)
-            self._add_flat(group, names[some], cuts, sum(part_numel(numel, self.dp) for numel in numels[some]))
-
-    def _add_flat(self, group: int, names: list[str], cuts: list[Any], partition: int) -> None:
-        master = torch.empty(partition, device="meta")
-        self.flats.append(Flat(group, tuple(names), cuts, master, master))
+    def _add(self, buffer: FlatBuffer) -> None:
+        self.add_flat(buffer, self.place.dp_rank, torch.empty(buffer.partition, device="meta"))
 
 
 def _mark(parameter: Parameter) -> SimpleNamespace:

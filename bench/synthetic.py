@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ucp.atoms import count
-from deepspeed_ucp.plan.geometry import cut_flat
+from deepspeed_ucp.flat import join_parameters
 from deepspeed_ucp.sources.headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
 from deepspeed_ucp.torchsave.torchfile import Blob
 
@@ -208,8 +208,9 @@ class Source:
             for numel in (partition - padding, partition, partition):
                 pieces.append(make_piece(end, (numel,), "float32"))
                 end = align(end + 4 * numel)
-            offsets = [sum(numels[:i]) for i in range(len(numels))]
-            cuts = cut_flat([p.name for p in group], numels, offsets, rank * partition, (rank + 1) * partition)
+            shapes = [p.local_shape(self.tp) for p in group]
+            flat = join_parameters(0, [p.name for p in group], shapes, parts=self.dp, partition=partition)
+            cuts = flat.cuts(rank)
             masters.append(pieces[0])
             holders.append(Holder({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
             slices.append(tuple((cut.name, cut.offset, cut.numel) for cut in cuts))

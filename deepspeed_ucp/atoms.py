@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CheckpointError
-from .topology import FlatGroup, Topology
+from .flat import FlatBuffer
+from .topology import Topology
 
 MASTER = "fp32"
 """State name of the master weight."""
@@ -169,7 +170,7 @@ class AtomicIndex:
     irregular: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
-    flats: dict[int, tuple[FlatGroup, ...]] = field(default_factory=dict)
+    flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     instances: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
     scalar_dtypes: dict[str, str] = field(default_factory=dict)

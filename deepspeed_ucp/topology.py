@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .flat import FlatBuffer
+
 ATOMIC = "atomic"
 """Wrapper of an atomic checkpoint: whole tensors, which nothing wraps."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatGroup:
-    """One flat buffer of a topology: a param group (ZeRO 1/2, BF16, FP16 wrappers) or a ZeRO-3 sub-group.
-
-    Attributes:
-        group: index of the param group that it belongs to.
-        names: parameters in flat order.
-        numels: their element counts.
-        partition: elements of one rank's partition, padding included.
-        gaps: elements of padding behind each parameter (ZeRO 1/2 ``parameter_alignment``), empty where there is none.
-    """
-
-    group: int
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
-    partition: int
-    gaps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +23,8 @@ class Topology:
         master: dtype of the master weights.
         elastic: optimizer states are saved without padding (``elastic_checkpoint``).
         offload: device of optimizer and parameter offload, as ``optimizer/param``.
-        flats: the flat buffers in order (empty for the raw torch optimizer, whose order is not recorded).
+        flats: the flat buffers in order, with the module's own spelling of names (empty for the raw torch optimizer,
+            whose order is not recorded).
     """
 
     zero_stage: int
@@ -54,7 +38,7 @@ class Topology:
     master: str = "float32"
     elastic: bool = False
     offload: str = "none/none"
-    flats: tuple[FlatGroup, ...] = ()
+    flats: tuple[FlatBuffer, ...] = ()
 
     def describe(self) -> str:
         """One short phrase for messages: ``ZeRO-1 dp=4 bfloat16 (zero12)``."""
@@ -83,14 +67,22 @@ def find_differences(source: Topology, target: Topology) -> list[str]:
     return found
 
 
-def _compare_flats(old: FlatGroup, new: FlatGroup) -> str:
+def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
     if old.names != new.names:
         same = sorted(old.names) == sorted(new.names)
         return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
-    if old.numels != new.numels:
-        return "parameter sizes"
-    if old.gaps != new.gaps:
-        return "parameter alignment"
+    if old.shapes != new.shapes:
+        return _compare_shapes(old, new)
     if old.group != new.group:
         return f"param group {old.group} → {new.group}"
-    return f"partition {old.partition} → {new.partition} elements"
+    if (old.parts, old.ranks, old.by_parameter) != (new.parts, new.ranks, new.by_parameter):
+        return f"cut into {old.parts} → {new.parts} partitions, or held by other ranks"
+    if old.partition != new.partition:
+        return f"partition {old.partition} → {new.partition} elements"
+    return "parameter alignment"
+
+
+def _compare_shapes(old: FlatBuffer, new: FlatBuffer) -> str:
+    shapes = zip(old.names, old.shapes, new.shapes, strict=True)
+    name, before, after = next(each for each in shapes if each[1] != each[2])
+    return f"{name} {before} → {after}"

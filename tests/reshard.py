@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.io.checksum import join_checks, send_checks, verify_records
 from deepspeed_ucp.load import LoadArguments, direct, has_masters, join_groups
 from deepspeed_ucp.load.job import Job
@@ -31,7 +32,6 @@ from deepspeed_ucp.load.reader import Reader
 from deepspeed_ucp.load.replicas import check_replicas
 from deepspeed_ucp.load.sinks import TensorSink
 from deepspeed_ucp.plan import LoadPlan, Part, Request, locate
-from deepspeed_ucp.plan.geometry import Cut
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import Extra, Flat, Target
 from deepspeed_ucp.targets.parallel import Instance, Place
@@ -44,6 +44,7 @@ from tests.synth import (
     State,
     Topology,
     build_local_files,
+    group_layouts,
     partition_layout,
     random_state,
     write_checkpoint,
@@ -106,9 +107,10 @@ class FakeTarget(Target):
             holder = torch.full((flat.numel,), SENTINEL)
             if kind in ("raw", "unfused"):
                 holder = holder.view(_find(self.model, flat.names[0]).shape)
-            cuts = [Cut(part.name, part.start, part.numel, part.offset) for part in flat.slices]
-            master = holder.requires_grad_().detach().view(-1)
-            self.flats.append(Flat(flat.group, flat.names, cuts, master, holder))
+            part = self.rank if self.kind.partitions else 0
+            buffer = lay_flat(self.model, self.kind, flat.group, flat.names, flat.numel)
+            assert buffer.cuts(part) == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
+            self.add_flat(buffer, part, holder.requires_grad_())
 
     def instances(self) -> dict[str, Instance]:
         return self.copies
@@ -143,6 +145,18 @@ class FakeTarget(Target):
     def label(self) -> str:
         """For messages."""
         return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
+
+
+def lay_flat(model: Model, topology: Topology, group: int, names: Sequence[str], partition: int) -> FlatBuffer:
+    """A flat buffer of the synthesiser as the package describes it."""
+    shapes = [_find(model, name).shape for name in names]
+    if topology.stage == 3:
+        return join_reserved(group, names, shapes, topology.dp)
+    if topology.kind in ("raw", "unfused"):
+        return join_parameters(group, names, shapes)
+    gaps = group_layouts(model, topology)[group].paddings
+    parts = topology.dp if topology.partitions else 1
+    return join_parameters(group, names, shapes, parts=parts, partition=partition, gaps=gaps)
 
 
 def fill_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.topology import FlatGroup, Topology, find_differences
+from deepspeed_ucp.flat import FlatBuffer, join_parameters
+from deepspeed_ucp.topology import Topology, find_differences
 
-FLAT = FlatGroup(0, ("a", "b"), (3, 5), 4, (1, 0))
-BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, FlatGroup(1, ("c",), (2,), 2)))
+FLAT = join_parameters(0, ("a", "b"), ((3,), (1, 5)), parts=2, partition=6, gaps=(1, 0))
+BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, join_parameters(1, ("c",), ((2,),), parts=2, partition=1)))
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "zero_stage": (2, "zero_stage 1 → 2"),
@@ -29,10 +30,13 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 FLAT_CHANGES: dict[str, tuple[Any, str]] = {
     "names": (("b", "a"), "parameter order"),
-    "numels": ((4, 4), "parameter sizes"),
-    "gaps": ((), "parameter alignment"),
+    "shapes": (((3,), (5,)), "b (1, 5) → (5,)"),
+    "offsets": ((0, 3), "parameter alignment"),
     "group": (1, "param group 0 → 1"),
-    "partition": (6, "partition 4 → 6 elements"),
+    "partition": (8, "partition 6 → 8 elements"),
+    "parts": (3, "cut into 2 → 3 partitions, or held by other ranks"),
+    "by_parameter": (True, "cut into 2 → 2 partitions, or held by other ranks"),
+    "ranks": (range(0, 4, 2), "cut into 2 → 2 partitions, or held by other ranks"),
 }
 
 
@@ -46,7 +50,7 @@ def test_every_field_counts(field: str) -> None:
     assert find_differences(BASE, replace(BASE, **{field: value})) == [text]
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(FlatGroup)])
+@pytest.mark.parametrize("field", [field.name for field in fields(FlatBuffer)])
 def test_every_property_of_a_flat_buffer_counts(field: str) -> None:
     value, text = FLAT_CHANGES[field]
     changed = replace(FLAT, **{field: value})

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, Fragment
+from ..flat import FlatBuffer
 from ..patterns import Run, copy_runs
 from ..plan.claims import Blocks, Claim, make_claims
 from ..plan.claims import address_claims as address
 from ..plan.locate import Piece, Want, cut_blocks, find_shards, locate
 from ..plan.resolve import MIN_DIRECT, SharedBlock, judge_claims
-from .virtual import FRESH, LIVE, VirtualExtra, VirtualFlat, VirtualPart, VirtualTarget, plain
+from .virtual import FRESH, LIVE, VirtualExtra, VirtualPart, VirtualTarget, plain
 
 Block = tuple[int, int]
 """(record, number of the block in it)."""
@@ -269,13 +270,13 @@ class Sampler:
         elif home is not None:
             flat, place = home
             for rank, first, last in flat.find_holders(place, low, high):
-                for copy in range(rank, shards, flat.dp):
+                for copy in range(rank, shards, flat.parts):
                     yield copy, first, last
 
 
-def _find_homes(part: VirtualPart) -> dict[str, VirtualExtra | tuple[VirtualFlat, int]]:
+def _find_homes(part: VirtualPart) -> dict[str, VirtualExtra | tuple[FlatBuffer, int]]:
     """Per atom name where a model-parallel rank holds it: a flat buffer and the place in it, or a tensor of its own."""
-    homes: dict[str, VirtualExtra | tuple[VirtualFlat, int]] = {part.atoms[e.name]: e for e in part.extras}
+    homes: dict[str, VirtualExtra | tuple[FlatBuffer, int]] = {part.atoms[e.name]: e for e in part.extras}
     for flat in part.flats:
         homes.update({part.atoms[name]: (flat, place) for place, name in enumerate(flat.names)})
     return homes

@@ -6,13 +6,12 @@ stages as saved or of near equal bytes (:mod:`.split`).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
+from ..flat import FlatBuffer, cut_parameter, join_parameters, join_reserved, reserve
 from ..patterns import Layout
-from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group, part_numel
 from ..plan.locate import View, Want, find_shards
 from ..plan.match import Shape, pick_instance
 from .degrees import Degrees
@@ -23,47 +22,6 @@ LIVE, FRESH = 0, 1
 
 ALIGNMENT = 2
 """ZeRO 1/2 and BF16_Optimizer pad flat buffers to this times dp elements (``nccl_start_alignment_factor``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualFlat:
-    """One flat buffer of a model-parallel rank, over all its data-parallel ranks.
-
-    Attributes:
-        group: its param group.
-        names, numels, offsets: parameters in order; offsets in the whole buffer (ZeRO 3: in a partition).
-        partition: elements that one data-parallel rank holds, padding included.
-        dp: over how many ranks it is cut; 1 where every rank holds the whole.
-        by_parameter: every parameter is cut over the ranks (ZeRO 3), not the buffer.
-    """
-
-    group: int
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-    partition: int
-    dp: int
-    by_parameter: bool = False
-
-    def cuts(self, dp_rank: int) -> list[Cut]:
-        """What a data-parallel rank holds."""
-        if self.by_parameter:
-            return cut_sub_group(self.names, self.numels, dp_rank, self.dp)
-        low = (dp_rank % self.dp) * self.partition
-        first = max(bisect_right(self.offsets, low) - 1, 0)
-        last = bisect_left(self.offsets, low + self.partition)
-        some = slice(first, last)
-        return cut_flat(self.names[some], self.numels[some], self.offsets[some], low, low + self.partition)
-
-    def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """(rank of the ``dp``, first, behind the last) of those that hold elements [low, high) of a parameter."""
-        part = part_numel(self.numels[place], self.dp) if self.by_parameter else self.partition
-        base = 0 if self.by_parameter else self.offsets[place]
-        while low < high and part:
-            rank = (base + low) // part
-            end = min((rank + 1) * part - base, high)
-            yield rank, low, end
-            low = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +47,7 @@ class VirtualPart:
     """
 
     atoms: Mapping[str, str]
-    flats: tuple[VirtualFlat, ...]
+    flats: tuple[FlatBuffer, ...]
     extras: tuple[VirtualExtra, ...]
 
 
@@ -130,7 +88,7 @@ class VirtualTarget:
         part = self.part(rank)
         _, dp_rank, tp_rank = self.place(rank)
         for flat in part.flats:
-            for cut in flat.cuts(dp_rank):
+            for cut in flat.cuts(flat.find_part(dp_rank)):
                 yield from self.want(part.atoms[cut.name], cut.start, cut.numel, tp_rank)
         for extra in part.extras:
             start, numel = extra.cut(dp_rank)
@@ -159,7 +117,7 @@ class VirtualTarget:
         _, dp_rank, _ = self.place(rank)
         total = 0
         for flat in part.flats:
-            total += sum(cut.numel * self._weigh(part.atoms[cut.name]) for cut in flat.cuts(dp_rank))
+            total += sum(cut.numel * self._weigh(part.atoms[cut.name]) for cut in flat.cuts(flat.find_part(dp_rank)))
         return total + sum(extra.cut(dp_rank)[1] * self._weigh(part.atoms[extra.name]) for extra in part.extras)
 
     def _weigh(self, name: str) -> int:
@@ -179,10 +137,10 @@ class VirtualTarget:
                 states.update({a.state: ITEMSIZE[a.dtype] for a in self.states[part.atoms[name]][1:]})
             total += flat.partition * (ITEMSIZE[degrees.master] + sum(states.values()))
             if degrees.wrapper != "torch":
-                whole = flat.partition if flat.by_parameter else flat.partition * flat.dp
+                whole = flat.partition if flat.by_parameter else flat.partition * flat.parts
                 total += whole * ITEMSIZE[degrees.precision]
         for extra in part.extras:
-            total += part_numel(count(extra.shape), extra.dp) * ITEMSIZE[self.states[part.atoms[extra.name]][0].dtype]
+            total += reserve(count(extra.shape), extra.dp) * ITEMSIZE[self.states[part.atoms[extra.name]][0].dtype]
         return total
 
 
@@ -259,37 +217,30 @@ def _list_further(index: AtomicIndex) -> set[str]:
     return {name for names in index.instances.values() for name in names[1:]}
 
 
-def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], degrees: Degrees) -> Iterator[VirtualFlat]:
+def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], degrees: Degrees) -> Iterator[FlatBuffer]:
     """The flat buffers of a param group on a model-parallel rank."""
-    held = tuple(name for name in names if name in local and count(local[name]))
-    numels = tuple(count(local[name]) for name in held)
+    held = [name for name in names if name in local and count(local[name])]
+    shapes = [local[name] for name in held]
     if not held:
         return
     if degrees.wrapper == "zero3":
-        yield from _lay_sub_groups(group, held, numels, degrees)
+        for some in cut_sub_groups(list(map(count, shapes)), degrees.shards, degrees.sub_group):
+            yield join_reserved(group, held[some], shapes[some], degrees.shards)
     elif degrees.wrapper in ("zero12", "bf16"):
-        unit = ALIGNMENT * degrees.shards
-        partition = -(-sum(numels) // unit) * ALIGNMENT
-        yield VirtualFlat(group, held, numels, tuple(accumulate_offsets(numels)), partition, degrees.shards)
+        partition = -(-sum(map(count, shapes)) // (ALIGNMENT * degrees.shards)) * ALIGNMENT
+        yield join_parameters(group, held, shapes, parts=degrees.shards, partition=partition)
     elif degrees.wrapper == "fp16_fused":
-        yield VirtualFlat(group, held, numels, tuple(accumulate_offsets(numels)), sum(numels), 1)
+        yield join_parameters(group, held, shapes)
     else:
-        for name, numel in zip(held, numels, strict=True):
-            yield VirtualFlat(group, (name,), (numel,), (0,), numel, 1)
-
-
-def _lay_sub_groups(group: int, names: Sequence[str], numels: Sequence[int], degrees: Degrees) -> Iterator[VirtualFlat]:
-    for some in cut_sub_groups(numels, degrees.shards, degrees.sub_group):
-        parts = [part_numel(numel, degrees.shards) for numel in numels[some]]
-        offsets = tuple(accumulate_offsets(parts))
-        yield VirtualFlat(group, tuple(names[some]), tuple(numels[some]), offsets, sum(parts), degrees.shards, True)
+        for name, shape in zip(held, shapes, strict=True):
+            yield join_parameters(group, (name,), (shape,))
 
 
 def cut_sub_groups(numels: Sequence[int], dp: int, size: int) -> Iterator[slice]:
     """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches ``size``."""
     begin = held = 0
     for at, numel in enumerate(numels):
-        held += part_numel(numel, dp)
+        held += reserve(numel, dp)
         if held >= size or at == len(numels) - 1:
             yield slice(begin, at + 1)
             begin, held = at + 1, 0

@@ -11,9 +11,9 @@ import torch
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..errors import MismatchError, shorten
+from ..flat import Cut
 from ..patterns import Layout
 from ..plan import View, Want
-from ..plan.geometry import Cut
 from ..plan.locate import find_shards
 from ..plan.match import Match, pick_weight
 from ..targets import Extra, Flat, Target

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, Atom, FileRef, Fragment, Record, Shard, check_coverage
 from ..errors import CheckpointError
-from ..plan.geometry import Cut
+from ..flat import Cut
 from ..torchsave.torchfile import Blob
 from .headers import FileHeader, Holder, Piece
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import COPY, MODULE, Atom, AtomicIndex, strip_compiled
-from ..topology import FlatGroup, Topology
+from ..flat import FlatBuffer
+from ..topology import Topology
 from .builder import Builder
 from .family import Save, arrange, check_family
 from .files import Listing
@@ -120,7 +121,7 @@ def _describe(
     save: Save,
     optim: OptimHeader | None,
     atoms: Mapping[tuple[str, str], Atom],
-    flats: Mapping[int, tuple[FlatGroup, ...]],
+    flats: Mapping[int, tuple[FlatBuffer, ...]],
 ) -> Topology:
     model = save.model(0)
     zero = model.config.get("zero_optimization") or {}
@@ -141,7 +142,7 @@ def _describe(
 
 
 def find_precision(
-    save: Save, model: ModelHeader, atoms: Mapping[tuple[str, str], Atom], flats: Mapping[int, tuple[FlatGroup, ...]]
+    save: Save, model: ModelHeader, atoms: Mapping[tuple[str, str], Atom], flats: Mapping[int, tuple[FlatBuffer, ...]]
 ) -> str:
     """Dtype of the model's own parameters: of the first optimized one where it is in the files."""
     module = {strip_compiled(name): piece.dtype for name, piece in (model.module or {}).items()}

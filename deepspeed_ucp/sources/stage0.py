@@ -12,8 +12,7 @@ from typing import Any
 
 from ..atoms import MASTER, GroupInfo, count, strip_compiled
 from ..errors import ConfigError, MismatchError, shorten
-from ..plan.geometry import Cut, accumulate_offsets
-from ..topology import FlatGroup
+from ..flat import Cut, FlatBuffer, join_parameters
 from .builder import Builder, Seat
 from .family import Save
 from .headers import Holder, OptimHeader, Piece
@@ -201,7 +200,7 @@ def _add_part(
             _add_whole(builder, seat, part, name, master, holder)
     told = ordered if part.optim.kind == "torch" else owned  # a raw optimizer's order is the live one
     flats = tuple(
-        FlatGroup(index, (name,), (count(told[name]),), count(told[name]))
+        join_parameters(index, (name,), (told[name],))
         for index, names in enumerate(part.groups)
         for name in names
         if name in told
@@ -217,19 +216,17 @@ def _add_whole(builder: Builder, seat: Seat, part: Part, name: str, master: tupl
     builder.add_holder(seat, [Cut(name, 0, piece.numel, 0)], states, piece.numel, builder.file(part.header))
 
 
-def _add_fused(builder: Builder, seat: Seat, part: Part, held: Sequence[tuple[str, ...]]) -> tuple[FlatGroup, ...]:
+def _add_fused(builder: Builder, seat: Seat, part: Part, held: Sequence[tuple[str, ...]]) -> tuple[FlatBuffer, ...]:
     """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
     file = builder.file(part.header)
     flats = []
     for index, names in enumerate(part.groups):
-        numels = [count(part.shapes[name]) for name in names]
-        placed = zip(names, numels, accumulate_offsets(numels), strict=True)
-        cuts = [Cut(name, 0, numel, offset) for name, numel, offset in placed if name in seat.shapes]
+        buffer = join_parameters(index, names, [part.shapes[name] for name in names])
+        cuts = [cut for cut in buffer.cuts(0) if cut.name in seat.shapes]
         builder.add_cuts(seat, MASTER, cuts, file, part.optim.masters[index], seat.shapes)
         if index < len(part.optim.holders):
-            builder.add_holder(seat, cuts, part.optim.holders[index], sum(numels), file)
-        owned = tuple(count(part.shapes[name]) for name in held[index])
-        flats.append(FlatGroup(index, held[index], owned, sum(numels)))
+            builder.add_holder(seat, cuts, part.optim.holders[index], buffer.partition, file)
+        flats.append(buffer.keep(held[index]))
     return tuple(flats)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..atoms import MASTER, MODULE, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError
-from ..plan.geometry import Cut, accumulate_offsets, cut_parameter, cut_sub_group, part_numel
-from ..topology import FlatGroup
+from ..flat import Cut, FlatBuffer, cut_parameter, join_parameters, join_reserved
 from .builder import Builder, Seat
 from .headers import FileHeader, ModelHeader, OptimHeader
 
-Built = tuple[tuple[FlatGroup, ...], tuple[GroupInfo, ...]]
+Built = tuple[tuple[FlatBuffer, ...], tuple[GroupInfo, ...]]
 """The flat buffers of a model-parallel rank, and its param groups with the names of atoms."""
 
 
@@ -28,35 +27,18 @@ def build_zero12(builder: Builder, seat: Seat, model: ModelHeader, shards: list[
     for group, entries in enumerate(model.param_shapes or ()):
         shapes = {strip_compiled(name): tuple(shape) for name, shape in entries}
         seat.shapes.update(shapes)
-        gaps = tuple(first.alignment[group]) if first.alignment else (0,) * len(shapes)
+        gaps = first.alignment[group] if first.alignment else ()
         partition = _partition_numel(builder, shards[0], group)
-        numels = tuple(count(shape) for shape in shapes.values())
-        cuts = cut_partitions(tuple(shapes), numels, accumulate_offsets(numels, gaps), partition, len(shards))
-        for shard, held in zip(shards, cuts, strict=True):
-            _add_partition(builder, seat, shard, group, held, partition)
+        buffer = join_parameters(
+            group, tuple(shapes), tuple(shapes.values()), parts=len(shards), partition=partition, gaps=gaps
+        )
+        for rank, shard in enumerate(shards):
+            _add_partition(builder, seat, shard, group, buffer.cuts(rank), partition)
         _add_empty(builder, seat, shards[0], first, group, shapes)
         owned = tuple(seat.renamed.get(name, name) for name in shapes)
         groups.append(GroupInfo(owned, _hyper(first, group)))
-        names = tuple(name for name, _ in entries)
-        flats.append(FlatGroup(group, names, numels, partition, gaps if any(gaps) else ()))
+        flats.append(replace(buffer, names=tuple(name for name, _ in entries)))
     return tuple(flats), tuple(groups)
-
-
-def cut_partitions(
-    names: Sequence[str], numels: Sequence[int], offsets: Sequence[int], partition: int, dp: int
-) -> list[list[Cut]]:
-    """What each of ``dp`` equal partitions of a flat buffer holds; offsets count from the partition's start."""
-    cuts: list[list[Cut]] = [[] for _ in range(dp)]
-    for name, numel, offset in zip(names, numels, offsets, strict=True):
-        position, end = offset, offset + numel
-        while position < end:
-            rank = position // partition if partition else dp
-            if rank >= dp:
-                break  # the files hold fewer elements than the shapes tell: found when coverage is checked
-            last = min(end, (rank + 1) * partition)
-            cuts[rank].append(Cut(name, position - offset, last - position, position - rank * partition))
-            position = last
-    return cuts
 
 
 def _add_empty(
@@ -147,15 +129,12 @@ def build_zero3(builder: Builder, seat: Seat, model: ModelHeader, shards: list[F
     for index, entries in enumerate(model.param_shapes or ()):
         shapes = {strip_compiled(name): tuple(shape) for name, shape in entries}
         seat.shapes.update(shapes)
-        numels = tuple(count(shape) for shape in shapes.values())
-        partition = sum(part_numel(numel, dp) for numel in numels)
-        for rank, shard in enumerate(shards):
-            cuts = cut_sub_group(tuple(shapes), numels, rank, dp)
-            _add_sub_group(builder, seat, shard, index, cuts, partition)
         group = owner.get(index, 0)
+        buffer = join_reserved(group, tuple(shapes), tuple(shapes.values()), dp)
+        for rank, shard in enumerate(shards):
+            _add_sub_group(builder, seat, shard, index, buffer.cuts(rank), buffer.partition)
         members[group].extend(seat.renamed.get(name, name) for name in shapes)
-        names = tuple(name for name, _ in entries)
-        flats.append(FlatGroup(group, names, numels, partition))
+        flats.append(replace(buffer, names=tuple(name for name, _ in entries)))
     groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(first.groups))
     return tuple(flats), groups
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..atoms import count, strip_compiled
-from ..plan.geometry import Cut
-from ..topology import FlatGroup, Topology
+from ..flat import Cut, FlatBuffer, Span
+from ..topology import Topology
 from .parallel import Instance, find_instances, find_place
 
 
@@ -20,29 +21,35 @@ class Flat:
     """One flat master buffer of this rank.
 
     Attributes:
-        group: index of its param group in the optimizer.
-        names: every parameter of the buffer over all ranks, in order.
-        cuts: what this rank holds.
-        master: the live buffer, 1-D (fp32 unless the engine keeps 16-bit masters).
+        buffer: how parameters lie in it, over all ranks.
+        part: the partition that this rank holds.
+        master: the live partition, 1-D (fp32 unless the engine keeps 16-bit masters).
         holder: the tensor that the optimizer keeps states for; None without optimizer.
     """
 
-    group: int
-    names: tuple[str, ...]
-    cuts: list[Cut]
+    buffer: FlatBuffer
+    part: int
     master: torch.Tensor
     holder: torch.Tensor | None
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Padding: element ranges of the buffer that no parameter covers."""
-        found, position = [], 0
-        for cut in sorted(self.cuts, key=lambda cut: cut.offset):
-            if cut.offset > position:
-                found.append((position, cut.offset))
-            position = cut.offset + cut.numel
-        if position < self.master.numel():
-            found.append((position, self.master.numel()))
-        return found
+    @property
+    def group(self) -> int:
+        """Index of its param group in the optimizer."""
+        return self.buffer.group
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every parameter of the buffer over all ranks, in order."""
+        return self.buffer.names
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """What this rank holds."""
+        return self.buffer.cuts(self.part)
+
+    def gaps(self) -> list[Span]:
+        """Padding: element ranges of the partition that no parameter covers."""
+        return self.buffer.gaps(self.part)
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class Target(ABC):
                 self.aliases[strip_compiled(name)] = strip_compiled(first)
         self.params = {strip_compiled(self.names[id(p)]): p for p in engine.module.parameters()}
         self.flats: list[Flat] = []
-        self.layout: list[FlatGroup] = []
+        self.layout: list[FlatBuffer] = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
 
@@ -96,6 +103,17 @@ class Target(ABC):
     @abstractmethod
     def collect(self) -> None:
         """Fill ``flats`` and ``layout`` from the live buffers."""
+
+    def _describe(self, params: Iterable[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+        """Names of parameters, as the module spells them, and their shapes."""
+        held = list(params)
+        shapes = tuple(tuple(getattr(param, "ds_shape", param.shape)) for param in held)
+        return tuple(self.names[id(param)] for param in held), shapes
+
+    def add_flat(self, buffer: FlatBuffer, part: int, master: torch.Tensor, raw: tuple[str, ...] = ()) -> None:
+        """Note a live buffer, and how a checkpoint of this engine would tell of it (``raw``: its own spelling)."""
+        self.flats.append(Flat(buffer, part, flatten(master), master))
+        self.layout.append(replace(buffer, names=raw or buffer.names))
 
     @abstractmethod
     def refresh_copies(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,9 +15,8 @@ from torch._utils import _unflatten_dense_tensors
 from ..atoms import strip_compiled
 from ..comm import gather_in_place
 from ..errors import UnsupportedError
-from ..plan.geometry import Cut, accumulate_offsets, cut_flat, cut_parameter, cut_sub_group
-from ..topology import FlatGroup
-from .base import Extra, Flat, Target, flatten
+from ..flat import cut_parameter, join_parameters, join_reserved
+from .base import Extra, Target, flatten
 
 
 class Zero12Target(Target):
@@ -30,35 +30,20 @@ class Zero12Target(Target):
 
     def collect(self) -> None:
         opt = self.wrapped
+        padding = getattr(opt, "round_robin_bit16_padding", None)
         for group, params in enumerate(opt.round_robin_bit16_groups):
-            offsets = getattr(opt, "round_robin_bit16_offsets", None)
-            padding = getattr(opt, "round_robin_bit16_padding", None)
-            self._add(
-                group,
-                params,
-                offsets[group] if offsets else accumulate_offsets(p.numel() for p in params),
-                opt.bit16_groups_flat[group].numel(),
-                opt.single_partition_of_fp32_groups[group],
-                tuple(padding[group]) if padding and any(padding[group]) else (),
-            )
+            master = opt.single_partition_of_fp32_groups[group]
+            self._add(group, params, opt.bit16_groups_flat[group], master, padding[group] if padding else ())
 
     def _add(
-        self,
-        group: int,
-        params: list[Any],
-        offsets: list[int],
-        total: int,
-        master: torch.Tensor,
-        gaps: tuple[int, ...] = (),
+        self, group: int, params: list[Any], flat: torch.Tensor, master: torch.Tensor, gaps: Sequence[int] = ()
     ) -> None:
         process_group = self.wrapped.real_dp_process_group[group]
-        partition = total // ds_comm.get_world_size(group=process_group)
-        low = ds_comm.get_rank(group=process_group) * partition
-        raw = tuple(self.names[id(p)] for p in params)
-        names, numels = tuple(map(strip_compiled, raw)), tuple(p.numel() for p in params)
-        cuts = cut_flat(names, numels, offsets, low, low + partition)
-        self.flats.append(Flat(group, names, cuts, flatten(master), master))
-        self.layout.append(FlatGroup(group, raw, numels, partition, gaps))
+        parts = ds_comm.get_world_size(group=process_group)
+        raw, shapes = self._describe(params)
+        names = tuple(map(strip_compiled, raw))
+        buffer = join_parameters(group, names, shapes, parts=parts, partition=flat.numel() // parts, gaps=gaps)
+        self.add_flat(buffer, ds_comm.get_rank(group=process_group), master, raw)
 
     def prepare(self) -> None:
         wait = getattr(self.wrapped, "_wait_for_offload_copies", None)
@@ -100,9 +85,7 @@ class Bf16Target(Zero12Target):
     def collect(self) -> None:
         opt = self.wrapped
         for group, params in enumerate(opt.bf16_groups):
-            offsets = accumulate_offsets(p.numel() for p in params)
-            total = opt.bf16_groups_flat[group].numel()
-            self._add(group, params, offsets, total, opt.fp32_groups_flat_partition[group])
+            self._add(group, params, opt.bf16_groups_flat[group], opt.fp32_groups_flat_partition[group])
 
     def copies(self) -> list[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
         opt = self.wrapped
@@ -133,15 +116,11 @@ class Zero3Target(Target):
                 "ZeRO-3 with optimizer or parameters on NVMe: this release cannot fill swapped buffers."
             )
         for index, params in enumerate(opt.fp16_groups):
-            raw = tuple(self.names[id(p)] for p in params)
-            names, numels = tuple(map(strip_compiled, raw)), tuple(p.ds_numel for p in params)
             process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
-            rank, size = ds_comm.get_rank(group=process_group), ds_comm.get_world_size(group=process_group)
-            cuts = cut_sub_group(names, numels, rank, size)
-            master = opt.fp32_partitioned_groups_flat[index]
-            group = opt.sub_group_to_group_id[index]
-            self.flats.append(Flat(group, names, cuts, flatten(master), master))
-            self.layout.append(FlatGroup(group, raw, numels, master.numel()))
+            raw, shapes = self._describe(params)
+            parts = ds_comm.get_world_size(group=process_group)
+            buffer = join_reserved(opt.sub_group_to_group_id[index], tuple(map(strip_compiled, raw)), shapes, parts)
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), opt.fp32_partitioned_groups_flat[index], raw)
 
     def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
         if not hasattr(param, "ds_tensor"):
@@ -185,12 +164,9 @@ class Fp16FusedTarget(Target):
 
     def collect(self) -> None:
         for group, params in enumerate(self.wrapped.fp16_groups):
-            master = self.wrapped.fp32_groups_flat[group]
-            raw = tuple(self.names[id(p)] for p in params)
-            names, numels = tuple(map(strip_compiled, raw)), tuple(p.numel() for p in params)
-            cuts = cut_flat(names, numels, accumulate_offsets(numels), 0, master.numel())
-            self.flats.append(Flat(group, names, cuts, flatten(master), master))
-            self.layout.append(FlatGroup(group, names, numels, master.numel()))
+            raw, shapes = self._describe(params)
+            buffer = join_parameters(group, tuple(map(strip_compiled, raw)), shapes)
+            self.add_flat(buffer, 0, self.wrapped.fp32_groups_flat[group])
 
     def refresh_copies(self) -> None:
         for params, master in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups_flat, strict=True):
@@ -206,10 +182,8 @@ class Fp16UnfusedTarget(Target):
     def collect(self) -> None:
         for group, (params, masters) in enumerate(zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True)):
             for param, master in zip(params, masters, strict=True):
-                name, numel = strip_compiled(self.names[id(param)]), param.numel()
-                cuts = [Cut(name, 0, numel, 0)]
-                self.flats.append(Flat(group, (name,), cuts, flatten(master), master))
-                self.layout.append(FlatGroup(group, (name,), (numel,), numel))
+                (raw,), shapes = self._describe([param])
+                self.add_flat(join_parameters(group, (strip_compiled(raw),), shapes), 0, master)
 
     def refresh_copies(self) -> None:
         for params, masters in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True):
@@ -227,11 +201,10 @@ class TorchTarget(Target):
         for group, fields in enumerate(groups):
             for param in fields["params"]:
                 if param.requires_grad and param.numel():
-                    name = strip_compiled(self.names[id(param)])
-                    cuts = [Cut(name, 0, param.numel(), 0)]
-                    self.flats.append(Flat(group, (name,), cuts, flatten(param), param))
-                    if self.place.pp > 1:  # where a stage ends is part of the topology
-                        self.layout.append(FlatGroup(group, (name,), (param.numel(),), param.numel()))
+                    (raw,), shapes = self._describe([param])
+                    self.add_flat(join_parameters(group, (strip_compiled(raw),), shapes), 0, param)
+        if self.place.pp == 1:  # where a pipeline's stage ends is part of the topology, an optimizer's order is not
+            self.layout.clear()
 
     @property
     def optimizer(self) -> Any:

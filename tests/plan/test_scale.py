@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard, count
+from deepspeed_ucp.flat import Cut, join_parameters, join_reserved
 from deepspeed_ucp.patterns import Layout, Pattern, Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.plan import View, Want
-from deepspeed_ucp.plan.geometry import Cut, accumulate_offsets, cut_flat, cut_sub_group
 from tests.plan.planning import Planned, plan_wants
 
 HIDDEN = 32
@@ -61,11 +61,11 @@ def cut_rank(grid: Grid, layers: int, pp: int, dp: int) -> tuple[list[Cut], int]
     """What a rank's flat buffer holds, by names `layer.key`, and its elements."""
     bounds = [layers * stage // grid.pp for stage in range(grid.pp + 1)]
     names = [f"{layer}.{key}" for layer in range(bounds[pp], bounds[pp + 1]) for key in PARAMETERS]
-    numels = [count(local_shape(name.partition(".")[2], grid.tp)) for name in names]
-    if grid.stage == 3:
-        return cut_sub_group(names, numels, dp, grid.dp), sum(-(-numel // grid.dp) for numel in numels)
-    partition = -(-sum(numels) // grid.dp)
-    return cut_flat(names, numels, accumulate_offsets(numels), dp * partition, (dp + 1) * partition), partition
+    shapes = [local_shape(name.partition(".")[2], grid.tp) for name in names]
+    buffer = join_reserved(0, names, shapes, grid.dp)
+    if grid.stage != 3:
+        buffer = join_parameters(0, names, shapes, parts=grid.dp, partition=-(-sum(map(count, shapes)) // grid.dp))
+    return buffer.cuts(dp), buffer.partition
 
 
 def save(grid: Grid, layers: int) -> tuple[dict[str, Atom], list[Record]]:

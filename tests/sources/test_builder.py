@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.plan.geometry import Cut
+from deepspeed_ucp.flat import Cut
 from deepspeed_ucp.sources.builder import TOLD, Builder, Seat
 from deepspeed_ucp.sources.headers import FileHeader, Piece
 from deepspeed_ucp.torchsave.torchfile import Blob

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex, FileRef, GroupInfo
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.flat import join_parameters
 from deepspeed_ucp.patterns import ShardNC, ShardV, read_pattern
 from deepspeed_ucp.sources.atomic.manifest import (
     AtomRecord,
@@ -26,7 +27,7 @@ from deepspeed_ucp.sources.atomic.manifest import (
     read_manifest,
 )
 from deepspeed_ucp.sources.atomic.plainjson import dump_json, load_json
-from deepspeed_ucp.topology import FlatGroup, Topology
+from deepspeed_ucp.topology import Topology
 from tests.reshard import examples
 
 
@@ -86,7 +87,7 @@ INDEX = AtomicIndex(
     scaler={"cur_scale": math.inf, "dynamic": True},
     clip_grad=math.nan,
     state_file="/run/tag/a.pt",
-    topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(FlatGroup(0, ("w",), (6,), 6),)),
+    topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(join_parameters(0, ("w",), ((6,),)),)),
     optimizer="AdamW",
     instances={"w": ("w", "w#1")},
     hints={"args": {"sizes": (1, 2)}, "iteration": 7},

@@ -1,0 +1,148 @@
+"""How ZeRO lays parameters out in flat buffers and cuts these: one description for files, live and foreseen targets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+Shape = tuple[int, ...]
+Span = tuple[int, int]
+"""First element, and behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements [start, start + numel) of a parameter lie at element ``offset`` of a partition."""
+
+    name: str
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """One flat buffer of a model-parallel rank, over all data-parallel ranks that hold it.
+
+    It is a param group (ZeRO 1/2, BF16 and FP16 wrappers), a ZeRO-3 sub-group, or a single parameter (no wrapper).
+
+    Attributes:
+        group: index of the param group that it belongs to.
+        names: parameters in flat order.
+        shapes: their shapes, ZeRO's partitioning undone.
+        offsets: element at which each begins, ascending: in the whole buffer, or in every partition (``by_parameter``).
+        partition: elements of one partition, padding included.
+        parts: number of partitions; 1 where every rank holds the whole.
+        by_parameter: every parameter is cut into ``parts`` (ZeRO 3), instead of the buffer.
+        ranks: data-parallel ranks that hold it, as with expert parallelism; None where all of them do.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    offsets: tuple[int, ...]
+    partition: int
+    parts: int = 1
+    by_parameter: bool = False
+    ranks: range | None = None
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(map(prod, self.shapes))
+
+    def find_part(self, dp_rank: int) -> int:
+        """The partition that a data-parallel rank holds; the ranks take turns where there are more than partitions."""
+        return (dp_rank if self.ranks is None else self.ranks.index(dp_rank)) % self.parts
+
+    def cuts(self, part: int) -> list[Cut]:
+        """What a partition holds, in its order; empty parameters and padding are not in it."""
+        return list(self._cut_parameters(part) if self.by_parameter else self._cut_buffer(part))
+
+    def gaps(self, part: int) -> list[Span]:
+        """Padding of a partition: its elements that no parameter covers."""
+        return find_gaps(((cut.offset, cut.offset + cut.numel) for cut in self.cuts(part)), self.partition)
+
+    def keep(self, names: Iterable[str]) -> FlatBuffer:
+        """The same buffer with some of its parameters alone, where they lie."""
+        kept = set(names)
+        places = [place for place, name in enumerate(self.names) if name in kept]
+        return replace(
+            self,
+            names=tuple(self.names[place] for place in places),
+            shapes=tuple(self.shapes[place] for place in places),
+            offsets=tuple(self.offsets[place] for place in places),
+        )
+
+    def _cut_parameters(self, part: int) -> Iterator[Cut]:
+        for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
+            start, numel = cut_parameter(prod(shape), part, self.parts)
+            if numel:
+                yield Cut(name, start, numel, offset)
+
+    def _cut_buffer(self, part: int) -> Iterator[Cut]:
+        low, high = part * self.partition, (part + 1) * self.partition
+        first = max(bisect_right(self.offsets, low) - 1, 0)
+        for place in range(first, bisect_left(self.offsets, high)):
+            offset = self.offsets[place]
+            begin, end = max(offset, low), min(offset + prod(self.shapes[place]), high)
+            if begin < end:
+                yield Cut(self.names[place], begin - offset, end - begin, begin - low)
+
+    def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """(partition, first, behind the last) of those that hold elements [low, high) of the parameter at ``place``."""
+        size = reserve(prod(self.shapes[place]), self.parts) if self.by_parameter else self.partition
+        base = 0 if self.by_parameter else self.offsets[place]
+        while low < high and size:
+            part = (base + low) // size
+            end = min((part + 1) * size - base, high)
+            yield part, low, end
+            low = end
+
+
+def join_parameters(
+    group: int, names: Sequence[str], shapes: Sequence[Shape], *, parts: int = 1, partition: int | None = None,
+    gaps: Sequence[int] = (),
+) -> FlatBuffer:  # fmt: skip
+    """Parameters that follow each other in a flat buffer, which is cut into equal partitions (ZeRO 1/2, BF16, FP16).
+
+    Args:
+        partition: elements of one partition; None where the buffer has no padding and is not cut.
+        gaps: elements of padding behind each parameter (``parameter_alignment``); empty where there is none.
+    """
+    sizes = list(map(prod, shapes))
+    steps = [size + gap for size, gap in zip(sizes, gaps, strict=True)] if gaps else sizes
+    offsets = tuple(accumulate(steps, initial=0))[:-1]
+    size = sum(steps) if partition is None else partition
+    return FlatBuffer(group, tuple(names), tuple(shapes), offsets, size, parts)
+
+
+def join_reserved(group: int, names: Sequence[str], shapes: Sequence[Shape], parts: int) -> FlatBuffer:
+    """A ZeRO-3 sub-group: of every parameter each partition has the same number of elements, padding included."""
+    *offsets, partition = accumulate((reserve(prod(shape), parts) for shape in shapes), initial=0)
+    return FlatBuffer(group, tuple(names), tuple(shapes), tuple(offsets), partition, parts, by_parameter=True)
+
+
+def reserve(numel: int, parts: int) -> int:
+    """ZeRO 3: elements of a parameter that each of ``parts`` partitions reserves, padding included."""
+    return -(-numel // parts)
+
+
+def cut_parameter(numel: int, part: int, parts: int) -> tuple[int, int]:
+    """ZeRO 3: (start, elements) of a parameter that a partition holds; none where it holds padding only."""
+    size = reserve(numel, parts)
+    start = min(part * size, numel)
+    return start, min(size, numel - start)
+
+
+def find_gaps(spans: Iterable[Span], total: int) -> list[Span]:
+    """What of [0, total) no span covers, in order; spans may come in any order and overlap."""
+    found, position = [], 0
+    for low, high in [*sorted(spans), (total, total)]:
+        if low > position:
+            found.append((position, low))
+        position = max(position, high)
+    return found

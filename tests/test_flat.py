@@ -1,0 +1,96 @@
+"""The geometry of flat buffers: what each partition holds, what is padding, and who holds which elements."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.flat import Cut, FlatBuffer, find_gaps, join_parameters, join_reserved
+from tests.reshard import examples, lay_flat, models
+from tests.synth import Model, Topology, partition_layout
+
+SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+@st.composite
+def buffers(draw: st.DrawFn) -> FlatBuffer:
+    """Of ZeRO 1/2 or 3, with empty parameters and padding."""
+    shapes = [(numel,) for numel in draw(SIZES)]
+    names, parts = [f"p{number}" for number in range(len(shapes))], draw(st.integers(1, 7))
+    if draw(st.booleans()):
+        return join_reserved(0, names, shapes, parts)
+    gaps = draw(st.one_of(st.just(()), st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes))))
+    least = -(-(sum(numel for (numel,) in shapes) + sum(gaps)) // parts)
+    partition = least + draw(st.integers(0, 9))
+    return join_parameters(0, names, shapes, parts=parts, partition=partition, gaps=gaps)
+
+
+@examples(150)
+@given(model=models(), dp=st.integers(1, 9), aligned=st.booleans(), robin=st.booleans())
+def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) -> None:
+    """Against the synthesiser's layout, which is held against real saves."""
+    topology = Topology(2, dp, round_robin=robin, parameter_alignment=aligned)
+    for rank, flats in enumerate(partition_layout(model, topology)):
+        for flat in flats:
+            buffer = lay_flat(model, topology, flat.group, flat.names, flat.numel)
+            assert buffer.cuts(rank) == [Cut(part.name, part.start, part.numel, part.offset) for part in flat.slices]
+
+
+@given(buffers())
+def test_partitions_hold_every_element_once_and_the_rest_is_padding(buffer: FlatBuffer) -> None:
+    held = []
+    for part in range(buffer.parts):
+        cuts = buffer.cuts(part)
+        held += [(cut.name, cut.start + at) for cut in cuts for at in range(cut.numel)]
+        places = [cut.offset + at for cut in cuts for at in range(cut.numel)]
+        places += [at for low, high in buffer.gaps(part) for at in range(low, high)]
+        assert sorted(places) == list(range(buffer.partition))
+    pairs = zip(buffer.names, buffer.numels, strict=True)
+    assert sorted(held) == [(name, at) for name, numel in pairs for at in range(numel)]
+
+
+@given(buffers())
+def test_holders_of_elements_are_the_partitions_whose_cuts_have_them(buffer: FlatBuffer) -> None:
+    parts = range(buffer.parts)
+    held = {(cut.name, cut.start + at): part for part in parts for cut in buffer.cuts(part) for at in range(cut.numel)}
+    for place, numel in enumerate(buffer.numels):
+        holders = list(buffer.find_holders(place, numel // 3, numel))
+        assert all(held[buffer.names[place], at] == part for part, low, high in holders for at in range(low, high))
+        assert sum(high - low for _, low, high in holders) == numel - numel // 3
+
+
+def test_files_with_fewer_elements_than_the_shapes_have_fewer_cuts() -> None:
+    buffer = join_parameters(0, ("a", "b"), ((3,), (9,)), parts=2, partition=4)
+    assert [buffer.cuts(part) for part in (0, 1)] == [[Cut("a", 0, 3, 0), Cut("b", 0, 1, 3)], [Cut("b", 1, 4, 0)]]
+    assert join_parameters(0, ("a",), ((3,),), parts=2, partition=0).cuts(1) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "expected"),
+    [
+        (4, None, [0, 1, 2, 3]),
+        (1, None, [0, 0, 0, 0]),  # every rank holds the whole
+        (2, None, [0, 1, 0, 1]),  # MiCS: each group of two ranks does
+        (2, range(1, 4, 2), [None, 0, None, 1]),  # the second expert of two
+        (2, range(2, 4), [None, None, 0, 1]),
+    ],
+)
+def test_a_buffer_names_the_ranks_that_hold_its_partitions(parts, ranks, expected) -> None:  # type: ignore[no-untyped-def]
+    buffer = FlatBuffer(0, ("a",), ((8,),), (0,), 8 // parts, parts, ranks=ranks)
+    holders = ranks or range(4)
+    assert [buffer.find_part(rank) if rank in holders else None for rank in range(4)] == expected
+
+
+@pytest.mark.parametrize(
+    ("spans", "gaps"),
+    [
+        ([(0, 10)], []),
+        ([], [(0, 10)]),
+        ([(2, 5), (7, 9)], [(0, 2), (5, 7), (9, 10)]),
+        ([(7, 10), (0, 2)], [(2, 7)]),
+        ([(1, 8), (2, 4)], [(0, 1), (8, 10)]),
+    ],
+)
+def test_gaps_are_what_no_span_covers(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
+    assert find_gaps(spans, 10) == gaps
