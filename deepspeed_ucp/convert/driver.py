@@ -39,7 +39,16 @@ from ..stream.reader import RangeReader
 from ..union.wholes import Wholes, plain_name, settle_wholes
 from ..version import __version__
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
-from .outputs import CONVERSION, find_formless, list_files, list_outputs, list_steps, make_folders, write_file
+from .outputs import (
+    CONVERSION,
+    check_paths,
+    find_formless,
+    list_files,
+    list_outputs,
+    list_steps,
+    make_folders,
+    write_file,
+)
 from .report import ConvertReport
 from .states import StateFile, write_states
 
@@ -137,6 +146,7 @@ def convert_index(
             logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
         work = _Work(index, comm, options, Staging(destination, source, CONVERSION), report, wholes, list_files(wholes))
         work.steps = list_steps(index)
+        check_paths([*(file.path for file in work.files), *work.steps])
     if work is None:
         raise CheckpointError(f"{source}: was not planned.")
     with ExitStack() as stack:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from itertools import accumulate
 
 from ..atoms import AtomicIndex
-from ..errors import UnsupportedError, shorten
+from ..errors import UnsupportedError
 from ..io.disk import explain_full, write_at
 from ..io.staging import MANIFEST, OutputKind
 from ..patterns import Partial, Replicate, Unique
@@ -15,10 +16,14 @@ from ..plan.conversion import Output
 from ..torchsave.torchzip import ScalarTensor, dump_value, make_image
 from ..union.wholes import Whole, Wholes, plain_name
 from .execute import OutputFile, create
+from .states import OPTIMIZER_STATE
 from .upstream import upstream_keys
 
 ZERO = "zero"
 STEP = "step"
+
+_LONGEST = 255
+"""Bytes of a file's name, on every file system that is in use."""
 
 
 def _is_output(folder: str) -> bool:
@@ -38,12 +43,7 @@ CONVERSION = OutputKind(
 
 
 def list_files(wholes: Wholes) -> list[OutputFile]:
-    """The atoms' files, in a fixed order.
-
-    Raises:
-        UnsupportedError: a name that cannot be a folder or a file; checkpoints are not trusted.
-    """
-    check_names({part for key in wholes.atoms for part in key})
+    """The atoms' files, in a fixed order."""
     return [_make_file(wholes, wholes.atoms[key]) for key in sorted(wholes.atoms)]
 
 
@@ -66,19 +66,30 @@ def _make_file(wholes: Wholes, whole: Whole) -> OutputFile:
     return OutputFile(whole, f"{ZERO}/{whole.name}/{whole.state}.pt", image)
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Refuse names of parameters and states that would lead out of their folder.
+def check_paths(paths: Iterable[str]) -> None:
+    """Refuse files that cannot lie beside each other; names of parameters and states are not trusted.
 
     Raises:
-        UnsupportedError: naming them.
+        UnsupportedError: a path leads out of its folder, cannot be a path, or is that of two files.
     """
-    odd = sorted(
-        name
-        for name in names
-        if "\0" in name or any(part in ("", ".", "..") for part in name.replace(os.sep, "/").split("/"))
-    )
-    if odd:
-        raise UnsupportedError(f"names that cannot be names of files: {shorten(map(repr, odd))}.")
+    seen = {OPTIMIZER_STATE: True}  # path → whether it is a file
+    for path in paths:
+        folders = list(accumulate(path.split("/"), lambda left, right: f"{left}/{right}"))[:-1]
+        if not all(map(_can_be_a_name, path.split("/"))):
+            raise UnsupportedError(f"{_NAMED}: {path!r} cannot be a path of at most {_LONGEST} bytes per name.")
+        if path in seen or any(seen.get(folder) for folder in folders):
+            raise UnsupportedError(f"{_NAMED}: {path!r} is the path of another file or folder as well.")
+        seen.update(dict.fromkeys(folders, False), **{path: True})
+
+
+_NAMED = "An atomic checkpoint has a folder for each parameter, named like it, which upstream's loader looks for"
+
+
+def _can_be_a_name(name: str) -> bool:
+    try:
+        return 0 < len(name.encode()) <= _LONGEST and name not in (".", "..") and "\0" not in name
+    except UnicodeEncodeError:
+        return False
 
 
 def list_outputs(files: Iterable[OutputFile]) -> list[Output]:
@@ -87,12 +98,7 @@ def list_outputs(files: Iterable[OutputFile]) -> list[Output]:
 
 
 def list_steps(index: AtomicIndex) -> dict[str, bytes]:
-    """Relative path → content of every parameter's ``step.pt``.
-
-    Raises:
-        UnsupportedError: a name that cannot be a folder.
-    """
-    check_names(index.scalars)
+    """Relative path → content of every parameter's ``step.pt``."""
     made: dict[tuple[type, object], bytes] = {}
     found = {}
     for name, scalars in sorted(index.scalars.items()):

@@ -19,6 +19,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import join_ranges
 from deepspeed_ucp.convert.execute import Written
+from deepspeed_ucp.convert.outputs import check_paths
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
@@ -189,13 +190,40 @@ def test_two_nodes_agree_about_damage(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["../evil", "a//b", "..", ""])
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
-    from deepspeed_ucp.convert.outputs import check_names
+def list_paths(name: str) -> list[str]:
+    return [f"zero/{name}/fp32.pt", f"zero/{name}/step.pt"]
 
-    with pytest.raises(UnsupportedError, match="names of files"):
-        check_names(["fine", name])
-    check_names(["layers.0.weight", "experts/3", "exp_avg"])
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "a//b", "..", "", "\0", "w" * 256, "ü" * 128, "\udcff"], ids=lambda name: ascii(name)[:9]
+)
+def test_names_that_cannot_be_paths_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="folder for each parameter.* cannot be a path"):
+        check_paths(list_paths(name))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("optimizer_state.pt",), ("optimizer_state.pt/a",), ("a", "a/fp32.pt"), ("a/fp32.pt", "a"), ("a", "a")],
+    ids=" ".join,
+)
+def test_names_that_want_one_path_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedError, match="folder for each parameter.* another file or folder"):
+        check_paths(path for name in names for path in list_paths(name))
+
+
+def test_all_other_names_are_paths() -> None:
+    check_paths(path for name in ("layers.0.weight", "experts/3", "experts/4", "w" * 255) for path in list_paths(name))
+
+
+@pytest.mark.parametrize("name", ["w" * 300, "w\udcff", "optimizer_state.pt"], ids=["long", "surrogate", "file"])
+def test_a_conversion_of_such_names_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    model = Model((Param(name, (4, 3)),))
+    tag = tmp_path / "source" / "tag"
+    write_checkpoint(tmp_path / "source", model, random_state(model, 0), Topology(1, 1), tag="tag")
+    with pytest.raises(UnsupportedError, match="folder for each parameter"):
+        convert_checkpoint(str(tag), str(tmp_path / "out" / "it"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranges_must_make_up_the_file() -> None:
