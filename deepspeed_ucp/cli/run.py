@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import runpy
 import sys
@@ -42,7 +41,6 @@ def run_script(script: str, args: Sequence[str], *, is_module: bool) -> None:
     """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
     import deepspeed_ucp
 
-    show_decisions()
     deepspeed_ucp.install(default_on=True)
     sys.argv = [script, *args]
     if is_module:
@@ -50,13 +48,3 @@ def run_script(script: str, args: Sequence[str], *, is_module: bool) -> None:
         return
     sys.path[0:1] = [os.path.dirname(os.path.abspath(script))]
     runpy.run_path(script, run_name="__main__")
-
-
-def show_decisions() -> None:
-    """Let the plugin's INFO lines through, whatever the script does about logging."""
-    log = logging.getLogger("deepspeed_ucp")
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ucp] %(message)s"))
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)

@@ -141,16 +141,18 @@ def _holds_states(folder: str) -> bool:
         return False
 
 
-def read_latest(load_dir: str) -> str | None:
+def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
     """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
+
+    Args:
+        universal: the other way round.
 
     Raises:
         CheckpointError: there is neither although checkpoints lie there, or the file is empty.
     """
-    path = os.path.join(load_dir, "latest")
-    universal = os.path.join(load_dir, UNIVERSAL)
-    if not os.path.lexists(path) and os.path.lexists(universal):
-        path = universal
+    path, other = os.path.join(load_dir, "latest"), os.path.join(load_dir, UNIVERSAL)
+    if os.path.lexists(other) and (universal or not os.path.lexists(path)):
+        path = other
     try:
         with open(path, encoding="utf-8") as stream:
             tag = stream.read().strip()

@@ -221,6 +221,12 @@ class Target(ABC):
         """Called before the buffers are filled."""
         return
 
+    def drop_secondary_copies(self) -> None:
+        """Forget ZeRO++ hpZ's copies of the parameters, which the next forward would take for their values."""
+        for param in self.params.values():
+            if getattr(param, "ds_secondary_tensor", None) is not None:
+                param.ds_secondary_tensor = None
+
     def relink(self) -> None:
         """Called after optimizer states were attached: views into them are stale."""
         return

@@ -17,6 +17,7 @@ from ..comm import gather_in_place
 from ..errors import UnsupportedError
 from ..flat import cut_parameter, join_parameters, join_reserved
 from .base import Extra, Target, flatten
+from .coverage import UnknownLayoutError, check_engine
 
 
 class Zero12Target(Target):
@@ -111,10 +112,6 @@ class Zero3Target(Target):
 
     def collect(self) -> None:
         opt = self.wrapped
-        if getattr(opt, "swap_optimizer", False) or getattr(opt, "params_in_nvme_and_cpu", False):
-            raise UnsupportedError(
-                "ZeRO-3 with optimizer or parameters on NVMe: this release cannot fill swapped buffers."
-            )
         for index, params in enumerate(opt.fp16_groups):
             process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
             raw, shapes = self._describe(params)
@@ -135,9 +132,7 @@ class Zero3Target(Target):
         for index, master in enumerate(opt.fp32_partitioned_groups_flat):
             opt.fp16_partitioned_groups_flat[index].data.copy_(master.data)
             opt._unflatten_partitioned_parameters(index)
-        invalidate = getattr(opt, "invalidate_secondary_tensor", None)
-        if invalidate:
-            invalidate()
+        self.drop_secondary_copies()
 
 
 def gather_parameters(module: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -233,7 +228,7 @@ class OffloadOnlyTarget(Target):
         return partitioned_extra(name, param) if hasattr(param, "ds_tensor") else super().extra_parameter(name, param)
 
     def refresh_copies(self) -> None:
-        """Nothing to do: there are no copies."""
+        self.drop_secondary_copies()
 
 
 TARGETS: dict[str, type[Target]] = {
@@ -251,17 +246,17 @@ def open_target(engine: Any) -> Target:
     """The target for a live engine.
 
     Raises:
-        UnsupportedError: an engine or optimizer wrapper that is not covered.
+        UnknownLayoutError: only DeepSpeed knows the layout of the optimizer wrapper.
+        UnsupportedError: the engine keeps state that no load restores.
     """
+    check_engine(engine)
     kind = type(engine.optimizer).__name__
-    if getattr(engine, "has_moe_layers", False):
-        raise UnsupportedError("This release does not load into engines with mixture-of-experts layers.")
     found = TARGETS.get(kind)
     if found is None and isinstance(engine.optimizer, torch.optim.Optimizer):
         found = TorchTarget
     if found is None:
-        raise UnsupportedError(
-            f"The engine's optimizer wrapper {kind} is not covered. Covered: {', '.join(sorted(TARGETS))} "
-            "and raw torch optimizers."
+        raise UnknownLayoutError(
+            f"the engine's optimizer wrapper {kind} is not covered (covered: {', '.join(sorted(TARGETS))} and raw "
+            "torch optimizers)"
         )
     return found(engine)

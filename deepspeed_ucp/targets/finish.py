@@ -86,8 +86,15 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
         wrapped.clip_grad = clip_grad
 
 
-def refresh_untied_copies(target: Target) -> None:
-    """After DeepSpeed's own load of a pipeline under ZeRO 1 or BF16_Optimizer: copies that no file of it holds.
+def refresh_after_own_load(target: Target, *, with_states: bool) -> None:
+    """Bring up to date what DeepSpeed's own load leaves stale; collective."""
+    target.drop_secondary_copies()
+    if with_states:
+        _refresh_untied_copies(target)
+
+
+def _refresh_untied_copies(target: Target) -> None:
+    """Of a pipeline under ZeRO 1 or BF16_Optimizer: copies that no file of it holds.
 
     A tied layer with a ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its master comes
     back with the optimizer and its tied weight from the first stage, but the other parameters' copies stay as they

@@ -21,7 +21,7 @@ from deepspeed.utils.bwc import (
 )
 
 from ..atoms import strip_compiled
-from ..errors import UnsupportedError
+from .coverage import UnknownLayoutError
 
 UNIVERSAL_INFO = "universal_checkpoint_info"
 """Attribute of a module, and key of its model states (``deepspeed/checkpoint/constants.py``)."""
@@ -60,7 +60,7 @@ def find_place(engine: Any) -> Place:
     """Where this rank of ``engine`` stands.
 
     Raises:
-        UnsupportedError: the model-parallel ranks are numbered in another order than pipeline stage, then tensor rank.
+        UnknownLayoutError: model-parallel ranks that are not numbered by pipeline stage, then tensor rank.
     """
     group = engine.seq_data_parallel_group
     dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)
@@ -71,10 +71,10 @@ def find_place(engine: Any) -> Place:
     place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, _pipe_rank(mpu) if pp > 1 else 0, pp, dp_rank, dp)
     numbered = mpu.get_model_parallel_rank()  # what names the files
     if tp * pp != engine.mp_world_size or place.mp_rank != numbered:
-        raise UnsupportedError(
-            f"Model-parallel rank {numbered} of {engine.mp_world_size} has pipeline stage "
+        raise UnknownLayoutError(
+            f"model-parallel rank {numbered} of {engine.mp_world_size} has pipeline stage "
             f"{place.pp_rank} of {pp} and tensor rank {place.tp_rank} of {tp}; expected rank {place.mp_rank} of "
-            f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)."
+            f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)"
         )
     return place
 
@@ -83,7 +83,7 @@ def _pipe_rank(mpu: Any) -> int:
     for name in _PIPE_RANKS:
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())
-    raise UnsupportedError(f"The mpu tells a number of pipeline stages but no stage: give it {_PIPE_RANKS[0]}().")
+    raise UnknownLayoutError(f"the mpu tells a number of pipeline stages but no stage: give it {_PIPE_RANKS[0]}()")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,226 @@
+"""A resume: find the tag, decide who loads it, write an atomic checkpoint first where one is wanted, load."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..atoms import AtomicIndex
+from ..collection import pause_collection
+from ..comm import Comm, connect
+from ..config import UniversalConfig
+from ..convert import ConvertOptions, ConvertReport, convert_index, default_destination
+from ..errors import CheckpointError, UnsupportedError, shorten
+from ..sources import check_tag, open_checkpoint, read_latest
+from ..sources.atomic.folder import is_atomic
+from ..sources.ownfiles import compare_own_files
+from ..targets import Target, open_target
+from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
+from ..targets.finish import refresh_after_own_load
+from ..targets.guard import release, seal
+from ..topology import ATOMIC, find_differences
+from .census import join_groups, list_live_rules, read_rules, take_census
+from .direct import LoadArguments, has_masters, load_direct
+from .report import LoadReport
+
+logger = logging.getLogger("deepspeed_ucp")
+
+Loaded = tuple[str | None, dict[str, Any] | None]
+"""What ``load_checkpoint`` returns: the path of the state file and the client state, or two times None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who loads a checkpoint.
+
+    Attributes:
+        reason: why, in words.
+        target: the live engine's buffers; None where DeepSpeed alone knows them.
+        index: the checkpoint, where the direct load runs; None leaves it to DeepSpeed.
+    """
+
+    reason: str
+    target: Target | None = None
+    index: AtomicIndex | None = None
+
+
+def resume(
+    engine: Any,
+    load_dir: str,
+    tag: Any,
+    arguments: LoadArguments,
+    config: UniversalConfig,
+    own: Callable[[], Loaded],
+    *,
+    unknown: Sequence[str] = (),
+) -> Loaded:
+    """What runs in the place of ``engine.load_checkpoint``; collective.
+
+    Args:
+        engine: has the plugin on.
+        own: DeepSpeed's own load, with all of the caller's arguments.
+        unknown: arguments that only it knows.
+
+    Raises:
+        UcpError: the same on every rank.
+    """
+    comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
+    engine.ucp_report = report
+    upstream = bool(engine.load_universal_checkpoint())
+    found = find_tag(load_dir, tag, comm, universal=upstream)
+    if found is None:
+        if comm.rank == 0:
+            logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
+        return own()
+    folder = os.path.join(load_dir, found)
+    with report.phase("index"), pause_collection():
+        decision = decide(engine, folder, comm, arguments, upstream=upstream)
+    report.reason, report.direct = decision.reason, decision.index is not None
+    if comm.rank == 0:
+        logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", decision.reason)
+        for text in list_unsaved(engine) if arguments.with_states else ():
+            logger.warning("%s: %s", folder, text)
+    if decision.index is None or decision.target is None:
+        loaded = own()
+        if decision.target is not None:
+            refresh_after_own_load(decision.target, with_states=arguments.with_states)
+    elif unknown:
+        raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
+    else:
+        loaded = _load(engine, folder, decision.index, decision.target, comm, config, arguments, report)
+    release(engine)
+    return loaded
+
+
+def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False) -> str | None:
+    """The tag that every rank sees; None where nothing was saved yet.
+
+    Args:
+        universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
+
+    Raises:
+        CheckpointError: there is no such tag, or ranks see different ones.
+    """
+
+    def look() -> str | None:
+        found = read_latest(load_dir, universal=universal) if tag is None else str(tag)
+        if found is not None:
+            check_tag(load_dir, found)
+        return found
+
+    tags = comm.each(look)
+    if len(set(tags)) > 1:
+        told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(tags) if value != tags[0])
+        raise CheckpointError(
+            f"{load_dir}: ranks see different checkpoints (rank 0: {tags[0]}, {told}). Every node needs the same "
+            "folder: use a shared file system, or copy it to every node."
+        )
+    return tags[0]
+
+
+def decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments, *, upstream: bool = False) -> Decision:
+    """Compare the checkpoint's topology with the engine's, from headers only; collective.
+
+    Args:
+        upstream: the ds_config has ``load_universal`` on, which DeepSpeed itself does with atomic checkpoints.
+
+    Raises:
+        UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
+    """
+    if upstream and comm.run(lambda: is_atomic(folder)):
+        return Decision("load_universal is on and this is an atomic checkpoint")
+    if engine.use_node_local_storage():
+        why = "every node keeps its own files (use_node_local_storage)"
+        advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
+        return _trust_own_files(engine, folder, comm, why, advice)
+    try:
+        target = comm.run(lambda: open_target(engine))
+    except UnknownLayoutError as error:
+        return _trust_own_files(engine, folder, comm, str(error), "Resume in the topology that saved it")
+    return _compare(engine, folder, target, comm, arguments, upstream=upstream)
+
+
+def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str) -> Decision:
+    """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
+
+    Raises:
+        UnsupportedError: they tell another one.
+    """
+    found = comm.each(lambda: compare_own_files(*describe_own_files(engine, folder)))
+    differences = dict.fromkeys(text for part in found for text in part)
+    if differences:
+        raise UnsupportedError(
+            f"{folder}: {why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
+            f"alone. Here differ: {shorten(differences, 4)}. {advice}. {OWN_LOAD}"
+        )
+    return Decision(f"{why}; same topology by each rank's own files")
+
+
+def _compare(
+    engine: Any, folder: str, target: Target, comm: Comm, arguments: LoadArguments, *, upstream: bool
+) -> Decision:
+    """Hold the checkpoint's index against the live engine's layout; collective."""
+    weights_only = not (arguments.with_states and has_masters(target, comm))
+    live = join_groups(target, comm)
+    index = open_checkpoint(folder, comm, live.names, live.hyper, weights_only=weights_only)
+    everyone = [text for part in comm.each(lambda: _list_differences(index, target)) for text in part]
+    if upstream:
+        everyone.append("load_universal is on, this is a normal checkpoint")
+    if not everyone:
+        return Decision(f"same topology ({index.topology.describe()})", target=target)
+    told = "; ".join(dict.fromkeys(everyone))
+    return Decision(f"{index.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+
+
+def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
+    flats = index.flats.get(target.place.mp_rank, ())
+    return find_differences(replace(index.topology, flats=flats), target.topology)
+
+
+def _load(
+    engine: Any,
+    folder: str,
+    index: AtomicIndex,
+    target: Target,
+    comm: Comm,
+    config: UniversalConfig,
+    arguments: LoadArguments,
+    report: LoadReport,
+) -> Loaded:
+    """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
+    # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
+    if config.mode == "atomic" and index.topology.wrapper != ATOMIC and arguments.with_states:
+        with report.phase("convert"):
+            index, report.converted = convert_first(index, target, folder, comm, config)
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+    target.prepare()
+    try:
+        return index.state_file, load_direct(engine, index, target, comm, config, arguments, report)
+    except Exception:
+        seal(engine)
+        raise
+    finally:
+        if engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+
+
+def convert_first(
+    index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
+) -> tuple[AtomicIndex, ConvertReport]:
+    """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
+    rules = read_rules(config.patterns)
+    census = take_census(target, (), comm)
+    live = comm.run(lambda: list_live_rules(index, census, rules))
+    parent, tag = os.path.split(os.path.abspath(folder))
+    destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
+    options = ConvertOptions(
+        workers=config.threads, window=config.window_mb << 20, verify=config.verify == "crc", refresh=True
+    )
+    converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
+    if comm.rank == 0:
+        logger.info("%s: %s", destination, "taken as it is" if converted.reused else f"{converted.atoms} atoms written")
+    return open_checkpoint(destination, comm), converted

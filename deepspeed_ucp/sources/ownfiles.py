@@ -1,0 +1,90 @@
+"""What one rank's own files tell of the topology that saved them, where no index of the whole checkpoint is made.
+
+Engines whose layout is not known here, and nodes that keep their own files: DeepSpeed's own load then reads exactly
+these files, and is right where they were saved by an engine like the live one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..torchsave.torchfile import read_header
+from ..torchsave.unpickle import simplify
+from .index import enabled
+
+_EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
+
+_SHOWN = 120
+"""Characters of a value that a message shows."""
+
+
+def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
+    """What the files tell otherwise than the live engine, in words; empty where they agree about everything.
+
+    Args:
+        model: path of the rank's model states.
+        optim: path of its ZeRO optimizer states; None at stage 0.
+        live: what the engine is (:func:`deepspeed_ucp.targets.coverage.describe_own_files`).
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    missing = [path for path in (model, optim) if path is not None and not os.path.isfile(path)]
+    if missing:
+        return [f"{path} is missing" for path in missing]
+    saved = _read_facts(model, optim)
+    return [f"{key} {_show(saved[key])} → {_show(value)}" for key, value in live.items() if saved[key] != value]
+
+
+def _show(value: Any) -> str:
+    text = "not recorded" if value is None else str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
+    tree = read_header(model).tree
+    config = tree.get("ds_config") or {}
+    state = read_header(optim).tree.get("optimizer_state_dict") or {} if optim else {}
+    layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
+    return {
+        "ZeRO stage": int((config.get("zero_optimization") or {}).get("stage") or 0),
+        "precision": name_precision(config),
+        "data-parallel ranks": tree.get("dp_world_size"),
+        "model-parallel ranks": tree.get("mp_world_size"),
+        "experts per layer": _as_list(tree.get("num_experts")),
+        "use_data_before_expert_parallelism": bool(config.get("use_data_before_expert_parallelism", False)),
+        "expert-parallel ranks": _count_expert_states(model),
+        "expert-parallel degrees": None,
+        "AutoEP placement": [layer.get("expert_placement") for layer in layers],
+        "parameters": _list_shapes(tree.get("param_shapes")),
+        "partitions": [int(simplify(count)) for count in _as_list(state.get("partition_count"))],
+        "partition groups": state.get("ds_zero_partition_groups"),
+    }
+
+
+def name_precision(config: Mapping[str, Any]) -> str:
+    """``bf16``, ``fp16`` or ``fp32``, as a ds_config switches it on."""
+    if enabled(config, "bf16", "bfloat16"):
+        return "bf16"
+    return "fp16" if enabled(config, "fp16") else "fp32"
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _list_shapes(groups: Any) -> list[list[tuple[str, tuple[int, ...]]]]:
+    held = [groups] if isinstance(groups, dict) else groups or []
+    return [[(str(name), tuple(shape)) for name, shape in group.items()] for group in held]
+
+
+def _count_expert_states(model: str) -> int:
+    """Expert-parallel ranks of a save of stage 0, which has a file of optimizer states for each."""
+    rank = os.path.basename(model).removesuffix("_model_states.pt")
+    names = (_EXPERT_STATES.fullmatch(name) for name in os.listdir(os.path.dirname(model)))
+    return sum(match is not None and match[2] == rank for match in names)

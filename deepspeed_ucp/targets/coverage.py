@@ -1,0 +1,150 @@
+"""What of a live engine is not covered: refused by name, or left to DeepSpeed where the topology is the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError, shorten
+
+OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal": false}.'
+"""The way out of a refusal."""
+
+
+class UnknownLayoutError(UnsupportedError):
+    """How the engine lays its state out is not known here; DeepSpeed's own load is right in the same topology."""
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what DeepSpeed's own load loses even in the same topology, and what is not known here.
+
+    Raises:
+        UnsupportedError: the engine keeps state that no load restores; says which and what to do.
+        UnknownLayoutError: only DeepSpeed knows where the engine keeps its state.
+    """
+    for find, told in _REFUSED:
+        found = find(engine)
+        if found:
+            listed = "" if found is True else f" ({shorten(found)})"
+            raise UnsupportedError(f"{told.format(listed)} {OWN_LOAD}")
+    if getattr(engine, "has_moe_layers", False):
+        raise UnknownLayoutError("the engine has mixture-of-experts layers")
+
+
+def _keeps_nvme(engine: Any) -> bool:
+    zero = engine._config.zero_config
+    devices = [getattr(section, "device", None) for section in (zero.offload_optimizer, zero.offload_param)]
+    return "nvme" in [str(getattr(device, "value", device)) for device in devices]
+
+
+def _keeps_muon_in_memory(engine: Any) -> bool:
+    wrapped = engine.optimizer
+    names = ("use_muon", "save_muon_momentum_buffer_in_memory")
+    return all(getattr(wrapped, name, False) is True for name in names)
+
+
+def _runs_zenflow(engine: Any) -> bool:
+    return bool(getattr(engine, "zenflow", False))
+
+
+def _runs_superoffload(engine: Any) -> bool:
+    return type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3"
+
+
+def _list_sharded_bases(engine: Any) -> list[str]:
+    """LoRA ``OptimizedLinear`` modules of which each rank holds a slice of the frozen base weight."""
+    modules = engine.module.named_modules()
+    return [name for name, child in modules if hasattr(child, "lora_config") and getattr(child, "zero_shards", 1) > 1]
+
+
+_REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (
+        _keeps_nvme,
+        "The engine keeps optimizer states or parameters on NVMe{}: this release cannot fill swapped buffers, and "
+        "DeepSpeed's own load restores neither moments nor steps nor hyper-parameters of it. Resume with the offload "
+        "device cpu or none.",
+    ),
+    (
+        _keeps_muon_in_memory,
+        "The engine keeps Muon's momentum in memory (save_muon_momentum_buffer_in_memory){}, which no load restores. "
+        "Resume with save_muon_momentum_buffer_in_memory switched off.",
+    ),
+    (
+        _runs_zenflow,
+        "The engine runs ZenFlow{}, which keeps transposed partitions and states of its own: this release cannot fill "
+        "them. Resume without zero_optimization.zenflow.",
+    ),
+    (
+        _runs_superoffload,
+        "The engine runs SuperOffload{}, whose moments live in another process: no load restores them. Resume without "
+        "offload_optimizer.super_offload.",
+    ),
+    (
+        _list_sharded_bases,
+        "LoRA OptimizedLinear with base_weight_sharding > 1{}: every rank holds another slice of the frozen base "
+        "weights, and a save keeps rank 0's alone. Resume with base_weight_sharding 1.",
+    ),
+)
+"""What is refused at any topology: how it is found (True, or the modules' names), and what the message says of it."""
+
+
+def list_unsaved(engine: Any) -> list[str]:
+    """State that no save holds and that starts anew, in words."""
+    autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    if not autocast:
+        return []
+    return ["torch_autocast in fp16: DeepSpeed saves no state of its GradScaler; the loss scale starts anew"]
+
+
+def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:
+    """The paths of this rank's own files, and what the engine is in the words of these files.
+
+    Returns:
+        Model states, ZeRO optimizer states (None at stage 0), and facts for
+        :func:`deepspeed_ucp.sources.ownfiles.compare_own_files`.
+    """
+    load_dir, tag = os.path.split(os.path.abspath(folder))
+    partitions = hasattr(engine.optimizer, "partition_count")
+    model = engine._get_ckpt_name(load_dir, tag)
+    facts = _describe_degrees(engine)
+    if not partitions:
+        return model, None, facts | _describe_stage0(engine)
+    return model, engine._get_zero_ckpt_name(load_dir, tag), facts | _describe_partitions(engine)
+
+
+def _describe_degrees(engine: Any) -> dict[str, Any]:
+    layers = [child for child in engine.module.modules() if hasattr(child, "expert_placement_descriptor")]
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    return {
+        "ZeRO stage": int(engine.zero_optimization_stage()),
+        "precision": precision,
+        "model-parallel ranks": int(engine.mp_world_size),
+        "experts per layer": list(engine.num_experts),
+        "use_data_before_expert_parallelism": bool(engine._config.use_data_before_expert_parallel_),
+        "AutoEP placement": [layer.expert_placement_descriptor for layer in layers],
+    }
+
+
+def _describe_partitions(engine: Any) -> dict[str, Any]:
+    wrapped = engine.optimizer
+    counts, shapes = wrapped.partition_count, engine._get_zero_param_shapes()
+    describe_groups = getattr(wrapped, "_zero3_partition_group_metadata", lambda: None)
+    return {
+        "data-parallel ranks": int(engine.seq_dp_world_size),
+        "parameters": [[(name, tuple(shape)) for name, shape in group.items()] for group in shapes],
+        "partitions": [int(count) for count in (counts if isinstance(counts, (list, tuple)) else [counts])],
+        "partition groups": describe_groups(),
+    }
+
+
+def _describe_stage0(engine: Any) -> dict[str, Any]:
+    """Replicas of dense parameters may be any number; experts are spread over ranks."""
+    if not engine.has_moe_layers:
+        return {}
+    sizes = sorted({layer.ep_size for layer in engine.module.modules() if hasattr(layer, "ep_size")})
+    facts = {"data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
+    # With several degrees the files tell the largest one alone.
+    return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}

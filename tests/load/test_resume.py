@@ -1,0 +1,68 @@
+"""Which checkpoint a resume takes, and who loads it; without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.load.resume import find_tag
+from tests.ranks import run_ranks
+
+STATES = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two tags, the second is the latest."""
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / STATES).touch()
+    (tmp_path / "latest").write_text("global_step2")
+    return tmp_path
+
+
+def test_the_tag_is_the_latest_or_the_given_one(folder: Path) -> None:
+    assert find_tag(str(folder), None, Comm()) == "global_step2"
+    assert find_tag(str(folder), "global_step1", Comm()) == "global_step1"
+    with pytest.raises(CheckpointError, match="no checkpoint with tag '7'"):
+        find_tag(str(folder), 7, Comm())
+
+
+def test_an_empty_folder_has_no_tag(tmp_path: Path) -> None:
+    assert find_tag(str(tmp_path), None, Comm()) is None
+    assert find_tag(str(tmp_path / "absent"), None, Comm()) is None
+
+
+def test_a_latest_that_points_nowhere_is_refused(folder: Path) -> None:
+    (folder / "latest").write_text("global_step9")
+    with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step9'.*global_step1, global_step2"):
+        find_tag(str(folder), None, Comm())
+
+
+@pytest.mark.parametrize("other", ["global_step1", None])
+def test_ranks_that_see_different_tags_are_refused(folder: Path, other: str | None, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    if other:
+        (there / other).mkdir()
+        (there / "latest").write_text(other)
+    folders = [str(there), str(folder)]
+    text = f"ranks see different checkpoints .rank 0: {other}, rank 1: global_step2.*shared file system"
+    with pytest.raises(CheckpointError, match=text):
+        run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm))
+
+
+def test_another_ranks_missing_folder_is_this_ranks_error(folder: Path, tmp_path: Path) -> None:
+    folders = [str(tmp_path / "absent"), str(folder)]
+    with pytest.raises(CheckpointError, match=r"^\[rank 0\] .*absent.global_step1: no checkpoint with tag"):
+        run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step1", comm))
+
+
+def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
+    (folder / "global_step1_universal").mkdir()
+    (folder / "latest_universal").write_text("global_step1_universal")
+    assert find_tag(str(folder), None, Comm()) == "global_step2"
+    assert find_tag(str(folder), None, Comm(), universal=True) == "global_step1_universal"
