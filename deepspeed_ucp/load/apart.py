@@ -15,15 +15,13 @@ from typing import Any
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError
 from ..io.memory import identify_host, measure_available
+from ..targets.guard import BROKEN
 from .sinks import Buffer
 
 logger = logging.getLogger("deepspeed_ucp")
 
 SHARE = 0.75
 """Of a machine's free memory that a load may use for what it reads, fresh optimizer states included."""
-
-BROKEN = "_ucp_broken"
-"""Attribute of an engine that holds a part of a checkpoint: why it must not be used."""
 
 
 def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:

@@ -200,10 +200,8 @@ def _load(
     target.prepare()
     try:
         return index.state_file, load_direct(engine, index, target, comm, config, arguments, report)
-    except Exception:
-        seal(engine)
-        raise
     finally:
+        seal(engine)
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
 

@@ -1,0 +1,41 @@
+"""An engine that a load has left half changed neither steps nor saves until a load succeeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.targets.guard import BROKEN, release, seal
+
+
+class Engine:
+    """An engine with some of the methods."""
+
+    def step(self) -> str:
+        return "stepped"
+
+    def save_checkpoint(self, folder: str, **_: Any) -> str:
+        return f"saved to {folder}"
+
+
+def test_a_whole_engine_is_left_alone() -> None:
+    engine = Engine()
+    seal(engine)
+    assert vars(engine) == {}
+
+
+def test_a_broken_engine_neither_steps_nor_saves_until_a_load_succeeds() -> None:
+    engine = Engine()
+    setattr(engine, BROKEN, "it holds a part of the checkpoint")
+    seal(engine)
+    for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
+        with pytest.raises(CheckpointError, match="a part of the checkpoint"):
+            use()
+    assert not hasattr(engine, "train_batch")
+    setattr(engine, BROKEN, None)
+    release(engine)
+    assert engine.step() == "stepped"
+    assert engine.save_checkpoint("here") == "saved to here"
+    assert vars(engine) == {}
