@@ -18,7 +18,7 @@ from ..comm import Comm
 from ..errors import ConfigError
 from ..patterns import from_config
 from ..sources import open_checkpoint
-from ..sources.finding import find_checkpoint as resolve
+from ..sources.latest import find_checkpoint as resolve
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex

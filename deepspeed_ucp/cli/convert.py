@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     from ..convert import ConvertOptions, convert_index, default_destination
     from ..errors import ConfigError
     from ..sources import open_checkpoint
-    from ..sources.finding import find_checkpoint
+    from ..sources.latest import find_checkpoint
 
     if options.workers < 0 or options.window_mb < 16:
         raise ConfigError("--workers must not be negative, --window-mb not below 16.")

@@ -3,66 +3,49 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..comm import Comm
 from ..errors import UcpError
 from .common import format_bytes, format_table
 from .summary import count_of
 from .survey import VERSION
 
+if TYPE_CHECKING:
+    from ..sources.open import FolderReport
+
 _MANY = 40
 """With more files, those that are whole are only counted."""
 
 
-def examine_folder(folder: str, error: UcpError) -> dict[str, Any]:
-    """Every state file with its size and what its header tells, and all flaws, as data for JSON.
+def examine_folder(report: FolderReport, error: UcpError | None) -> dict[str, Any]:
+    """Every state file with its size and what its header tells, and all faults, as data for JSON.
 
     Args:
+        report: of the folder.
         error: why the checkpoint as a whole does not open.
     """
-    from ..sources.files import holds_atoms, is_state_file, list_sizes
+    from ..sources.files import is_state_file, list_sizes
 
-    flaws: list[tuple[str, str]] = []
-    sizes: dict[str, int] = {}
-    with suppress(UcpError):
-        sizes = list_sizes(folder)
-        flaws = _find_flaws(folder, atomic=holds_atoms(sizes))
+    folder, sizes = report.folder, list_sizes(report.folder)
     told: dict[str, list[str]] = {}
-    for name, text in flaws:
-        told.setdefault(name, []).append(text)
+    for finding in report.findings:
+        if not finding.warning:
+            told.setdefault(finding.file, []).append(finding.text)
     files = [
-        {"name": name, "size": size, **_read_facts(folder, name), "faults": told.get(name, [])}
+        {"name": name, "size": size, **_read_facts(folder, name), "faults": told.pop(name, [])}
         for name, size in sorted(sizes.items())
         if size >= 0 and is_state_file(name)
     ]
-    elsewhere = [{"name": name, "text": text} for name, text in flaws if name and name not in sizes]
-    missing = [each for each in elsewhere if not os.path.exists(os.path.join(folder, each["name"]))]
-    general = [text for name, text in flaws if not name and text != str(error)]
-    general += [each["text"] for each in elsewhere if each not in missing]
-    general += [text for name, text in flaws if name in sizes and not is_state_file(name)]
+    missing = {f.file for f in report.findings if f.kind == "missing" and f.file and not f.warning}
     return {
         "inspect": VERSION,
         "folder": folder,
         "error": str(error),
         "kind": type(error).__name__,
         "files": files,
-        "missing": missing,
-        "faults": general,
+        "missing": [{"name": name, "text": text} for name in sorted(missing) for text in told.pop(name, [])],
+        "faults": [text for name, texts in told.items() for text in texts if name or text != str(error)],
     }
-
-
-def _find_flaws(folder: str, *, atomic: bool) -> list[tuple[str, str]]:
-    """File (empty: the folder as a whole) and what is wrong with it; leftovers are no reason not to open."""
-    if atomic:
-        from ..examine.verify import verify_checkpoint
-
-        found = verify_checkpoint(folder, Comm(), headers_only=True)
-        return [(fault.file.removeprefix(f"{folder}/"), fault.text) for fault in found.faults if not fault.warning]
-    from ..sources.survey import survey_folder
-
-    return [(flaw.file, flaw.text) for flaw in survey_folder(folder, Comm()) if flaw.kind != "leftover"]
 
 
 def _read_facts(folder: str, name: str) -> dict[str, Any]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..comm import Comm, join_launch
-from ..errors import ConfigError, MismatchError, UcpError, shorten
-from .common import ERROR, OK, add_checkpoint_options, add_command, emit, open_index, read_rules, resolve, tell
+from ..comm import join_launch
+from ..errors import ConfigError, shorten
+from .common import ERROR, OK, add_checkpoint_options, add_command, emit, read_groups, read_rules, resolve, tell
 
 if TYPE_CHECKING:
-    from ..atoms import AtomicIndex
+    from ..sources.open import FolderReport
     from .parameters import Parameter
-    from .survey import Finding, Survey
-
-logger = logging.getLogger("deepspeed_ucp")
+    from .survey import Survey
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,22 +51,32 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
+    from ..sources.normal import Naming
+    from ..sources.open import survey_checkpoint
+
     with join_launch() as comm:
-        folder = ""
-        with comm.together():
-            folder, rules = resolve(options.checkpoint), read_rules(options)
-        try:
-            index, findings = _open(options, folder, comm)
-        except (MismatchError, ConfigError):
-            raise
-        except UcpError as error:
-            if not comm.rank:
-                _show_damage(options, folder, error)
-            return ERROR
+        folder = comm.run(lambda: resolve(options.checkpoint))
+        rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
+        report = survey_checkpoint(folder, comm, Naming(groups=groups))
         if not comm.rank:
-            survey = make_survey(index, folder, rules)
-            survey.findings.extend(findings)
-            _show(options, survey)
+            return _tell(options, report, rules)
+    return OK if _is_shown(options, report) else ERROR
+
+
+def _is_shown(options: argparse.Namespace, report: FolderReport) -> bool:
+    """Whether there is an index to show: states without names are no fault where no ``--groups`` name them."""
+    faults = {finding.kind for finding in report.findings if not finding.warning}
+    excused = set() if options.groups else {"unnamed"}
+    return report.index is not None and faults <= excused
+
+
+def _tell(options: argparse.Namespace, report: FolderReport, rules: Sequence[Any]) -> int:
+    if not _is_shown(options, report):
+        if any(finding.kind == "unnamed" for finding in report.findings):
+            report.require()
+        _show_damage(options, report)
+        return ERROR
+    _show(options, make_survey(report, rules))
     return OK
 
 
@@ -89,40 +95,29 @@ def _show(options: argparse.Namespace, survey: Survey) -> None:
         tell(f"ds_ucp: drew {options.plot}")
 
 
-def _open(options: argparse.Namespace, folder: str, comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
-    """The index; without the optimizer's states where these have no names and ``--groups`` is not given."""
-    from .survey import Finding
-
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # what would be a warning is a finding of the report
-    try:
-        return open_index(options, folder, comm), []
-    except MismatchError as error:
-        if options.groups:
-            raise
-        text = f"the optimizer's states have no names; give --groups ({error})"
-        return open_index(options, folder, comm, weights_only=True), [Finding("unnamed", text)]
-    finally:
-        logger.setLevel(level)
-
-
-def make_survey(index: AtomicIndex, folder: str, rules: Sequence[Any] = ()) -> Survey:
+def make_survey(report: FolderReport, rules: Sequence[Any] = ()) -> Survey:
     """All that there is to tell about a checkpoint that opens.
 
     Args:
+        report: of its folder.
         rules: the user's, for parameters that the checkpoint does not settle.
 
     Raises:
         CheckpointError: the state file is damaged.
     """
+    from ..sources.findings import WARNING, Finding
     from .parameters import list_parameters, settle_patterns
     from .survey import Survey, count_totals, find_findings, list_files, read_client_keys, tell_origin
 
+    folder, index = report.folder, report.index or report.require()
     settling = settle_patterns(index, rules)
     rows = list_parameters(index, settling)
     client, version = read_client_keys(index)
-    findings = find_findings(index, folder, rows, settling)
-    files = list_files(index, folder)
+    findings = find_findings(report, index, rows, settling)
+    for unnamed in (each for each in report.findings if each.kind == "unnamed"):
+        text = f"the optimizer's states have no names; give --groups ({unnamed.text})"
+        findings.append(Finding("unnamed", unnamed.file, text, WARNING))
+    files = list_files(report)
     totals, written = count_totals(index, files, rows), tell_origin(index, folder, version)
     return Survey(folder, index, rows, files, totals, client, written, findings)
 
@@ -155,12 +150,12 @@ def pick_parameter(survey: Survey, wanted: str) -> Parameter:
     return rows[found[0]]
 
 
-def _show_damage(options: argparse.Namespace, folder: str, error: UcpError) -> None:
+def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
     """What can still be told, and the error."""
+    from ..sources.findings import make_error
     from .damage import examine_folder, write_damage
 
-    data = examine_folder(folder, error)
+    error = make_error(report.findings)
+    data = examine_folder(report, error)
     emit(options, data, write_damage(data))
-    if options.debug:
-        tell(traceback.format_exc().rstrip())
-    tell(f"ds_ucp: error: {str(error).removeprefix(f'{folder}{os.sep}')}")
+    tell(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")

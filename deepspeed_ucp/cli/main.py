@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from ..errors import UcpError
-from .common import BROKEN_PIPE, ERROR, INTERRUPTED, HelpFormatter, Lines, find_rank, tell
+from .common import BROKEN_PIPE, ERROR, INTERRUPTED, HelpFormatter, Lines, emit, find_rank, tell
 
 COMMANDS = ("run", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
@@ -99,6 +99,8 @@ def guard(command: Callable[[argparse.Namespace], int], options: argparse.Namesp
     except (UcpError, OSError) as error:
         if options.debug or not (isinstance(error, UcpError) and error.echo):
             _report(f"error: {error}", options)
+            if getattr(options, "json", False):
+                emit(options, {"error": str(error), "kind": type(error).__name__}, "")
     except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
         hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
         _report(f"error: {type(error).__name__}: {error}{hint}", options)

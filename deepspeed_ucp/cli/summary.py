@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, AtomicIndex
 from .common import format_bytes, format_count, format_table
 from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, fold_names, fold_rows, shorten_path, sort_states
-from .survey import Finding, Survey, list_states, tell_groups, tell_scalars
+from .survey import Survey, list_states, tell_groups, tell_scalars
+
+if TYPE_CHECKING:
+    from ..sources.findings import Finding
 
 _WIDTH = 100
 """Columns of the values in the report's head."""

@@ -5,42 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
 from ..patterns import list_families
 from .parameters import BUFFER, FROZEN, Parameter, Settling, shorten_path
 
+if TYPE_CHECKING:
+    from ..sources.findings import Finding
+    from ..sources.open import FolderReport
+
 VERSION = 1
 """Of the JSON; it grows when a key changes its meaning or goes."""
-
-_DEEPSPEEDS = frozenset(
-    [
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"),
-        *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"),
-        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config"),
-    ]
-)
-"""Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and kin)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that a user should know.
-
-    Attributes:
-        kind: ``unsettled``, ``irregular``, ``unreadable``, ``leftover``, ``latest``, ``checksums``, ``dropped``,
-            ``unnamed``, ``rules`` or ``damaged``.
-        text: what is the matter, and what to do.
-        names: the parameters or files.
-        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
-    """
-
-    kind: str
-    text: str
-    names: tuple[str, ...] = ()
-    rules: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +145,17 @@ def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Pa
     )
 
 
-def list_files(index: AtomicIndex, folder: str) -> dict[str, int]:
+def list_files(report: FolderReport) -> dict[str, int]:
     """The checkpoint's files by their names in its folder, with sizes; scalars and manifest too, hard links once."""
-    if index.topology.wrapper == "atomic":
-        paths = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in sorted(names))
-        found = {(stat.st_dev, stat.st_ino): (path, stat.st_size) for path in paths if (stat := os.stat(path))}
-        return {os.path.relpath(path, folder): size for path, size in sorted(found.values())}
     from ..sources.files import list_sizes
 
-    old = set(_find_leftovers(index, folder))
-    return {name: size for name, size in sorted(list_sizes(folder).items()) if size >= 0 and name not in old}
+    if report.atomic:
+        paths = (os.path.join(where, name) for where, _, names in os.walk(report.folder) for name in sorted(names))
+        found = {(stat.st_dev, stat.st_ino): (path, stat.st_size) for path in paths if (stat := os.stat(path))}
+        return {os.path.relpath(path, report.folder): size for path, size in sorted(found.values())}
+    old = {finding.file for finding in report.findings if finding.kind == "leftover"}
+    sizes = list_sizes(report.folder)
+    return {name: size for name, size in sorted(sizes.items()) if size >= 0 and name not in old}
 
 
 def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
@@ -187,12 +164,13 @@ def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
     Raises:
         CheckpointError: the file is damaged.
     """
+    from ..sources.marks import DEEPSPEEDS
     from ..torchsave.torchfile import read_header
 
     tree = read_header(index.state_file).tree
     if not isinstance(tree, Mapping):
         return {}, ""
-    kept = {str(key): _tell_kind(value) for key, value in tree.items() if key not in _DEEPSPEEDS}
+    kept = {str(key): _tell_kind(value) for key, value in tree.items() if key not in DEEPSPEEDS}
     scheduler = {"lr_scheduler": _tell_kind(tree["lr_scheduler"])} if tree.get("lr_scheduler") is not None else {}
     return {**scheduler, **kept}, str(tree.get("ds_version") or "")
 
@@ -235,8 +213,12 @@ def _advise(settling: Settling) -> str:
     return f"a family ({', '.join(list_families())}) or rules"
 
 
-def find_findings(index: AtomicIndex, folder: str, rows: Iterable[Parameter], settling: Settling) -> list[Finding]:
+def find_findings(
+    report: FolderReport, index: AtomicIndex, rows: Iterable[Parameter], settling: Settling
+) -> list[Finding]:
     """What is missing, odd or to be decided."""
+    from ..sources.findings import WARNING, Finding
+
     found: list[Finding] = []
     unsettled = [row for row in rows if row.why]
     if unsettled:
@@ -245,53 +227,39 @@ def find_findings(index: AtomicIndex, folder: str, rows: Iterable[Parameter], se
             f"--patterns: {_advise(settling)}"
         )
         rules = {row.why.get("match", row.name): row.why for row in unsettled}
-        found.append(Finding("unsettled", text, tuple(row.name for row in unsettled), tuple(rules.values())))
+        names = tuple(row.name for row in unsettled)
+        found.append(Finding("unsettled", "", text, WARNING, names, tuple(rules.values())))
     for kind, faults in (("irregular", index.irregular), ("unreadable", index.unreadable)):
         by_text: dict[str, list[str]] = {}
         for name, text in faults.items():
             by_text.setdefault(text, []).append(name)
-        found += [Finding(kind, f"{_FAULTS[kind]}: {text}", tuple(names)) for text, names in by_text.items()]
+        found += [Finding(kind, "", f"{_FAULTS[kind]}: {t}", WARNING, tuple(held)) for t, held in by_text.items()]
     if index.dropped:
-        found.append(Finding("dropped", index.dropped))
-    found += [Finding("rules", text) for text in settling.unused]
-    found += _look_around(index, folder)
-    return found
+        found.append(Finding("dropped", "", index.dropped, WARNING))
+    found += [Finding("rules", "", text, WARNING) for text in settling.unused]
+    return [*found, *_look_around(report, index)]
+
+
+def _look_around(report: FolderReport, index: AtomicIndex) -> list[Finding]:
+    """Files without checksums, what opening the folder has found, ``latest`` beside it."""
+    from ..sources.findings import NOTE, WARNING, Finding
+    from ..sources.latest import check_latest
+
+    found: list[Finding] = []
+    unchecked = {index.records[r].file for r, record in enumerate(index.records) if record.crc is None}
+    if unchecked:
+        names = tuple(shorten_path(index, index.files[file].path) for file in sorted(unchecked))
+        text = "files without checksums; damage to them cannot be found"
+        found.append(Finding("checksums", "", text, NOTE, names))
+    if left := tuple(finding.file for finding in report.findings if finding.kind == "leftover"):
+        found.append(
+            Finding("leftover", "", "files of an earlier save, which are not read; remove them", WARNING, left)
+        )
+    found += [each for each in report.findings if each.kind not in ("leftover", "dropped", "unnamed")]
+    return [*found, *check_latest(report.folder, atomic=report.atomic)]
 
 
 _FAULTS = {
     "irregular": "optimizer states that are not element-wise, which other topologies cannot take",
     "unreadable": "bytes that cannot be cut",
 }
-
-
-def _look_around(index: AtomicIndex, folder: str) -> list[Finding]:
-    """Leftovers in the folder, ``latest`` beside it, files without checksums."""
-    found = []
-    unchecked = {index.records[r].file for r, record in enumerate(index.records) if record.crc is None}
-    if unchecked:
-        names = tuple(shorten_path(index, index.files[file].path) for file in sorted(unchecked))
-        found.append(Finding("checksums", "files without checksums; damage to them cannot be found", names))
-    if index.topology.wrapper != "atomic" and (left := _find_leftovers(index, folder)):
-        found.append(Finding("leftover", "files of an earlier save, which are not read; remove them", tuple(left)))
-    if text := check_latest(folder, "latest_universal" if index.topology.wrapper == "atomic" else "latest"):
-        found.append(Finding("latest", text))
-    return found
-
-
-def _find_leftovers(index: AtomicIndex, folder: str) -> list[str]:
-    from ..sources.survey import find_old_files
-
-    return [flaw.file for flaw in find_old_files(folder, index)]
-
-
-def check_latest(folder: str, name: str) -> str:
-    """Empty where ``latest`` beside the folder names it, else what it says."""
-    path = os.path.join(os.path.dirname(os.path.abspath(folder)), name)
-    try:
-        with open(path, encoding="utf-8") as stream:
-            tag = stream.read().strip()
-    except FileNotFoundError:
-        return f"no `{name}` beside it: load_checkpoint needs tag={os.path.basename(os.path.abspath(folder))!r}"
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{path} cannot be read: {error}"
-    return "" if tag == os.path.basename(os.path.abspath(folder)) else f"`{name}` names {tag!r}, not this one"

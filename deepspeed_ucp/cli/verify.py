@@ -21,7 +21,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..examine.verify import Fault, Verification
+    from ..examine.verify import Verification
+    from ..sources.findings import Finding
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -72,16 +73,16 @@ def run(options: argparse.Namespace) -> int:
     return OK if found.whole else FAULT
 
 
-def find_dangling(path: str) -> Fault | None:
+def find_dangling(path: str) -> Finding | None:
     """`latest` that leads nowhere, although it is there."""
-    from ..examine.faults import Fault
+    from ..sources.findings import Finding
 
     for latest in ("latest", "latest_universal"):
-        if os.path.isfile(os.path.join(path, latest)):
+        if os.path.lexists(os.path.join(path, latest)):
             try:
                 resolve(path)
             except CheckpointError as error:
-                return Fault("latest", latest, str(error))
+                return Finding("latest", latest, str(error))
             return None
     return None
 
@@ -107,13 +108,13 @@ def to_data(found: Verification) -> dict[str, Any]:
     }
 
 
-def _tell(fault: Fault) -> dict[str, Any]:
+def _tell(fault: Finding) -> dict[str, Any]:
     return {
         "kind": fault.kind,
         "file": fault.file,
         "text": fault.text,
         "warning": fault.warning,
-        "atoms": fault.atoms,
+        "atoms": fault.names,
     }
 
 
@@ -138,7 +139,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> str:
     return "\n".join([*lines, _conclude(found)])
 
 
-def _word(fault: Fault) -> str:
+def _word(fault: Finding) -> str:
     return f"{'warning' if fault.warning else 'FAULT'} [{fault.kind}] {fault.text}"
 
 

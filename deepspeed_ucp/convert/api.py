@@ -7,7 +7,7 @@ from typing import Any
 from ..comm import Comm
 from ..patterns import from_config
 from ..sources import open_checkpoint
-from ..sources.finding import find_checkpoint
+from ..sources.latest import find_checkpoint
 from .driver import ConvertOptions, convert_index
 from .report import ConvertReport
 

@@ -4,62 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ..atoms import AtomicIndex
 from ..errors import UcpError, shorten
 from ..io.scan import Scanned
+from ..sources.findings import Finding
 from ..torchsave.records import FileRecords, RecordEntry, name_storages
 
 NAMED = 8
-"""Atoms of a damaged record that a fault's text names; ``Fault.atoms`` has all."""
+"""Atoms of a damaged record that a fault's text names; ``Finding.names`` has all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is wrong with a checkpoint.
-
-    Attributes:
-        kind: ``crc``, ``read``, ``header``, ``missing``, ``foreign`` (of another step, run or world size),
-            ``inconsistent`` (elements missing or covered twice, contradictions), ``manifest``, ``extra``, ``latest``,
-            ``unsupported``; as warnings ``leftover`` (of an earlier save), ``latest``, ``missing`` (no optimizer
-            states) and ``unnamed`` (stage 0: nothing tells whose optimizer states are whose).
-        file: name in the folder; empty where it is the folder's.
-        text: what was expected, what was found.
-        warning: the checkpoint can be loaded all the same.
-        atoms: what lies in the damaged bytes, as ``parameter (state)``.
-    """
-
-    kind: str
-    file: str
-    text: str
-    warning: bool = False
-    atoms: tuple[str, ...] = ()
-
-
-def judge_file(name: str, listed: FileRecords | None, scan: Scanned) -> list[tuple[Fault, RecordEntry | None]]:
+def judge_file(name: str, listed: FileRecords | None, scan: Scanned) -> list[tuple[Finding, RecordEntry | None]]:
     """Faults of one file's bytes, with the record that each is about."""
     return list(_judge(name, listed, scan))
 
 
-def _judge(name: str, listed: FileRecords | None, scan: Scanned) -> Iterator[tuple[Fault, RecordEntry | None]]:
+def _judge(name: str, listed: FileRecords | None, scan: Scanned) -> Iterator[tuple[Finding, RecordEntry | None]]:
     records = listed.records if listed else ()
     for offset, text in scan.errors[:1]:
         inside = next((r for r in records if r.offset <= offset < r.offset + r.nbytes), None)
         more = f", nor at {len(scan.errors) - 1} other places" if len(scan.errors) > 1 else ""
-        yield Fault("read", name, f"{name}: {text}{more}."), inside
+        yield Finding("read", name, f"{name}: {text}{more}."), inside
     for record, crc in zip(records, scan.crcs, strict=True):
         if crc is not None and record.crc is not None and crc != record.crc:
             text = (
                 f"{name}: record {record.name}, bytes [{record.offset}, {record.offset + record.nbytes}), has CRC32 "
                 f"{crc:08x}, the writer stored {record.crc:08x}"
             )
-            yield Fault("crc", name, text), record
+            yield Finding("crc", name, text), record
 
 
 def name_contents(
-    folder: str, name: str, found: Sequence[tuple[Fault, RecordEntry | None]], index: AtomicIndex | None
-) -> Iterator[Fault]:
+    folder: str, name: str, found: Sequence[tuple[Finding, RecordEntry | None]], index: AtomicIndex | None
+) -> Iterator[Finding]:
     """The same faults with what lies in the damaged records."""
     if not found:
         return
@@ -69,7 +48,7 @@ def name_contents(
     for fault, record in found:
         held = (inside.get(record.offset) or places.get(record.name, [])) if record else []
         text = f"{fault.text.removesuffix('.')}{_tell_contents(held, record)}."
-        yield Fault(fault.kind, fault.file, text, atoms=tuple(held))
+        yield replace(fault, text=text, names=tuple(held))
 
 
 def _tell_contents(held: Sequence[str], record: RecordEntry | None) -> str:

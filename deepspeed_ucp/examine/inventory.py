@@ -6,29 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..sources.atomic.manifest import AtomRecord, Manifest
+from ..sources.findings import Finding
 from ..torchsave.records import FileRecords
-from .faults import Fault
 
 STEP = "step.pt"
 """A parameter's scalar, which the manifest has itself; the file is there for upstream."""
 
 
-def compare_names(manifest: Manifest, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Files that are missing, of another size, or more than the manifest lists."""
-    expected = {atom.file: atom.size for atom in manifest.atoms}
-    expected |= {state.name: state.size for state in manifest.states}
-    for name, size in sorted(expected.items()):
-        if name not in sizes:
-            yield Fault("missing", name, f"{name} is missing; the manifest lists it. Copy it here, or convert again.")
-        elif size and sizes[name] != size:
-            yield Fault("manifest", name, f"{name}: has {sizes[name]} bytes, the manifest says {size}.")
-    for name in sorted(set(sizes) - set(expected)):
+def find_extra(manifest: Manifest, sizes: Mapping[str, int]) -> Iterator[Finding]:
+    """Files that the manifest does not list; what it lists is looked for as the checkpoint is opened."""
+    expected = {atom.file for atom in manifest.atoms} | {state.name for state in manifest.states}
+    for name in sorted(set(sizes) - expected):
         if name.rpartition("/")[2] != STEP:
             text = f"{name}: the manifest does not list it; DeepSpeed would load it all the same. Remove it."
-            yield Fault("extra", name, text)
+            yield Finding("extra", name, text)
 
 
-def compare_contents(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Fault]:
+def compare_contents(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
     """Files whose records are not those that were written; their bytes are held against the records by scanning."""
     by_file: dict[str, list[AtomRecord]] = defaultdict(list)
     for atom in manifest.atoms:
@@ -42,20 +36,20 @@ def compare_contents(manifest: Manifest, listed: Mapping[str, FileRecords]) -> I
                 f"{state.name}: its directory has CRC32 {found.header_crc:08x}, the manifest says {state.crc:08x}; it "
                 "is not the file that was written."
             )
-            yield Fault("manifest", state.name, text)
+            yield Finding("manifest", state.name, text)
 
 
-def _compare_atoms(atoms: Iterable[AtomRecord], file: FileRecords) -> Iterator[Fault]:
+def _compare_atoms(atoms: Iterable[AtomRecord], file: FileRecords) -> Iterator[Finding]:
     records = {(record.offset, record.nbytes): record for record in file.records}
     for atom in atoms:
         record = records.get((atom.offset, atom.nbytes))
         told = f"{atom.file}: {atom.name} ({atom.state})"
         if record is None and atom.nbytes:
             text = f"{told} has to be {atom.nbytes} bytes at byte {atom.offset}; the file has no such record."
-            yield Fault("manifest", atom.file, text, atoms=(f"{atom.name} ({atom.state})",))
+            yield Finding("manifest", atom.file, text, names=(f"{atom.name} ({atom.state})",))
         elif record is not None and record.crc is not None and record.crc != atom.crc:
             text = (
                 f"{told} has CRC32 {record.crc:08x}, the manifest says {atom.crc:08x}; it is not what was written "
                 "(another parameter's or another checkpoint's file)."
             )
-            yield Fault("manifest", atom.file, text, atoms=(f"{atom.name} ({atom.state})",))
+            yield Finding("manifest", atom.file, text, names=(f"{atom.name} ({atom.state})",))

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, MismatchError, UcpError, UnsupportedError, shorten
+from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..sources import open_checkpoint
-from ..sources.atomic import is_atomic
 from ..sources.atomic.manifest import Manifest, read_manifest
 from ..sources.files import MANIFEST
+from ..sources.findings import NOTE, WARNING, Finding, from_error
+from ..sources.latest import check_latest
+from ..sources.normal import Naming
+from ..sources.open import FolderReport, survey_checkpoint
 from ..sources.samples import check_samples
-from ..sources.survey import find_old_files, survey_folder
 from ..stream.progress import Bar, default_workers, no_bar
 from ..torchsave.records import FileRecords, list_records
-from .faults import Fault, judge_file, name_contents
-from .inventory import compare_contents, compare_names
+from .faults import judge_file, name_contents
+from .inventory import compare_contents, find_extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Verification:
     others: tuple[str, ...]
     read: int
     seconds: float
-    faults: tuple[Fault, ...]
+    faults: tuple[Finding, ...]
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,7 +91,7 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
             path = os.path.join(place, name)
             told = os.path.relpath(path, folder)
             if name.endswith(".pt"):
-                sizes[told] = os.stat(path).st_size if os.path.exists(path) else 0
+                sizes[told] = os.path.getsize(path) if os.path.isfile(path) else 0
             else:
                 others.append(told)
     return dict(sorted(sizes.items())), sorted(others)
@@ -134,19 +135,21 @@ def verify_checkpoint(
         plan = _plan(folder, mine, sizes, listed)
         with bar(sum(file.size for file in plan)) as shown:
             scans = scan_files(plan, threads=threads, window=window, progress=shown.add)
-    index, more = _look_at_whole(folder, comm, groups)
+    report, more = _look_at_whole(folder, comm, groups)
+    index = report.index
     manifest, told = _look_at_manifest(folder, comm, sizes, listed)
     faults += told
     for name, scan in zip(mine, scans, strict=False):
         faults += name_contents(folder, name, judge_file(name, listed.get(name), scan), index)
     reports = [_report(name, sizes[name], listed.get(name)) for name in mine]
     gathered = comm.gather((reports, faults, sum(scan.nbytes for scan in scans)))
-    every = [fault for _, held, _ in gathered for fault in held] + more + _look_at_latest(folder)
-    if index is not None and not headers_only and not any(not fault.warning for fault in every):
-        every += _compare_samples(index, comm)
+    left = {finding.file for finding in more if finding.kind == "leftover"}
+    every = [*more, *(_excuse(fault, left) for _, held, _ in gathered for fault in held)]
+    if index is not None and not headers_only and all(fault.warning for fault in every):
+        every += _compare_samples(folder, index, comm)
     return Verification(
         folder=folder,
-        kind="atomic" if is_atomic(folder) else "normal",
+        kind="atomic" if report.atomic else "normal",
         topology=index.topology.describe() if index else "",
         files=tuple(sorted((report for held, _, _ in gathered for report in held), key=lambda r: r.name)),
         others=tuple(others),
@@ -155,6 +158,11 @@ def verify_checkpoint(
         faults=_sort_faults(every),
         fingerprint=manifest.fingerprint if manifest else {},
     )
+
+
+def _excuse(fault: Finding, left: Set[str]) -> Finding:
+    """Damage to a file of an earlier save keeps nothing from being loaded."""
+    return replace(fault, severity=WARNING) if fault.file in left else fault
 
 
 def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
@@ -168,19 +176,19 @@ def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     return [sorted(share) for share in shares]
 
 
-def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str, FileRecords], list[Fault]]:
+def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str, FileRecords], list[Finding]]:
     """The directories of files, several at once."""
 
-    def look(name: str) -> FileRecords | Fault:
+    def look(name: str) -> FileRecords | Finding:
         try:
             return list_records(os.path.join(folder, name))
         except UcpError as error:
-            return Fault("header", name, str(error))
+            return Finding("header", name, str(error))
 
     with ThreadPoolExecutor(max_workers=max(threads, 1)) as pool:
         found = list(zip(names, pool.map(look, names), strict=True))
     listed = {name: each for name, each in found if isinstance(each, FileRecords)}
-    return listed, [each for _, each in found if isinstance(each, Fault)]
+    return listed, [each for _, each in found if isinstance(each, Finding)]
 
 
 def _plan(
@@ -196,86 +204,49 @@ def _plan(
     ]
 
 
-def _look_at_whole(folder: str, comm: Comm, groups: Any) -> tuple[AtomicIndex | None, list[Fault]]:
-    """The index, or everything that keeps it from being built; collective."""
-    notes: list[Fault] = []
-    try:
-        try:
-            index = open_checkpoint(folder, comm, groups=groups or "module")
-        except MismatchError as error:
-            index = open_checkpoint(folder, comm, weights_only=True)
-            notes.append(_note_unnamed(error, groups))
-    except UnsupportedError as error:
-        text = f"{error} Checksums apart, whether it is whole was not looked at."
-        return None, [Fault("unsupported", "", text)]
-    except ConfigError:
-        raise
-    except UcpError as error:
-        found = [] if is_atomic(folder) else survey_folder(folder, comm)
-        faults = [Fault(f.kind, f.file, f.text, warning=f.kind == "leftover") for f in found]
-        if not all(fault.warning for fault in faults):
-            return None, faults
-        return None, [*faults, *(Fault(_classify(text), "", text) for text in str(error).splitlines())]
-    if index.topology.wrapper == "none":
-        text = "holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
-        notes = [Fault("missing", "", f"{folder}: {text}", warning=True)]
-    old = [] if is_atomic(folder) else find_old_files(folder, index)
-    notes += [Fault("leftover", flaw.file, flaw.text, warning=True) for flaw in old]
-    return index, notes
+def _look_at_whole(folder: str, comm: Comm, groups: Any) -> tuple[FolderReport, list[Finding]]:
+    """What the headers tell of the checkpoint as a whole; collective."""
+    report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
+    findings = [_weigh(finding, groups) for finding in report.findings]
+    if report.index is not None and report.index.topology.wrapper == "none":
+        text = f"{folder}: holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
+        findings.append(Finding("missing", "", text, WARNING))
+    return report, [*findings, *check_latest(folder, atomic=report.atomic)]
 
 
-def _classify(text: str) -> str:
-    return "missing" if " missing" in text else "inconsistent"
-
-
-def _note_unnamed(error: MismatchError, groups: Any) -> Fault:
-    """Stage 0 saves optimizer states without names."""
-    if groups:
-        return Fault("unnamed", "", str(error))
-    text = (
-        f"{error} Whether its optimizer states are those of its parameters was not looked at: give the parameters' "
-        "names (--groups)."
-    )
-    return Fault("unnamed", "", text, warning=True)
+def _weigh(finding: Finding, groups: Any) -> Finding:
+    """What verifying makes of what keeps a checkpoint from being opened."""
+    if finding.kind == "unsupported":
+        return replace(finding, text=f"{finding.text} Checksums apart, whether it is whole was not looked at.")
+    if finding.kind == "unnamed" and not groups:  # stage 0 saves optimizer states without names
+        text = (
+            f"{finding.text} Whether its optimizer states are those of its parameters was not looked at: give the "
+            "parameters' names (--groups)."
+        )
+        return replace(finding, text=text, severity=WARNING)
+    return finding
 
 
 def _look_at_manifest(
     folder: str, comm: Comm, sizes: Mapping[str, int], listed: Mapping[str, FileRecords]
-) -> tuple[Manifest | None, list[Fault]]:
+) -> tuple[Manifest | None, list[Finding]]:
     """The manifest of an atomic checkpoint of ours, and what this rank's files have to do with it."""
     try:
         manifest = read_manifest(folder)
     except UcpError as error:
-        return None, [Fault("manifest", MANIFEST, str(error))]
+        return None, [Finding("manifest", MANIFEST, str(error))]
     if manifest is None:
         return None, []
-    names = list(compare_names(manifest, sizes)) if comm.rank == 0 else []
-    return manifest, [*names, *compare_contents(manifest, listed)]
+    extra = list(find_extra(manifest, sizes)) if comm.rank == 0 else []
+    return manifest, [*extra, *compare_contents(manifest, listed)]
 
 
-def _look_at_latest(folder: str) -> list[Fault]:
-    """The file beside the folder that says which one to load."""
-    parent, _ = os.path.split(os.path.abspath(folder))
-    name = "latest_universal" if is_atomic(folder) else "latest"
-    try:
-        with open(os.path.join(parent, name), encoding="utf-8") as stream:
-            tag = stream.read().strip()
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        return [Fault("latest", name, f"{parent}/{name}: cannot be read ({error}).", warning=True)]
-    if tag and os.path.isdir(os.path.join(parent, tag)):
-        return []
-    text = f"{parent}/{name}: leads to {tag!r}, which is not there; a load without a tag fails."
-    return [Fault("latest", name, text, warning=True)]
-
-
-def _compare_samples(index: AtomicIndex, comm: Comm) -> list[Fault]:
+def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
     """Whether masters and the model's own copies are of one step; collective."""
     try:
         check_samples(index, index.atoms.values(), comm)
     except UcpError as error:
-        return [Fault("foreign", "", str(error))]
+        return [replace(each, kind="foreign") for each in from_error(folder, error)]
     return []
 
 
@@ -285,11 +256,12 @@ def _report(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
     return FileReport(name, nbytes, len(listed.records), listed.unchecked)
 
 
-def _sort_faults(faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    """By file, each cause once: damage is met by the listing, by the index and by the manifest."""
-    unique: dict[tuple[str, ...], Fault] = {}
+def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
+    """By file, each cause once: damage is met by the listing, by the index and by the manifest; notes are left out."""
+    unique: dict[tuple[str, ...], Finding] = {}
     for fault in faults:
-        unique.setdefault((fault.file, fault.kind, "" if fault.kind == "header" else fault.text), fault)
+        if fault.severity != NOTE:
+            unique.setdefault((fault.file, fault.kind, "" if fault.kind == "header" else fault.text), fault)
     known = {
         kind: {f.file for f in unique.values() if f.kind == kind} for kind in ("crc", "header", "missing", "manifest")
     }
@@ -298,7 +270,7 @@ def _sort_faults(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(kept, key=lambda fault: (fault.warning, fault.file, fault.kind, fault.text)))
 
 
-def _is_repeated(fault: Fault, known: Mapping[str, set[str]], named: Iterable[str]) -> bool:
+def _is_repeated(fault: Finding, known: Mapping[str, set[str]], named: Iterable[str]) -> bool:
     """Whether a fault follows from a more telling one."""
     if fault.kind == "header":
         return fault.file in known["crc"] and "has CRC32" in fault.text

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError, shorten
 from .files import NO_AXIS, Listing
-from .headers import FileHeader, ModelHeader, OptimHeader
+from .findings import FAULT, Finding
+from .headers import FileHeader, ModelHeader
+from .marks import CLIENT, MARKS, SCHEDULER, WRITER
 
-_EVERYWHERE: tuple[str, ...] = ("kind", "stage", "scaler", "clip_grad", "elastic")
-_IN_ONE_STAGE: tuple[str, ...] = ("kind", "stage", "groups", "scaler", "clip_grad", "elastic")
-_IN_ONE_RANK: tuple[str, ...] = ("kind", "stage", "groups", "scaler", "clip_grad", "alignment", "elastic")
+_EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
+"""Fields of the optimizer's headers that all ranks have alike."""
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class Save:
 
     Attributes:
         pp, tp: pipeline and tensor parallel degrees.
+        dp: data-parallel ranks, by the model states.
         models: per model-parallel rank the model states (of every data-parallel rank under ZeRO 3).
         shards: per model-parallel rank the optimizer states by data-parallel rank; empty lists at stage 0.
         layers: per tensor-parallel rank the layer files of a pipeline by layer.
@@ -32,6 +34,7 @@ class Save:
     models: list[list[FileHeader]]
     shards: list[list[FileHeader]]
     layers: list[dict[int, FileHeader]] = field(default_factory=list)
+    dp: int = 1
 
     @property
     def main(self) -> FileHeader:
@@ -78,28 +81,6 @@ def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
             "ones. The folder lacks files or mixes two saves."
         )
     return ranks // tp, tp
-
-
-def name_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
-    """The files of a save besides ``first`` (a model header and, where there is one, an optimizer header).
-
-    Raises:
-        CheckpointError: naming the files that are missing.
-    """
-    model = first[0].model
-    if model is None:
-        return []
-    expected = expect_files(listing, first)
-    if absent := [name for found, name in expected if found is None]:
-        pp, tp = find_degrees(listing, model)
-        dp = int(model.counters.get("dp_world_size", 1))
-        ranks = f"{dp} data-parallel ranks" + (f" of {pp * tp} model-parallel ones" if pp * tp > 1 else "")
-        raise CheckpointError(
-            f"{listing.folder}: {shorten(absent)} missing; the checkpoint was saved by {ranks} and "
-            "needs all of their files. Copy them here or load another tag."
-        )
-    known = {header.name for header in first}
-    return [found for found, _ in expected if found is not None and found not in known]
 
 
 def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[tuple[str | None, str]]:
@@ -189,6 +170,7 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     pp, tp = find_degrees(listing, model)
     by_name = {header.name: header for header in headers}
     save = Save(listing, pp, tp, [[] for _ in range(pp * tp)], [[] for _ in range(pp * tp)], [{} for _ in range(tp)])
+    save.dp = int(model.counters.get("dp_world_size", 1))
     roles = (
         (save.models, ((mp, name) for mp, name in sorted(listing.model.items()))),
         (save.models, ((mp, name) for (mp, _), name in sorted(listing.model_zero3.items()))),
@@ -204,92 +186,98 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     return save
 
 
-def check_family(save: Save) -> None:
-    """All files come from one save: same step, same groups, same kind, same number of ranks.
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Something that files of one save have alike: which files, what it is called, and where a header has it."""
 
-    Raises:
-        CheckpointError: a file of another step, run or world size.
-    """
-    for _, text in find_strangers(save):
-        raise CheckpointError(text)
-
-
-def find_strangers(save: Save) -> Iterator[tuple[str, str]]:
-    """(file, what tells it) of every file of another step, run or world size; held against the first rank's files."""
-    reference = save.model(0)
-    for header in (header for models in save.models for header in models):
-        model = header.model
-        if model is None or (model.counters, model.degrees) != (reference.counters, reference.degrees):
-            found = f"{model.counters} {model.degrees or ''}" if model else "none"
-            yield (
-                header.name,
-                f"{save.path(header)}: has counters {found}, {save.main.name} has {reference.counters} "
-                f"{reference.degrees or ''}. The file belongs to another step or run; put the right one back.",
-            )
-    for mp, shards in enumerate(save.shards):
-        for rank, header in enumerate(shards):
-            fault = _find_stranger(save, header, mp, rank)
-            if reference.config and header.config and header.config != reference.config:
-                fault = fault or f"its ds_config differs from that of {save.main.name}"
-            yield from _tell_stranger(save, header, fault)
-    for mp, models in enumerate(save.models[1:], 1):
-        yield from _tell_stranger(save, models[0], _compare_wrappers(save, mp))
+    headers: list[FileHeader]
+    what: str
+    read: Callable[[FileHeader], Any]
+    severity: str = FAULT
 
 
-def _tell_stranger(save: Save, header: FileHeader, fault: str) -> Iterator[tuple[str, str]]:
-    if fault:
-        yield (
-            header.name,
-            f"{save.path(header)}: {fault}. The file belongs to another step, run or world size; put the right one "
-            "back.",
-        )
+def find_strangers(save: Save) -> list[Finding]:
+    """A finding for every file that is of another step, run or world size than most; of two the first one counts."""
+    found: dict[str, Finding] = {}
+    for finding in _check_world_sizes(save):
+        found.setdefault(finding.file, finding)
+    for comparison in _list_comparisons(save):
+        for finding in _compare(save, comparison):
+            found.setdefault(finding.file, finding)
+    return list(found.values())
 
 
-def _find_stranger(save: Save, header: FileHeader, mp: int, rank: int) -> str:
-    """What tells that an optimizer file is not of this save: it is compared with the nearest first rank's."""
-    optim = header.optim
-    dp = len(save.shards[mp])
-    if optim is None:
-        return "holds no optimizer state"
-    if any(count != dp for count in optim.partition_count):
-        return f"was saved by {optim.partition_count} ranks, the model states say {dp}"
-    if rank:
-        first, fields = save.shards[mp][0], _IN_ONE_RANK
-    elif mp % save.tp:
-        first, fields = save.shards[mp - mp % save.tp][0], _IN_ONE_STAGE
-    else:
-        first, fields = save.shards[0][0], _EVERYWHERE
-    fault = _compare(optim, first.optim, fields, first.name) if first.optim else "has no mate"
-    if not fault and header.config != first.config:
-        return f"its ds_config differs from that of {first.name}"
-    return fault
+def _check_world_sizes(save: Save) -> Iterator[Finding]:
+    for header in (header for shards in save.shards for header in shards):
+        counts, dp = header.optim.partition_count if header.optim else (), save.dp
+        if any(count != dp for count in counts):
+            yield _tell_stranger(save, header, f"was saved by {counts} ranks, the model states say {dp}")
 
 
-def _compare_wrappers(save: Save, mp: int) -> str:
-    """Stage 0 keeps the optimizer in the model states."""
-    stage = mp - mp % save.tp
-    optim, first = save.model(mp).optim, save.model(stage).optim
-    origin = save.model(0).optim
-    if (optim is None) != (origin is None):
-        return f"{'has no' if optim is None else 'holds an'} optimizer state, unlike {save.main.name}"
-    if optim is None or first is None or origin is None:
-        return ""
-    fault = _compare(optim, first, _IN_ONE_STAGE, save.models[stage][0].name)
-    return fault or _compare(optim, origin, _EVERYWHERE, save.main.name)
+def _list_comparisons(save: Save) -> Iterator[_Comparison]:
+    """The comparisons in the order in which they tell: the first that fails is what is told of a file."""
+    models = [header for held in save.models for header in held]
+    shards = [header for held in save.shards for header in held]
+    yield _Comparison(models, "its step", _read_counters)
+    for headers in (models, shards):
+        yield from (_Comparison(headers, each, _read_optim(each)) for each in _EVERYWHERE)
+    for stage in range(save.pp):
+        ranks = slice(stage * save.tp, (stage + 1) * save.tp)
+        for files in (save.models[ranks], save.shards[ranks]):
+            yield _Comparison([header for held in files for header in held], "groups", _read_optim("groups"))
+    yield from (_Comparison(held, "alignment", _read_optim("alignment")) for held in save.shards)
+    yield _Comparison([h for h in (*models, *shards) if h.settings], "its ds_config", lambda h: h.settings)
+    for mark, severity in MARKS.items():
+        role = {WRITER: shards, SCHEDULER: models, CLIENT: models}.get(mark, [*models, *shards])
+        yield _Comparison(role, mark, lambda h, mark=mark: h.marks.get(mark, ""), severity)  # type: ignore[misc]
 
 
-def _compare(optim: OptimHeader, other: OptimHeader, fields: Iterable[str], name: str) -> str:
-    for attribute in fields:
-        mine, theirs = getattr(optim, attribute), getattr(other, attribute)
-        if mine != theirs:
-            return f"{attribute} differs from {name} ({_contrast(mine, theirs)})"
-    return ""
+def _read_counters(header: FileHeader) -> dict[str, Any]:
+    return {**header.model.counters, "degrees": header.model.degrees} if header.model else {}
 
 
-def _contrast(mine: Any, theirs: Any) -> str:
-    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
-        for index, (left, right) in enumerate(zip(mine, theirs, strict=True)):
-            if left != right and isinstance(left, dict) and isinstance(right, dict):
-                keys = [key for key in left if left.get(key) != right.get(key)]
-                return f"group {index}: " + ", ".join(f"{key} {left.get(key)} ≠ {right.get(key)}" for key in keys)
-    return f"{mine} ≠ {theirs}"
+def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
+    def read(header: FileHeader) -> Any:
+        optim = header.optim or (header.model.optim if header.model else None)
+        return getattr(optim, attribute) if optim else None
+
+    return read
+
+
+def _compare(save: Save, comparison: _Comparison) -> Iterator[Finding]:
+    alike: list[tuple[Any, list[FileHeader]]] = []
+    for header in comparison.headers:
+        value = comparison.read(header)
+        held = next((held for known, held in alike if _is_equal(known, value)), None)
+        if held is None:
+            alike.append((value, [header]))
+        else:
+            held.append(header)
+    if len(alike) < 2:
+        return
+    usual, most = max(alike, key=lambda each: len(each[1]))
+    for value, headers in alike:
+        for header in headers if headers is not most else ():
+            fault = f"{comparison.what} differs from that of {most[0].name} ({_contrast(value, usual)})"
+            yield _tell_stranger(save, header, fault, comparison.severity)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself
+
+
+def _tell_stranger(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:
+    text = f"{save.path(header)}: {fault}. The file belongs to another step, run or world size; put the right one back."
+    return Finding("foreign", header.name, text, severity)
+
+
+def _contrast(mine: Any, other: Any) -> str:
+    """What two values differ in; of param groups and dicts the keys."""
+    if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
+        for index, (left, right) in enumerate(zip(mine, other, strict=True)):
+            if repr(left) != repr(right) and isinstance(left, dict) and isinstance(right, dict):
+                return f"group {index}: {_contrast(left, right)}"
+    if isinstance(mine, dict) and isinstance(other, dict):
+        keys = [key for key in {**mine, **other} if repr(mine.get(key)) != repr(other.get(key))]
+        return ", ".join(f"{key} {mine.get(key)} ≠ {other.get(key)}" for key in keys)
+    return f"{mine} ≠ {other}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..io.staging import LATEST, MANIFEST
+from ..io.staging import MANIFEST
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -21,8 +22,8 @@ _STATES = re.compile(r".*(model|optim)_states\.pt")
 ZERO = "zero"
 """Folder of an atomic checkpoint that holds a folder per parameter."""
 
-UNIVERSAL = LATEST
-"""Names the newest atomic checkpoint, as ``latest`` names the newest tag."""
+FOLDER = -1
+"""Size of a folder among a folder's entries."""
 
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
@@ -51,21 +52,46 @@ class Listing:
         return os.path.join(self.folder, name)
 
 
-def list_sizes(folder: str) -> dict[str, int]:
-    """Name → size in bytes of the state files, the manifest and subfolders (size -1) in a checkpoint folder.
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in a checkpoint's folder: bytes of a file, ``FOLDER`` for a folder; time of its last change."""
+
+    size: int
+    changed: float
+
+
+def list_entries(folder: str) -> dict[str, Entry]:
+    """The state files, the manifest and the subfolders in a checkpoint's folder, by name.
+
+    Links are followed, wherever they lead: stores that keep each file once are made of them. What is no regular file
+    in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.regular`).
 
     Raises:
         CheckpointError: the folder does not exist or cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
-            return {
-                e.name: -1 if e.is_dir() else e.stat().st_size
-                for e in entries
-                if e.is_dir() or _STATES.fullmatch(e.name) or e.name == MANIFEST
-            }
+            found = {entry.name: _look_at(entry.path) for entry in entries}
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
+    return {
+        name: entry
+        for name, entry in found.items()
+        if entry.size == FOLDER or _STATES.fullmatch(name) or name == MANIFEST
+    }
+
+
+def _look_at(path: str) -> Entry:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return Entry(0, 0.0)
+    return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
+
+
+def list_sizes(folder: str) -> dict[str, int]:
+    """Name → bytes of what :func:`list_entries` lists, ``FOLDER`` for subfolders."""
+    return {name: entry.size for name, entry in list_entries(folder).items()}
 
 
 def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
@@ -109,12 +135,15 @@ def _refuse_unsupported(folder: str, name: str) -> None:
         )
 
 
-def holds_atoms(sizes: Mapping[str, int]) -> bool:
-    """Whether a folder's files are those of an atomic checkpoint.
+def holds_atoms(entries: Mapping[str, Entry]) -> bool:
+    """Whether a folder's entries are those of an atomic checkpoint: a manifest, or what ``ds_to_universal`` leaves.
 
     A normal checkpoint that was converted into its own folder has both; its own files tell more.
     """
-    return MANIFEST in sizes or (sizes.get(ZERO) == -1 and not any(_OPTIM.fullmatch(name) for name in sizes))
+    zero = entries.get(ZERO)
+    return MANIFEST in entries or (
+        zero is not None and zero.size == FOLDER and not any(_OPTIM.fullmatch(name) for name in entries)
+    )
 
 
 def is_layer_file(name: str) -> bool:
@@ -127,62 +156,12 @@ def is_state_file(name: str) -> bool:
     return _STATES.fullmatch(name) is not None
 
 
-def find_tags(load_dir: str) -> list[str]:
-    """Subfolders of ``load_dir`` that hold model or optimizer states, sorted."""
-    if not os.path.isdir(load_dir):
-        return []
-    return sorted(entry.name for entry in os.scandir(load_dir) if entry.is_dir() and _holds_states(entry.path))
-
-
-def _holds_states(folder: str) -> bool:
+def has_states(folder: str) -> bool:
+    """Whether a folder holds model or optimizer states."""
     try:
         return any(_STATES.fullmatch(name) for name in os.listdir(folder))
     except OSError:
         return False
-
-
-def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
-    """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
-
-    Args:
-        universal: the other way round.
-
-    Raises:
-        CheckpointError: there is neither although checkpoints lie there, or the file is empty.
-    """
-    path, other = os.path.join(load_dir, "latest"), os.path.join(load_dir, UNIVERSAL)
-    if os.path.lexists(other) and (universal or not os.path.lexists(path)):
-        path = other
-    try:
-        with open(path, encoding="utf-8") as stream:
-            tag = stream.read().strip()
-    except FileNotFoundError:
-        tags = find_tags(load_dir)
-        if not tags:
-            return None
-        raise CheckpointError(
-            f"{path} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming from scratch would lose "
-            "them: pass tag=… to load_checkpoint, or write the wanted tag into that file."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
-    if not tag:
-        raise CheckpointError(f"{path} is empty; write the wanted tag into it ({shorten(find_tags(load_dir))}).")
-    return tag
-
-
-def check_tag(load_dir: str, tag: str) -> str:
-    """The folder of a tag.
-
-    Raises:
-        CheckpointError: there is none; the tags that exist are named.
-    """
-    folder = os.path.join(load_dir, str(tag))
-    if not os.path.isdir(folder):
-        tags = find_tags(load_dir)
-        known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
-        raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
-    return folder
 
 
 def compare_listings(folder: str, listings: list[dict[str, int]]) -> None:

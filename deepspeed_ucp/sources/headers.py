@@ -116,7 +116,10 @@ class ModelHeader:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """One file's header: a model's, an optimizer's, or the tensors of one layer of a pipeline."""
+    """One file's header: a model's, an optimizer's, or the tensors of one layer of a pipeline.
+
+    ``marks`` are what all files of a save have alike (:mod:`.marks`).
+    """
 
     name: str
     size: int
@@ -125,3 +128,9 @@ class FileHeader:
     config: dict[str, Any] = field(default_factory=dict)
     layer: dict[str, Piece] | None = None
     crc: int | None = None
+    marks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parts of the saved ds_config that the index looks at."""
+        return self.model.config if self.model else self.config

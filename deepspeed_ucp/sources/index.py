@@ -9,7 +9,7 @@ from ..atoms import COPY, MODULE, Atom, AtomicIndex, strip_compiled
 from ..flat import FlatBuffer
 from ..topology import Topology
 from .builder import Builder
-from .family import Save, arrange, check_family
+from .family import Save, arrange
 from .files import Listing
 from .groups import check_steps, join_ranks, merge_groups
 from .headers import FileHeader, ModelHeader, OptimHeader
@@ -49,7 +49,6 @@ def build_index(
         MismatchError: stage 0 with other param groups than the live ones.
     """
     save = arrange(listing, headers)
-    check_family(save)
     builder = Builder(listing.folder, save.tp)
     main = builder.file(save.main)
     if any(save.shards):

@@ -15,6 +15,7 @@ from ..torchsave.unpickle import Opaque, TensorRef, simplify
 from .files import is_layer_file, is_state_file
 from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
 from .hints import read_hints
+from .marks import read_marks
 
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
@@ -51,15 +52,16 @@ def _read_file(path: str, name: str) -> FileHeader:
     if not isinstance(file.tree, dict):
         raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
     reader = Reader(file)
+    marks = read_marks(file.tree, file.writer)
     if is_layer_file(name):
         return FileHeader(name, file.size, layer=reader.read_tensors(file.tree), crc=file.crc)
     if "model_states" in name:
-        return FileHeader(name, file.size, model=reader.read_model(file.tree), crc=file.crc)
+        return FileHeader(name, file.size, model=reader.read_model(file.tree), crc=file.crc, marks=marks)
     state = file.tree.get("optimizer_state_dict")
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: has no optimizer_state_dict.")
     config = _pick_config(file.tree.get("ds_config"))
-    return FileHeader(name, file.size, optim=reader.read_optim(state), config=config, crc=file.crc)
+    return FileHeader(name, file.size, optim=reader.read_optim(state), config=config, crc=file.crc, marks=marks)
 
 
 def _pick_config(config: Any) -> dict[str, Any]:

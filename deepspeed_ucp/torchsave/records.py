@@ -13,6 +13,7 @@ from typing import Any
 from isal import isal_zlib
 
 from ..errors import CheckpointError
+from ..io.regular import open_regular
 from .torchfile import ScalarRef, _has_checksums, _locate, read_header
 from .unpickle import Opaque, TensorRef
 
@@ -60,7 +61,7 @@ def list_records(path: str) -> FileRecords:
         UnsupportedError: a record is compressed.
     """
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # records' headers lie far apart
             if stream.read(2) == b"PK":

@@ -20,6 +20,7 @@ from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
 from ..io.read import read_bytes
+from ..io.regular import open_regular
 from .opcodes import PROTOCOL, Global, Node, write_pickle
 from .records import list_records
 from .torchfile import Blob, check_crc, is_zip, read_header
@@ -60,7 +61,7 @@ def open_pickled(path: str) -> PickledFile:
     if is_zip(path):
         return _open_zip(path)
     blobs = read_header(path).blobs
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         for _ in range(_LEGACY_FRONT):
             parse_pickle(stream, path)
         root, protocol = parse_pickle(stream, path)

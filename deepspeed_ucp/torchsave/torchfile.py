@@ -17,6 +17,7 @@ from isal import isal_zlib
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UnsupportedError
+from ..io.regular import open_regular
 from .unpickle import StorageRef, TensorRef, load_skeleton
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -42,6 +43,7 @@ class TorchFile:
         blobs: storages by key.
         saved_as: the name that it was saved under; None where that is not kept.
         crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
+        writer: the form of the archive: which records it has beside the storages, and how it is named.
     """
 
     path: str
@@ -50,6 +52,7 @@ class TorchFile:
     blobs: dict[str, Blob]
     saved_as: str | None
     crc: int = 0
+    writer: str = "legacy"
 
 
 def read_header(path: str) -> TorchFile:
@@ -59,7 +62,7 @@ def read_header(path: str) -> TorchFile:
         CheckpointError: the file is missing, unreadable, truncated or damaged.
     """
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             magic = stream.read(4)
             stream.seek(0)
@@ -72,7 +75,7 @@ def read_header(path: str) -> TorchFile:
 
 def is_zip(path: str) -> bool:
     """Whether a ``torch.save`` file is in the zip format (which can be memory-mapped), not the legacy one."""
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         return stream.read(2) == b"PK"
 
 
@@ -102,7 +105,9 @@ def _read_zip(path: str, stream: BinaryIO, size: int) -> TorchFile:
     saved_as = root.rstrip("/")
     stream.seek(archive.start_dir)
     crc = isal_zlib.crc32(stream.read())
-    return TorchFile(path, size, tree, blobs, None if saved_as in _ARCHIVE_NAMES else saved_as, crc)
+    named = None if saved_as in _ARCHIVE_NAMES else saved_as
+    others = sorted(name.removeprefix(root) for name in entries if not name.startswith(prefix))
+    return TorchFile(path, size, tree, blobs, named, crc, " ".join([*others, "named" if named else "archive"]))
 
 
 def _has_checksums(entries: dict[str, zipfile.ZipInfo]) -> bool:

@@ -18,6 +18,7 @@ import pytest
 from deepspeed_ucp.cli.chart import KINDS, MASTERS, Lane, make_map, rasterize, shade
 from deepspeed_ucp.cli.main import main
 from deepspeed_ucp.cli.parameters import Parameter, fold_names, fold_rows, split_layer
+from deepspeed_ucp.comm import Comm
 from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
 
@@ -328,13 +329,10 @@ def test_slivers_are_widened_to_be_seen() -> None:
 
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
 def test_the_map_holds_every_byte(topology: Topology, checkpoints: Callable[[Topology], Path]) -> None:
-    from argparse import Namespace
-
-    from deepspeed_ucp.cli.common import open_index
     from deepspeed_ucp.cli.inspect import make_survey
+    from deepspeed_ucp.sources.open import survey_checkpoint
 
-    folder = str(checkpoints(topology))
-    survey = make_survey(open_index(Namespace(checkpoint=folder)), folder)
+    survey = make_survey(survey_checkpoint(str(checkpoints(topology)), Comm()))
     drawn = make_map(survey.index, survey.parameters)
     totals = survey.totals
     sums = {kind: sum(lane.nbytes for (_, each), lane in drawn.lanes.items() if each == kind) for kind in KINDS}

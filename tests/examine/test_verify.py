@@ -19,8 +19,9 @@ from hypothesis import given
 
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.examine.verify import Fault, Verification, list_files, share_files, verify_checkpoint
+from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
+from deepspeed_ucp.sources.findings import Finding
 from deepspeed_ucp.stream.progress import no_bar
 from deepspeed_ucp.torchsave.records import list_records
 from tests.ranks import run_ranks
@@ -62,7 +63,7 @@ def tell(found: Verification) -> list[tuple[str, str]]:
     return [(fault.kind + "?" * fault.warning, fault.file) for fault in found.faults]
 
 
-def only_fault(folder: Path, kind: str, name: str) -> Fault:
+def only_fault(folder: Path, kind: str, name: str) -> Finding:
     """The one thing that is wrong."""
     found = verify_checkpoint(str(folder))
     assert tell(found) == [(kind, name)], found.faults
@@ -128,10 +129,10 @@ def test_a_changed_bit_names_the_record_and_what_is_in_it(tmp_path: Path) -> Non
             flip(path / name, record.offset + record.nbytes // 2)
             fault = only_fault(path, "crc", name)
             assert f"record {record.name}, bytes [{record.offset}, {record.offset + record.nbytes})" in fault.text
-            states = {atom.partition(" ")[2] for atom in fault.atoms}
-            assert {atom.partition(" ")[0] for atom in fault.atoms} == {"a.weight"}
+            states = {atom.partition(" ")[2] for atom in fault.names}
+            assert {atom.partition(" ")[0] for atom in fault.names} == {"a.weight"}
             assert len(states) == 1 and states < {"(fp32)", "(exp_avg)", "(exp_avg_sq)"}
-            assert fault.atoms[0] in fault.text
+            assert fault.names[0] in fault.text
             shutil.move(tmp_path / "kept", path / name)
 
 
@@ -199,7 +200,7 @@ def test_damaged_bytes_are_named_by_their_place_where_there_is_no_index(tmp_path
         if record.nbytes > 1000 and record.name.startswith("data/"):
             flip(path / OPTIM.format(1), record.offset)
     found = verify_checkpoint(str(path))
-    told = {atom for fault in found.faults if fault.kind == "crc" for atom in fault.atoms}
+    told = {atom for fault in found.faults if fault.kind == "crc" for atom in fault.names}
     assert "optimizer_state_dict.base_optimizer_state.state.0.exp_avg" in told
 
 
@@ -257,7 +258,7 @@ def test_masters_of_another_step_are_found_by_the_copies(tmp_path: Path) -> None
     other = write_checkpoint(tmp_path / "other", MODEL, state, Topology(1, 2, "bf16"))
     name = f"bf16_{OPTIM.format(1)}"
     shutil.copy(other / name, path / name)
-    assert "another run or step" in only_fault(path, "foreign", "").text
+    assert "another run or step" in only_fault(path, "foreign", name).text
 
 
 def test_elements_that_no_file_holds_are_told(tmp_path: Path) -> None:
@@ -272,11 +273,11 @@ def test_elements_that_no_file_holds_are_told(tmp_path: Path) -> None:
 def test_stage_0_names_no_parameters(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(0))
     found = verify_checkpoint(str(path))
-    assert (tell(found), found.whole) == ([("unnamed?", "")], True)
+    assert (tell(found), found.whole) == ([("unnamed?", MAIN)], True)
     single = Model((Param("a", (3, 5)), Param("b", (4,))))
     assert verify_checkpoint(str(write(tmp_path / "single", Topology(0), single))).faults == ()
     found = verify_checkpoint(str(path), groups=[["a.weight"]])
-    assert (tell(found), found.whole) == ([("unnamed", "")], False)
+    assert (tell(found), found.whole) == ([("unnamed", MAIN)], False)
 
 
 def test_weights_alone_are_told(tmp_path: Path) -> None:
@@ -475,7 +476,7 @@ def test_damage_of_an_atomic_checkpoint_is_named(atomic: Path, damage: str) -> N
 def test_a_folder_without_manifest_is_looked_at_by_its_headers(atomic: Path) -> None:
     """As DeepSpeed's own converter leaves it: no manifest, and no tensors but those of the optimizer."""
     (atomic / "ucp_manifest.json").unlink()
-    assert "ucp_manifest.json is missing" in only_fault(atomic, "missing", "").text
+    assert "ucp_manifest.json is missing" in only_fault(atomic, "missing", "ucp_manifest.json").text
     for path in atomic.rglob("module.pt"):
         path.unlink()
     found = verify_checkpoint(str(atomic))

@@ -56,7 +56,7 @@ def test_a_missing_layer_is_named(tmp_path: Path, tp: int) -> None:
     files = make_files(PIPE, Topology(1, 1, tp=tp, pp=2))
     for name in [name for name in files if name.startswith(("layer_01", "layer_04"))]:
         rest = {key: content for key, content in files.items() if key != name}
-        refuse(tmp_path / name, PIPE, rest, CheckpointError, f"{name} missing")
+        refuse(tmp_path / name, PIPE, rest, CheckpointError, f"{name} (is )?missing")
 
 
 def test_a_layer_that_all_ranks_lack_is_named(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def mix(model: Model, topology: Topology, other: Files, *ends: str) -> Files:
 def test_model_states_of_another_step_are_refused(tmp_path: Path, model: Model, topology: Topology) -> None:
     other = make_files(model, topology, run=Run(global_steps=9))
     files = mix(model, topology, other, "mp_rank_01_model_states.pt")
-    refuse(tmp_path, model, files, CheckpointError, "mp_rank_01_model_states.pt: has counters .*'global_steps': 9")
+    refuse(tmp_path, model, files, CheckpointError, "mp_rank_01_model_states.pt: its step differs .*global_steps 9 ≠")
 
 
 @pytest.mark.parametrize("mp", [1, 2, 3])
@@ -173,7 +173,7 @@ def test_a_state_that_one_tensor_parallel_rank_lacks_is_named(tmp_path: Path) ->
 def test_stage0_ranks_with_and_without_optimizer_are_refused(tmp_path: Path) -> None:
     files = make_files(PLAIN, Topology(0, 1, tp=2))
     files["mp_rank_01_model_states.pt"]["optimizer"] = None
-    refuse(tmp_path, PLAIN, files, CheckpointError, "mp_rank_01_model_states.pt: has no optimizer state, unlike")
+    refuse(tmp_path, PLAIN, files, CheckpointError, "mp_rank_01_model_states.pt: kind differs from .*None ≠ torch")
 
 
 # -- tied modules that cannot be told apart ---------------------------------------------------------------------------

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...atoms import MASTER, Atom, AtomicIndex, FileRef, Fragment, GroupInfo, Record, Shard, count
 from ...comm import Comm
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UcpError
 from ...topology import ATOMIC, Topology
-from ..files import MANIFEST, ZERO, list_sizes
+from ..files import MANIFEST, Entry
+from ..findings import Finding
 from ..headers import FileHeader
 from ..reading import read_file
 from .manifest import Manifest, read_manifest
 from .universal import open_universal
 
 
-def open_atomic(folder: str, comm: Comm, sizes: Mapping[str, int] | None = None) -> AtomicIndex:
-    """The index of an atomic checkpoint; collective.
+def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[AtomicIndex | None, list[Finding]]:
+    """The index of an atomic checkpoint and everything that is wrong with its files; collective.
 
     With a manifest that is read alone (by one rank), and the files' sizes are looked at; a folder of DeepSpeed's
     ``ds_to_universal`` is read by the headers of its files. Every atom has one shard of the logical shape.
@@ -25,47 +26,34 @@ def open_atomic(folder: str, comm: Comm, sizes: Mapping[str, int] | None = None)
     Args:
         folder: the checkpoint's folder.
         comm: the ranks that load.
-        sizes: what the folder holds, where it has been listed already.
+        entries: what the folder holds.
 
     Raises:
-        CheckpointError: missing, damaged or half-made; the same error on every rank.
+        CheckpointError: a folder of ``ds_to_universal`` that is damaged or half-made; the same error on every rank.
         UnsupportedError: a kind that is not covered.
     """
-    manifest: Manifest | None = None
-    with comm.together():
-        manifest = read_manifest(folder) if comm.rank == 0 else None
-    manifest = comm.broadcast(manifest)
+    manifest = comm.once(lambda: _read_manifest(folder))
+    if isinstance(manifest, Finding):
+        return None, [manifest]
     if manifest is None:
-        listed: dict[str, int] = {}
-        with comm.together():
-            listed = dict(list_sizes(folder) if sizes is None else sizes)
-        return open_universal(folder, listed, comm)
-    header: FileHeader | None = None
-    mine: list[int] = []
+        return open_universal(folder, {name: entry.size for name, entry in entries.items()}, comm)
     files = _list_files(manifest)
-    with comm.together():
-        if comm.rank == 0:
-            header = _read_state_file(folder, manifest)
-        mine = [_look_at(folder, *each) for each in files[comm.rank :: comm.size]]
-    header = comm.broadcast(header)
-    parts = comm.gather(mine)
-    found = {name: parts[at % comm.size][at // comm.size] for at, (name, _, _) in enumerate(files)}
-    index: list[AtomicIndex] = []
-    with comm.together():
-        try:
-            index.append(make_index(folder, manifest, header, found))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(
-                f"{folder}/{MANIFEST}: an entry is of another form than expected ({type(error).__name__}: {error})."
-            ) from error
-    return index[0]
+    parts = comm.each(lambda: [_look_at(folder, *each) for each in files[comm.rank :: comm.size]])
+    looks = {each[0]: parts[at % comm.size][at // comm.size] for at, each in enumerate(files)}
+    findings = [look for look in looks.values() if isinstance(look, Finding)]
+    header = comm.once(lambda: _read_state_file(folder, manifest, findings))
+    if isinstance(header, Finding):
+        findings.append(header)
+    if findings or not isinstance(header, FileHeader):
+        return None, findings
+    return make_index(folder, manifest, header, {n: size for n, size in looks.items() if isinstance(size, int)}), []
 
 
-def is_atomic(folder: str) -> bool:
-    """Whether a folder holds an atomic checkpoint: a manifest, or ``zero`` without a normal checkpoint's files."""
-    if os.path.isfile(os.path.join(folder, MANIFEST)):
-        return True
-    return os.path.isdir(os.path.join(folder, ZERO)) and not any("optim_states" in name for name in os.listdir(folder))
+def _read_manifest(folder: str) -> Manifest | Finding | None:
+    try:
+        return read_manifest(folder)
+    except CheckpointError as error:
+        return Finding("manifest", MANIFEST, str(error))
 
 
 def _list_files(manifest: Manifest) -> list[tuple[str, int, bool]]:
@@ -77,36 +65,36 @@ def _list_files(manifest: Manifest) -> list[tuple[str, int, bool]]:
     ]
 
 
-def _look_at(folder: str, name: str, nbytes: int, exact: bool) -> int:
+def _look_at(folder: str, name: str, nbytes: int, exact: bool) -> int | Finding:
+    """A file's bytes, or what is wrong with it."""
     path = os.path.join(folder, name)
     try:
         size = os.stat(path).st_size
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror or error}; the manifest lists it. Copy the whole folder, or convert again."
-        ) from error
+        text = f"{path} is missing ({error.strerror or error}); the manifest lists it. Copy it here, or convert again."
+        return Finding("missing", name, text)
     if size < nbytes or (exact and size != nbytes):
         wanted = f"{nbytes} bytes" if exact else f"{nbytes} bytes or more"
-        raise CheckpointError(
-            f"{path}: has {size} bytes, {wanted} are in the manifest; it was cut short or replaced. Copy it again, or "
-            "convert again."
-        )
+        text = f"{path}: has {size} bytes, the manifest says {wanted}; it was cut short or replaced. Copy it again."
+        return Finding("manifest", name, text)
     return size
 
 
-def _read_state_file(folder: str, manifest: Manifest) -> FileHeader:
-    """The header of the file that carries the client state; other tensors in it belong to the client.
-
-    Raises:
-        CheckpointError: it is not the file of the manifest.
-    """
-    header = read_file(folder, manifest.state_file)
+def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding]) -> FileHeader | Finding | None:
+    """The header of the file that carries the client state; other tensors in it belong to the client."""
+    if any(fault.file == manifest.state_file for fault in faults):
+        return None
+    try:
+        header = read_file(folder, manifest.state_file)
+    except UcpError as error:
+        return Finding("header", manifest.state_file, str(error))
     expected = next(state.crc for state in manifest.states if state.name == manifest.state_file)
     if header.crc != expected:
-        raise CheckpointError(
+        text = (
             f"{folder}/{manifest.state_file}: its directory has CRC32 {header.crc:08x}, the manifest {expected:08x}; "
             "the file was damaged or replaced. Copy it again, or convert again."
         )
+        return Finding("manifest", manifest.state_file, text)
     return header
 
 

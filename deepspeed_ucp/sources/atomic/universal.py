@@ -8,7 +8,6 @@ passed over: the model states have the originals.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 
@@ -17,19 +16,17 @@ from ...comm import Comm
 from ...errors import CheckpointError
 from ..family import Save, arrange, find_strangers, name_model_files
 from ..files import MANIFEST, ZERO, Listing, sort_files
-from ..headers import FileHeader, OptimHeader
+from ..findings import WARNING, Finding, make_error
 from ..reading import read_file
 from .paramfile import ParamHeader, Part, read_optimizer_file, read_param_file
 from .united import build_united
-
-logger = logging.getLogger("deepspeed_ucp")
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
 _TEMPORARY = "tmp"
 
 
-def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> AtomicIndex:
-    """The index of a folder that ``ds_to_universal`` wrote; every header is read by one rank; collective.
+def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
+    """The index of a folder that ``ds_to_universal`` wrote, and warnings; each header is read by one rank; collective.
 
     Args:
         folder: the checkpoint's folder.
@@ -40,28 +37,14 @@ def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> AtomicInde
         CheckpointError: half-made, damaged, or of several runs.
         UnsupportedError: a kind that is not covered.
     """
-    params: list[str] = []
-    with comm.together():
-        if comm.rank == 0:
-            params = _list_params(folder, sizes)
-    params = comm.broadcast(params)
-    mine: dict[str, dict[str, ParamHeader]] = {}
-    with comm.together():
-        mine = {name: _read_param(folder, name) for name in params[comm.rank :: comm.size]}
-    gathered = {name: held for part in comm.gather(mine) for name, held in part.items()}
-    optim, stage = _read_optimizer(folder, comm)
+    params = comm.once(lambda: _list_params(folder, sizes))
+    parts = comm.each(lambda: {name: _read_param(folder, name) for name in params[comm.rank :: comm.size]})
+    gathered = {name: held for part in parts for name, held in part.items()}
+    optim, stage = comm.once(lambda: read_optimizer_file(folder, OPTIMIZER))
     save = _read_models(folder, sizes, stage, comm)
     part = Part(folder, save, optim, stage, {strip_compiled(name): gathered[name] for name in params})
-    found: AtomicIndex | None = None
-    notes: list[str] = []
-    with comm.together():
-        found, notes = build_united(part)
-    if found is None:
-        raise CheckpointError(f"{folder}: was not read.")
-    if comm.rank == 0:
-        for note in notes:
-            logger.warning("%s: %s", folder, note)
-    return found
+    index, notes = comm.run(lambda: build_united(part))
+    return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes]
 
 
 def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
@@ -103,38 +86,21 @@ def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
     return {file[:-3]: read_param_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
 
 
-def _read_optimizer(folder: str, comm: Comm) -> tuple[OptimHeader, int]:
-    found: tuple[OptimHeader, int] | None = None
-    with comm.together():
-        if comm.rank == 0:
-            found = read_optimizer_file(folder, OPTIMIZER)
-    return comm.broadcast(found)  # type: ignore[no-any-return]
-
-
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
     """The copied model states of every rank, each header read by one rank.
 
     Raises:
         CheckpointError: some are missing or belong to another run.
     """
-    listing = Listing(folder, sizes)
-    first: FileHeader | None = None
-    with comm.together():
-        listing = _sort(folder, sizes, stage)
-        if comm.rank == 0:
-            first = read_file(folder, _first_name(listing, stage))
-    first = comm.broadcast(first)
-    names: list[str] = []
-    mine: list[FileHeader] = []
-    with comm.together():
-        names = name_model_files(listing, first)
-        mine = [read_file(folder, name) for name in names[comm.rank :: comm.size]]
-    by_name = {header.name: header for part in comm.gather(mine) for header in part}
-    save = Save(listing, 1, 1, [], [])
-    with comm.together():
-        save = arrange(listing, [first, *(by_name[name] for name in names)])
-        for _, text in find_strangers(save):
-            raise CheckpointError(text)
+    listing = comm.run(lambda: _sort(folder, sizes, stage))
+    first = comm.once(lambda: read_file(folder, _first_name(listing, stage)))
+    names = comm.run(lambda: name_model_files(listing, first))
+    parts = comm.each(lambda: [read_file(folder, name) for name in names[comm.rank :: comm.size]])
+    by_name = {header.name: header for part in parts for header in part}
+    save = arrange(listing, [first, *(by_name[name] for name in names)])
+    error = make_error(find_strangers(save))
+    if error is not None:
+        raise error
     return save
 
 

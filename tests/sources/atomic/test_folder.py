@@ -216,7 +216,7 @@ def test_model_states_of_another_step_are_refused(made: Callable[[Topology], Pat
     folder = Path(shutil.copytree(made(ZERO3), tmp_path / "universal"))
     path = folder / "zero_pp_rank_2_mp_rank_00_model_states.pt"
     torch.save({**torch.load(path, weights_only=False), "global_steps": 9}, path)
-    with pytest.raises(CheckpointError, match="zero_pp_rank_2.*belongs to another step or run"):
+    with pytest.raises(CheckpointError, match="zero_pp_rank_2.*belongs to another step, run"):
         open_alone(folder)
 
 

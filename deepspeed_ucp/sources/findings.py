@@ -1,0 +1,86 @@
+"""What looking at a checkpoint has found: one kind of finding for opening, verifying and inspecting."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError
+
+FAULT, WARNING, NOTE = "fault", "warning", "note"
+"""Severities: it cannot be loaded; it can, but a user should know before; something to know."""
+
+_TOLD = 16
+"""Findings that one error tells."""
+
+_RANK = re.compile(r"^\[rank \d+\] ")
+"""What :mod:`deepspeed_ucp.comm` puts in front of another rank's error."""
+
+_ERRORS: dict[str, type[UcpError]] = {"unsupported": UnsupportedError, "unnamed": MismatchError}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a checkpoint, odd, or to be decided.
+
+    Attributes:
+        kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
+            another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
+            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save), ``times`` (written at another time).
+            Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
+            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``.
+        file: name in the folder; empty where it is the folder's.
+        text: what was expected, what was found, what to do.
+        severity: ``fault``, ``warning`` or ``note``.
+        names: the atoms, parameters or files that it is about.
+        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
+    """
+
+    kind: str
+    file: str
+    text: str
+    severity: str = FAULT
+    names: tuple[str, ...] = ()
+    rules: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def warning(self) -> bool:
+        """It does not keep the checkpoint from being loaded."""
+        return self.severity != FAULT
+
+
+def from_error(folder: str, error: UcpError) -> list[Finding]:
+    """The findings that an error tells, one a line; it begins with the path of the file that it is about."""
+    kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), "")
+    texts = _RANK.sub("", str(error)).splitlines()
+    return [Finding(kind or _classify(text), find_file(folder, text), text) for text in texts]
+
+
+def _classify(text: str) -> str:
+    return "missing" if " missing" in text else "inconsistent"
+
+
+def find_file(folder: str, text: str) -> str:
+    """Name of the file that an error's text begins with; empty where it is about the folder."""
+    prefix = f"{folder}{os.sep}"
+    return text.removeprefix(prefix).partition(": ")[0].partition(" is missing")[0] if text.startswith(prefix) else ""
+
+
+def make_error(findings: Iterable[Finding]) -> UcpError | None:
+    """The error that tells all faults; None where there are none."""
+    faults = [finding for finding in findings if finding.severity == FAULT]
+    if not faults:
+        return None
+    texts = list(dict.fromkeys(finding.text for finding in faults))
+    more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
+    return _ERRORS.get(faults[0].kind, CheckpointError)("\n".join([*texts[:_TOLD], *more]))
+
+
+def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Each finding once: faults in front, then by file."""
+    order = (FAULT, WARNING, NOTE)
+    unique = {(each.kind, each.file, each.text): each for each in findings}
+    return tuple(sorted(unique.values(), key=lambda f: (order.index(f.severity), f.file, f.kind, f.text)))

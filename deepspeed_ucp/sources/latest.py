@@ -1,0 +1,134 @@
+"""Which checkpoint a folder means: the tags in it, and ``latest``, which names one of them."""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import CheckpointError, shorten
+from ..io.regular import open_regular
+from ..io.staging import LATEST as UNIVERSAL
+from .files import has_states, holds_atoms, list_entries
+from .findings import NOTE, WARNING, Finding
+
+LATEST = "latest"
+"""Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
+
+_LONGEST = 4096
+"""Bytes of the longest path that the system takes."""
+
+
+def read_tag(path: str) -> str:
+    """The tag that a ``latest`` file names: a folder beside it, or one further down.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it cannot be read, is no regular file, is empty, or leads out of its folder.
+    """
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(_LONGEST + 1)
+        tag = data.decode("utf-8").strip()
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise CheckpointError(f"{path}: cannot be read (it is a link to nothing).") from None
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+    if not tag:
+        known = shorten(find_tags(os.path.dirname(path) or "."))
+        raise CheckpointError(f"{path} is empty; write the wanted tag into it ({known}).")
+    if len(data) > _LONGEST or not tag.isprintable():
+        raise CheckpointError(f"{path}: holds {tag[:80]!r}…, which is no tag; write the wanted tag into it.")
+    if os.path.isabs(tag) or ".." in tag.split("/"):
+        raise CheckpointError(
+            f"{path}: names {tag!r}, which lies outside of the folder. A tag is a folder beside that file: write one "
+            "into it, or name the checkpoint's own folder."
+        )
+    return tag
+
+
+def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
+    """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
+
+    Args:
+        load_dir: the folder of all tags.
+        universal: the other way round.
+
+    Raises:
+        CheckpointError: there is neither although checkpoints lie there, or the file does not name a tag.
+    """
+    for name in (UNIVERSAL, LATEST) if universal else (LATEST, UNIVERSAL):
+        try:
+            return read_tag(os.path.join(load_dir, name))
+        except FileNotFoundError:
+            continue
+    tags = find_tags(load_dir)
+    if not tags:
+        return None
+    raise CheckpointError(
+        f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
+        "from scratch would lose them: pass tag=… to load_checkpoint, or write the wanted tag into that file."
+    )
+
+
+def find_tags(load_dir: str) -> list[str]:
+    """Subfolders of ``load_dir`` that hold model or optimizer states, sorted."""
+    try:
+        with os.scandir(load_dir) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir() and has_states(entry.path))
+    except OSError:
+        return []
+
+
+def check_tag(load_dir: str, tag: str) -> str:
+    """The folder of a tag.
+
+    Raises:
+        CheckpointError: there is none; the tags that exist are named.
+    """
+    folder = os.path.join(load_dir, str(tag))
+    if not os.path.isdir(folder):
+        tags = find_tags(load_dir)
+        known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
+        raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
+    return folder
+
+
+def find_checkpoint(path: str) -> str:
+    """The folder of the checkpoint that ``path`` means.
+
+    A folder with state files (one tag, or an atomic checkpoint) is itself; else ``latest`` in it is followed, or
+    ``latest_universal`` where there is no ``latest``.
+
+    Raises:
+        CheckpointError: there is nothing of that kind; what lies there is named.
+    """
+    folder = path.rstrip("/") or path
+    if not os.path.isdir(folder):
+        what = "is a file, not a checkpoint's folder" if os.path.exists(folder) else "does not exist"
+        raise CheckpointError(f"{folder} {what}.")
+    if has_states(folder) or holds_atoms(list_entries(folder)):
+        return folder
+    tag = read_latest(folder)
+    if tag is None:
+        raise CheckpointError(
+            f"{folder}: neither a checkpoint's folder nor one with `latest` ({len(os.listdir(folder))} entries, none "
+            "of them a checkpoint)."
+        )
+    return check_tag(folder, tag)
+
+
+def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
+    """What ``latest`` beside a checkpoint's folder says of it: nothing where it names it."""
+    parent, tag = os.path.split(os.path.abspath(folder))
+    name = UNIVERSAL if atomic else LATEST
+    try:
+        named = read_tag(os.path.join(parent, name))
+    except FileNotFoundError:
+        return [Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}", NOTE)]
+    except CheckpointError as error:
+        return [Finding("latest", name, str(error), WARNING)]
+    if not os.path.isdir(os.path.join(parent, named)):
+        text = f"{parent}/{name}: leads to {named!r}, which is not there; a load without a tag fails."
+        return [Finding("latest", name, text, WARNING)]
+    return [] if named == tag else [Finding("latest", name, f"`{name}` names {named!r}, not this one", NOTE)]

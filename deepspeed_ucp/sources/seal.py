@@ -1,0 +1,115 @@
+"""The seal of a save: what its files were when all of them had been written, which no later mixture of files has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import CheckpointError
+from ..io.regular import open_regular
+from .findings import Finding
+from .headers import FileHeader
+
+logger = logging.getLogger("deepspeed_ucp")
+
+SEAL = "ucp_seal.json"
+
+
+class SealedFile(BaseModel):
+    """A file's bytes, and the CRC32 of its zip directory, which holds the checksums of all its records."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    size: int = Field(ge=0)
+    crc: int = Field(ge=0, lt=1 << 32)
+
+
+class Seal(BaseModel):
+    """The files of one save by name; ``digest`` is the SHA-256 of the rest."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    kind: Literal["deepspeed_ucp seal"] = "deepspeed_ucp seal"
+    version: Literal[1] = 1
+    files: dict[str, SealedFile]
+    digest: str = ""
+
+    def make_digest(self) -> str:
+        """SHA-256 of the other fields."""
+        told = json.dumps(self.model_dump(exclude={"digest"}), sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+def read_seal(path: str) -> Seal:
+    """A seal from its file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    try:
+        with open_regular(path) as stream:
+            seal = Seal.model_validate_json(stream.read())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    except (ValidationError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not the seal that was written ({error}); it is damaged.") from error
+    if seal.digest != seal.make_digest():
+        raise CheckpointError(f"{path}: its digest is not that of its contents; it is damaged or was edited.")
+    return seal
+
+
+def write_seal(folder: str, headers: Iterable[FileHeader]) -> None:
+    """Write the seal of a save whose files lie in ``folder``, at once.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
+    seal = Seal(files=dict(sorted(files.items())))
+    seal = seal.model_copy(update={"digest": seal.make_digest()})
+    path = os.path.join(folder, SEAL)
+    aside = f"{path}.tmp"
+    with open(aside, "w", encoding="utf-8") as stream:
+        stream.write(seal.model_dump_json())
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(aside, path)
+
+
+def compare_seal(folder: str, headers: Iterable[FileHeader]) -> list[Finding]:
+    """Faults of files that are not those that were sealed; none where there is no seal."""
+    path = os.path.join(folder, SEAL)
+    try:
+        seal = read_seal(path)
+    except FileNotFoundError:
+        return []
+    except CheckpointError as error:
+        return [Finding("seal", SEAL, str(error))]
+    known = {header.name: header for header in headers}
+    faults = [compare_file(folder, name, header.size, header.crc, seal) for name, header in known.items()]
+    return [fault for fault in faults if fault]
+
+
+def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
+    """What tells a file from the one that was sealed; None where it is that one."""
+    sealed, path = seal.files.get(name), os.path.join(folder, name)
+    if sealed is None:
+        text = f"{path}: is not in {SEAL}; another save wrote it."
+    elif (sealed.size, sealed.crc) != (size, crc or 0):
+        text = (
+            f"{path}: has {size} bytes and CRC32 {crc or 0:08x} of its directory, {SEAL} says {sealed.size} and "
+            f"{sealed.crc:08x}; it is not the file that was sealed."
+        )
+    else:
+        return None
+    advice = f"Put the right file back; if the whole tag was saved anew without a seal, remove {folder}/{SEAL}."
+    return Finding("seal", name, f"{text} {advice}")

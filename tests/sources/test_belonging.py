@@ -1,0 +1,208 @@
+"""Files of two saves in one folder that agree in step and hyper-parameters: what tells them, and what does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.findings import WARNING, Finding
+from deepspeed_ucp.sources.normal import read_save
+from deepspeed_ucp.sources.open import seal_folder, survey_checkpoint
+from deepspeed_ucp.sources.seal import SEAL
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (9, 5)), Param("b", (17,), group=1)))
+ZERO2, ZERO3 = Topology(2, 4, "bf16"), Topology(3, 4)
+OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+Files = dict[str, dict[str, Any]]
+
+
+def make(seed: int = 0, topology: Topology = ZERO3, run: Run | None = None) -> Files:
+    return build_files(MODEL, random_state(MODEL, seed, precision=topology.precision), topology, run or Run())
+
+
+def write(folder: Path, files: Files) -> Path:
+    write_files(folder / "tag", files)
+    (folder / "latest").write_text("tag")
+    return folder / "tag"
+
+
+def mix(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 2, topology: Topology = ZERO3) -> Path:
+    """A checkpoint of four ranks, one of which has files of another run that is changed in one thing."""
+    files, other = make(0, topology), make(1, topology)
+    for name, content in other.items():
+        if f"zero_pp_rank_{rank}_" in name:
+            change(content)
+            files[name] = content
+    return write(folder, files)
+
+
+def look(path: Path) -> list[Finding]:
+    return list(survey_checkpoint(str(path), Comm()).findings)
+
+
+def set_release(content: dict[str, Any]) -> None:
+    content["ds_version"] = "0.0.1"
+
+
+@pytest.mark.parametrize("topology", [ZERO2, ZERO3], ids=lambda t: t.label)
+def test_another_release_of_deepspeed_is_refused(tmp_path: Path, topology: Topology) -> None:
+    path = mix(tmp_path, set_release, topology=topology)
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_2_.*ds_version differs from that of .*\(0.0.1 ≠"):
+        open_checkpoint(str(path), Comm())
+
+
+def test_the_file_that_differs_from_most_is_named(tmp_path: Path) -> None:
+    """Rank 0's as well, against which the others used to be held."""
+    path = mix(tmp_path, set_release, rank=0)
+    assert {finding.file[:15] for finding in look(path)} == {"zero_pp_rank_0_"}
+
+
+def test_a_shard_in_another_form_of_archive_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, make())
+    torch.save(make(1)[OPTIM.format(1)], path / OPTIM.format(1), _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="zero_pp_rank_1_.*form of its archive differs"):
+        open_checkpoint(str(path), Comm())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda content: content["ds_config"].update(steps_per_print=7), "whole ds_config"),
+        (lambda content: content.update(lr_scheduler={"last_epoch": 77}), "lr_scheduler"),
+        (lambda content: content.update(run_id="k3j9x"), "client state"),
+    ],
+    ids=["config", "scheduler", "client"],
+)
+def test_what_may_differ_by_rank_is_a_warning(
+    tmp_path: Path, change: Callable[[Any], object], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = mix(tmp_path, change)
+    found = [finding for finding in look(path) if finding.kind == "foreign"]
+    assert found and all(text in f.text and f.severity == WARNING and "rank_2" in f.file for f in found)
+    open_checkpoint(str(path), Comm())
+    assert "rank_2" in caplog.text
+
+
+def test_a_ranks_own_strings_are_no_warning(tmp_path: Path) -> None:
+    files = make()
+    for rank, content in enumerate(content for name, content in files.items() if "model_states" in name):
+        content.update(device=f"cuda:{rank}", rng=[1.5 * rank], node=f"node{rank}")
+    assert look(write(tmp_path, files)) == []
+
+
+# -- when the files were written --------------------------------------------------------------------------------------
+
+
+def age(path: Path, hours: float) -> None:
+    changed = path.stat().st_mtime - 3600 * hours
+    os.utime(path, (changed, changed))
+
+
+def test_files_written_hours_apart_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, make())
+    for rank in (1, 2, 3):
+        age(path / OPTIM.format(rank), 5)
+    (finding,) = look(path)
+    assert (finding.kind, finding.severity) == ("times", WARNING)
+    assert set(finding.names) == {OPTIM.format(rank) for rank in (1, 2, 3)}
+    assert "5 hours before the other files" in finding.text
+    open_checkpoint(str(path), Comm())
+    assert "5 hours before" in caplog.text
+
+
+def test_files_newer_than_latest_are_a_warning(tmp_path: Path) -> None:
+    """A save that was cut off while it replaced files of the same tag, slowly."""
+    path = write(tmp_path, make())
+    for hours, file in enumerate(sorted(path.iterdir())):
+        age(file, hours)
+    age(tmp_path / "latest", 3.5)
+    (finding,) = look(path)
+    assert finding.kind == "times" and "after `latest`" in finding.text
+    assert len(finding.names) == 4
+
+
+def test_a_copy_that_took_long_is_no_warning(tmp_path: Path) -> None:
+    path = write(tmp_path, make())
+    for place, file in enumerate(sorted(path.iterdir())):
+        age(file, -place / 4)
+    age(tmp_path / "latest", 9)
+    assert look(path) == []
+
+
+# -- seals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", [ZERO2, ZERO3, Topology(0)], ids=lambda t: t.label)
+def test_a_sealed_save_opens(tmp_path: Path, topology: Topology) -> None:
+    path = write(tmp_path, make(0, topology))
+    seal_folder(str(path), Comm())
+    assert sorted(os.listdir(path)) == sorted([*make(0, topology), SEAL])
+    assert [finding for finding in look(path) if finding.kind != "unnamed"] == []
+
+
+@pytest.mark.parametrize("topology", [ZERO2, ZERO3], ids=lambda t: t.label)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topology, rank: int) -> None:
+    """The same configuration and step: nothing in the files tells them apart."""
+    path, other = write(tmp_path, make(0, topology)), write(tmp_path / "other", make(1, topology))
+    seal_folder(str(path), Comm())
+    (name,) = (each for each in os.listdir(path) if each.endswith(OPTIM.format(rank)))
+    shutil.copy2(other / name, path / name)
+    (finding,) = (finding for finding in look(path) if not finding.warning)
+    assert (finding.kind, finding.file) == ("seal", name)
+    with pytest.raises(CheckpointError, match=f"{name}: has .* is not the file that was sealed.*remove .*{SEAL}"):
+        open_checkpoint(str(path), Comm())
+
+
+def test_moments_of_another_run_break_the_seal(tmp_path: Path) -> None:
+    files, other = make(0, ZERO2), make(1, ZERO2)
+    path = write(tmp_path, files)
+    seal_folder(str(path), Comm())
+    name = f"bf16_{OPTIM.format(1)}"
+    optim, foreign = (content[name]["optimizer_state_dict"]["base_optimizer_state"] for content in (files, other))
+    optim["state"] = foreign["state"]
+    torch.save(files[name], path / name)
+    assert [(finding.kind, finding.file) for finding in look(path)] == [("seal", name)]
+
+
+def test_a_save_over_a_sealed_one_is_sealed_anew(tmp_path: Path) -> None:
+    path = write(tmp_path, make())
+    seal_folder(str(path), Comm())
+    write(tmp_path, make(1))
+    assert {finding.kind for finding in look(path)} == {"seal"}
+    seal_folder(str(path), Comm())
+    assert look(path) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"files": {"a": {"size": -1, "crc": 0}}}', "[" * 100_000, "\0"])
+def test_a_damaged_seal_is_named(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, make())
+    (path / SEAL).write_text(text)
+    assert [(finding.kind, finding.file) for finding in look(path)] == [("seal", SEAL)]
+
+
+def test_an_edited_seal_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, make())
+    seal_folder(str(path), Comm())
+    (path / SEAL).write_text((path / SEAL).read_text().replace('"size":', '"size":1'))
+    (finding,) = look(path)
+    assert "digest" in finding.text
+
+
+def test_a_mixture_is_not_sealed(tmp_path: Path) -> None:
+    path = mix(tmp_path, set_release)
+    with pytest.raises(CheckpointError, match="ds_version differs"):
+        seal_folder(str(path), Comm())
+    assert not (path / SEAL).exists()
+    assert read_save(str(path), Comm(), sealed=False).findings
