@@ -15,7 +15,7 @@ from ..config import UniversalConfig
 from ..convert import ConvertOptions, ConvertReport, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..sources import check_tag, open_checkpoint, read_latest
-from ..sources.atomic.folder import is_atomic
+from ..sources.files import is_atomic
 from ..sources.ownfiles import compare_own_files
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved

@@ -146,6 +146,15 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     )
 
 
+def is_atomic(folder: str) -> bool:
+    """Whether a folder holds an atomic checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    return holds_atoms(list_entries(folder))
+
+
 def is_layer_file(name: str) -> bool:
     """Whether a file holds the state_dict of one layer of a pipeline."""
     return _LAYER.fullmatch(name) is not None
