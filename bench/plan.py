@@ -348,8 +348,9 @@ class Peers:
     def match_for(self, target: FakeTarget) -> Match:
         """A rank's match: it differs in what several stages hold."""
         instances = target.instances().items()
-        names = {n: pick_instance(self.index, self.match.saved[n], i.ordinal, i.count) for n, i in instances}
-        return replace(self.match, names={**self.match.names, **names})
+        saved = self.match.params
+        own = {n: pick_instance(self.index, saved[n].name, each.ordinal, each.count) for n, each in instances}
+        return replace(self.match, params={**saved, **own})
 
     def _narrow(self, want: Want) -> Iterator[Want]:
         """The parts of a want that the blocks may hold."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import CheckpointError
 from .flat import FlatBuffer
@@ -42,6 +42,30 @@ ITEMSIZE = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
+
+
+class ParamKey(NamedTuple):
+    """A parameter; of those that several pipeline stages hold under one name, ``instance`` counts the stages."""
+
+    name: str
+    instance: int = 0
+
+    def __str__(self) -> str:
+        """For people: ``name``, ``name (instance 1)``."""
+        return f"{self.name} (instance {self.instance})" if self.instance else self.name
+
+
+class AtomKey(NamedTuple):
+    """An atom's parameter, state, and instance (see :class:`ParamKey`)."""
+
+    name: str
+    state: str
+    instance: int = 0
+
+    @property
+    def param(self) -> ParamKey:
+        """Its parameter."""
+        return ParamKey(self.name, self.instance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +114,25 @@ class Shard:
 class Atom:
     """One (parameter, state): dtype as stored, and a shard per tensor-parallel rank of the source.
 
-    How the shards make up the whole is not in the files: patterns settle it once the target is known.
+    How the shards make up the whole is not in the files: patterns settle it once the target is known. ``instance``
+    counts the pipeline stages that hold the parameter under one name, each with values of its own.
     """
 
     name: str
     state: str
     dtype: str
     shards: tuple[Shard, ...]
+    instance: int = 0
+
+    @property
+    def key(self) -> AtomKey:
+        """Under which an index holds it."""
+        return AtomKey(self.name, self.state, self.instance)
+
+    @property
+    def param(self) -> ParamKey:
+        """Its parameter."""
+        return ParamKey(self.name, self.instance)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,8 +154,13 @@ class Atom:
 class GroupInfo:
     """A param group of the source: its parameters and the hyper-parameters that the optimizer kept for them."""
 
-    names: tuple[str, ...]
+    members: tuple[ParamKey, ...]
     hyper: dict[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its parameters, each once."""
+        return tuple(dict.fromkeys(member.name for member in self.members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +169,10 @@ class AtomicIndex:
 
     Attributes:
         files, records: where bytes lie.
-        atoms: by (name, state).
+        atoms: by parameter, state and instance.
         scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
         groups: param groups with hyper-parameters.
         aliases: tied parameter names → the name that holds the data.
-        shapes: shapes, per tensor-parallel rank, of every parameter that an optimizer owns.
         buffers: names of the module's persistent buffers.
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size.
         scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
@@ -144,8 +184,8 @@ class AtomicIndex:
         unreadable: tensors whose bytes cannot be cut, with the reason.
         client_records: records of the state file that hold the client's tensors.
         flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
-        instances: parameters that several pipeline stages hold, each stage with values of its own: name → names of
-            the atoms in stage order (``name``, ``name#1``, …).
+        instances: parameters that several pipeline stages hold, each stage with values of its own: name → how many;
+            instances are numbered in stage order.
         hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
             ``checkpoint_version``, ``iteration``.
         scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
@@ -155,11 +195,10 @@ class AtomicIndex:
 
     files: tuple[FileRef, ...]
     records: tuple[Record, ...]
-    atoms: dict[tuple[str, str], Atom]
-    scalars: dict[str, dict[str, Any]]
+    atoms: dict[AtomKey, Atom]
+    scalars: dict[ParamKey, dict[str, Any]]
     groups: tuple[GroupInfo, ...]
     aliases: dict[str, str]
-    shapes: dict[str, tuple[tuple[int, ...], ...]]
     buffers: frozenset[str]
     counters: dict[str, Any]
     scaler: dict[str, Any]
@@ -171,11 +210,15 @@ class AtomicIndex:
     unreadable: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
-    instances: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    instances: dict[str, int] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
     recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
     dropped: str = ""
+
+    def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
+        """An atom; None where there is none."""
+        return self.atoms.get(AtomKey(name, state, instance))
 
     def resolve(self, name: str) -> str:
         """The name under which a parameter's data is held: itself, or what it is tied to."""
@@ -201,7 +244,7 @@ def check_coverage(atom: Atom, files: Callable[[Fragment], str]) -> None:
         CheckpointError: a gap, an overlap, or elements beyond the shape.
     """
     for rank, shard in enumerate(atom.shards):
-        told = f"{atom.name} ({atom.state}, shape {shard.shape}"
+        told = f"{atom.param} ({atom.state}, shape {shard.shape}"
         told += f", tensor-parallel rank {rank})" if len(atom.shards) > 1 else ")"
         _check_shard(told, shard, files)
 

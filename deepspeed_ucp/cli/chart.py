@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from .parameters import Parameter, sort_states, split_layer
 
 FloatArray = npt.NDArray[np.float64]
+Widths = dict[ParamKey, float]
 
 MASTERS, STATES, OTHERS, COPIES = KINDS = ("masters", "optimizer states", "frozen and buffers", "model copies")
 
@@ -67,33 +68,34 @@ def make_map(index: AtomicIndex, parameters: Sequence[Parameter]) -> Map:
     starts, sizes, width = _lay_out(index, parameters)
     rows = {number: find_row(index, file.path) for number, file in enumerate(index.files)}
     lanes: dict[tuple[Row, str], Lane] = {}
-    whole = {row.name: row.numel for row in parameters}
-    states = sort_states({state for _, state in index.atoms})
-    for (name, state), atom in index.atoms.items():
+    whole = {row.param: row.numel for row in parameters}
+    states = sort_states({key.state for key in index.atoms})
+    for (name, state, instance), atom in index.atoms.items():
+        param = ParamKey(name, instance)
         kind = _find_kind(state)
-        for low, high, record, nbytes in _spread(atom, whole.get(name)):
+        for low, high, record, nbytes in _spread(atom, whole.get(param)):
             row = rows[index.records[record].file]
             if index.topology.wrapper == "atomic":
                 row = Row((states.index(state),), "", f"{state}.pt")
             lane = lanes.setdefault((row, kind), Lane())
-            lane.spans.append((starts[name] + low * sizes[name], starts[name] + high * sizes[name]))
+            lane.spans.append((starts[param] + low * sizes[param], starts[param] + high * sizes[param]))
             lane.nbytes += nbytes
     ordered = tuple(sorted({row for row, _ in lanes}))
-    return Map(ordered, lanes, width, tuple(_mark_layers([p.name for p in parameters], starts, sizes)))
+    return Map(ordered, lanes, width, tuple(_mark_layers([row.param for row in parameters], starts, sizes)))
 
 
 def _find_kind(state: str) -> str:
     return {MASTER: MASTERS, MODULE: OTHERS, COPY: COPIES}.get(state, STATES)
 
 
-def _lay_out(index: AtomicIndex, parameters: Sequence[Parameter]) -> tuple[dict[str, float], dict[str, float], float]:
+def _lay_out(index: AtomicIndex, parameters: Sequence[Parameter]) -> tuple[Widths, Widths, float]:
     """Where every parameter starts and how wide it is, in bytes of one copy of each of its states."""
     starts, sizes, at = {}, {}, 0.0
     for row in parameters:
         stored = count_shards(row.shards) or 1
         share = (row.numel if row.numel is not None else stored) / stored
-        starts[row.name], sizes[row.name] = at, (row.nbytes + row.copy_bytes) * share
-        at += sizes[row.name]
+        starts[row.param], sizes[row.param] = at, (row.nbytes + row.copy_bytes) * share
+        at += sizes[row.param]
     return starts, sizes, max(at, 1.0)
 
 
@@ -140,16 +142,14 @@ def _make_row(index: AtomicIndex, mp: int, dp: int | None) -> Row:
     return Row((0, stage, rank, -1 if dp is None else dp), block, "model states" if dp is None else f"dp {dp}")
 
 
-def _mark_layers(
-    names: Sequence[str], starts: dict[str, float], sizes: dict[str, float]
-) -> list[tuple[float, float, str]]:
+def _mark_layers(params: Sequence[ParamKey], starts: Widths, sizes: Widths) -> list[tuple[float, float, str]]:
     """Neighbouring parameters of one layer, or of one top-level module without numbers, as one mark."""
     marks: list[tuple[float, float, str]] = []
     last: object = None
-    for name in names:
-        prefix, number = key = split_layer(name)
+    for param in params:
+        prefix, number = key = split_layer(param.name)
         label = str(number) if number >= 0 else prefix
-        start, end = starts[name], starts[name] + sizes[name]
+        start, end = starts[param], starts[param] + sizes[param]
         if marks and key == last:
             marks[-1] = (marks[-1][0], end, label)
         else:

@@ -106,7 +106,13 @@ def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
 
 
 def _tell_atom(atom: AtomDifference) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": atom.name, "state": atom.state, "kind": atom.kind, "dtypes": atom.dtypes}
+    told: dict[str, Any] = {
+        "name": atom.name,
+        "instance": atom.instance,
+        "state": atom.state,
+        "kind": atom.kind,
+        "dtypes": atom.dtypes,
+    }
     if atom.kind == "values":
         for label, tally in (("", atom.tally), ("padding_", atom.padding)):
             told[f"{label}elements"], told[f"{label}differing"] = tally.numel, tally.differing
@@ -137,18 +143,18 @@ def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
     """Atoms whose names differ in numbers only, together; the worst first, as they come."""
     groups: dict[tuple[str, str, str], list[AtomDifference]] = {}
     for atom in atoms:
-        groups.setdefault((_star(atom.name), atom.state, atom.kind), []).append(atom)
+        groups.setdefault((_star(atom.label), atom.state, atom.kind), []).append(atom)
     return list(groups.values())
 
 
 def _star(name: str) -> str:
     """A name with stars for the numbers among its parts: ``layers.*.mlp.dense_4h_to_h.weight``."""
-    return re.sub(r"(?<![^.#])\d+(?![^.#])", "*", name)
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     worst = atoms[0]
-    name = worst.name if len(atoms) == 1 else f"{_star(worst.name)} ({len(atoms)}, worst {worst.name})"
+    name = worst.label if len(atoms) == 1 else f"{_star(worst.label)} ({len(atoms)}, worst {worst.label})"
     what = worst.kind if worst.kind != "shape" else worst.text
     if worst.dtypes[0] != worst.dtypes[1]:
         what += f" ({worst.dtypes[0]}, {worst.dtypes[1]})"

@@ -136,7 +136,7 @@ def pick_parameter(survey: Survey, wanted: str) -> Parameter:
         ConfigError: none or several fit.
     """
     name = survey.index.resolve(wanted)
-    rows = {row.name: row for row in survey.parameters}
+    rows = {row.label: row for row in survey.parameters}
     if name in rows:
         return rows[name]
     try:

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..errors import MismatchError
 from ..patterns import Pattern, Replicate, RuleSet, Unique, list_families, load_family, settle
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
 from ..patterns.rules import suggest_rule
 from ..patterns.settle import EQUAL
-from ..union.wholes import is_replica, list_rules, list_weights, plain_name, settle_wholes
+from ..union.wholes import is_replica, list_rules, list_weights, settle_wholes
 
 T = TypeVar("T")
 
@@ -30,7 +30,8 @@ class Parameter:
     """One parameter or buffer of a checkpoint.
 
     Attributes:
-        name: as in the model; ``name#1`` for a later pipeline stage's own values.
+        name: as in the model.
+        instance: which of the pipeline stages that hold it under this name.
         kind: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` where no optimizer is known.
         shape: logical shape, None where nothing tells how its shards make up the whole.
         shards: shape on each tensor-parallel rank.
@@ -49,6 +50,7 @@ class Parameter:
     """
 
     name: str
+    instance: int
     kind: str
     shape: tuple[int, ...] | None
     shards: tuple[tuple[int, ...], ...]
@@ -67,6 +69,16 @@ class Parameter:
     why: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def param(self) -> ParamKey:
+        """What the index calls it."""
+        return ParamKey(self.name, self.instance)
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return str(self.param)
+
+    @property
     def numel(self) -> int | None:
         """Elements of the logical tensor, None where its shape is not known."""
         return None if self.shape is None else count(self.shape)
@@ -78,7 +90,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How parameters are cut, as far as anything tells: by plain name.
+    """How parameters are cut, as far as anything tells: by name.
 
     Attributes:
         open: what nothing settles, with a rule to be completed.
@@ -96,37 +108,38 @@ class Settling:
 
 def list_parameters(index: AtomicIndex, settling: Settling) -> list[Parameter]:
     """All parameters and buffers in the model's order."""
-    by_name: dict[str, dict[str, Atom]] = {}
-    for (name, state), atom in index.atoms.items():
-        by_name.setdefault(name, {})[state] = atom
-    groups = {name: number for number, group in enumerate(index.groups) for name in group.names}
+    atoms: dict[ParamKey, dict[str, Atom]] = {}
+    for key, atom in index.atoms.items():
+        atoms.setdefault(key.param, {})[key.state] = atom
+    groups = {param: number for number, group in enumerate(index.groups) for param in group.members}
     aliases: dict[str, list[str]] = {}
     for alias, name in index.aliases.items():
         aliases.setdefault(name, []).append(alias)
     return [
-        _make_row(index, settling, name, by_name[name], groups.get(name), tuple(aliases.get(name, ())))
-        for name in order_names(index)
+        _make_row(index, settling, param, atoms[param], groups.get(param), tuple(aliases.get(param.name, ())))
+        for param in order_params(index)
     ]
 
 
 def _make_row(
     index: AtomicIndex,
     settling: Settling,
-    name: str,
+    param: ParamKey,
     atoms: Mapping[str, Atom],
     group: int | None,
     aliases: tuple[str, ...],
 ) -> Parameter:
-    plain, copy = plain_name(name), atoms.get(COPY)
+    plain, copy = param.name, atoms.get(COPY)
     states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
     main = next(iter(states.values()))
     pattern = settling.patterns.get(plain)
-    unowned = FROZEN if index.shapes else WEIGHTS
+    unowned = FROZEN if knows_optimizer(index) else WEIGHTS
     kind = TRAINED if MODULE not in states else BUFFER if plain in index.buffers else unowned
     used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
     paths = {index.files[index.records[record].file].path for record in used}
     return Parameter(
-        name=name,
+        name=param.name,
+        instance=param.instance,
         kind=kind,
         shape=settling.shapes.get(plain),
         shards=tuple(shard.shape for shard in main.shards),
@@ -136,7 +149,7 @@ def _make_row(
         pattern=UNSETTLED if plain in settling.open else name_pattern(pattern),
         origin="" if pattern is None else settling.origin.get(plain, ""),
         group=group,
-        scalars=dict(index.scalars.get(name, {})),
+        scalars=dict(index.scalars.get(param, {})),
         aliases=aliases,
         fragments={state: sum(len(shard.fragments) for shard in atom.shards) for state, atom in states.items()},
         files=tuple(sorted(shorten_path(index, path) for path in paths)),
@@ -144,6 +157,11 @@ def _make_row(
         copy_bytes=copy.nbytes if copy else 0,
         why=settling.open.get(plain, {}),
     )
+
+
+def knows_optimizer(index: AtomicIndex) -> bool:
+    """Whether the files tell which parameters an optimizer owns."""
+    return any(key.state != MODULE for key in index.atoms)
 
 
 def sort_states(states: Iterable[str]) -> list[str]:
@@ -174,7 +192,7 @@ def settle_patterns(index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> Settli
         wholes = settle_wholes(index, rules)
     except MismatchError:
         return replace(_settle_each(index, rules), families=_find_families(index, rules))
-    shapes = {plain_name(name): whole.shape for (name, _), whole in wholes.atoms.items()}
+    shapes = {key.name: whole.shape for key, whole in wholes.atoms.items()}
     recorded = {name: read_pattern(told) for name, told in index.recorded.items()}
     origin = {**wholes.origin, **dict.fromkeys(recorded, ORIGIN)}
     return Settling(shapes, {**wholes.patterns, **recorded}, origin, {}, tuple(wholes.unused))
@@ -191,7 +209,7 @@ def _find_families(index: AtomicIndex, rules: Sequence[RuleSet]) -> tuple[str, .
 
 def _settle_each(index: AtomicIndex, rules: Sequence[RuleSet]) -> Settling:
     """The same, one parameter at a time, for those that can be settled."""
-    weights = {plain_name(name): atom for (name, _), atom in list_weights(index)}
+    weights = list_weights(index)
     held = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
     found, ordered = Settling({}, {}, {}, {}), list_rules(index, rules)
     for name, shapes in held.items():
@@ -210,35 +228,35 @@ def _settle_each(index: AtomicIndex, rules: Sequence[RuleSet]) -> Settling:
     return found
 
 
-def order_names(index: AtomicIndex) -> list[str]:
-    """Names of all atoms in the model's order: as the module states list them, layers by their numbers."""
-    listed = [name for name, state in index.atoms if state in (COPY, MODULE)]
-    owned = {name for name, state in index.atoms if state not in (COPY, MODULE)}
-    grouped = [name for group in index.groups for name in group.names if name in owned]
-    masters = [*grouped, *(name for name, _ in index.atoms if name in owned)]
-    copied = any(state == COPY for _, state in index.atoms)
-    names = list(dict.fromkeys([*listed, *masters] if copied else [*masters, *listed]))
+def order_params(index: AtomicIndex) -> list[ParamKey]:
+    """All parameters in the model's order: as the module states list them, layers by their numbers."""
+    listed = [key.param for key in index.atoms if key.state in (COPY, MODULE)]
+    owned = {key.param for key in index.atoms if key.state not in (COPY, MODULE)}
+    grouped = [param for group in index.groups for param in group.members if param in owned]
+    masters = [*grouped, *(key.param for key in index.atoms if key.param in owned)]
+    copied = any(key.state == COPY for key in index.atoms)
+    params = list(dict.fromkeys([*listed, *masters] if copied else [*masters, *listed]))
     layers = _find_layers(index)
     first: dict[str, int] = {}
-    for at, name in enumerate(names):
-        first.setdefault(split_layer(name)[0], at)
+    for at, param in enumerate(params):
+        first.setdefault(split_layer(param.name)[0], at)
 
     def rate(at: int) -> tuple[int, int, int, int]:
-        prefix, number = split_layer(names[at])
-        return layers.get(names[at], len(layers)), first[prefix], number, at
+        prefix, number = split_layer(params[at].name)
+        return layers.get(params[at], len(layers)), first[prefix], number, at
 
-    return [names[at] for at in sorted(range(len(names)), key=rate)]
+    return [params[at] for at in sorted(range(len(params)), key=rate)]
 
 
-def _find_layers(index: AtomicIndex) -> dict[str, int]:
+def _find_layers(index: AtomicIndex) -> dict[ParamKey, int]:
     """For a pipeline, the layer in whose file a parameter's copy lies."""
     found = {}
-    for (name, state), atom in index.atoms.items():
+    for key, atom in index.atoms.items():
         fragment = next((f for shard in atom.shards for f in shard.fragments), None)
-        if state in (COPY, MODULE) and fragment is not None:
+        if key.state in (COPY, MODULE) and fragment is not None:
             path = index.files[index.records[fragment.record].file].path
             if match := _LAYER_FILE.search(path):
-                found[name] = int(match[1])
+                found[key.param] = int(match[1])
     return found
 
 
@@ -260,7 +278,17 @@ def fold_rows(rows: Sequence[Parameter]) -> list[tuple[str, list[Parameter]]]:
     """Rows that differ in numbers of the name only, under one name with ranges: ``h.{0-11}.mlp.bias``."""
     groups: dict[tuple[Any, ...], dict[str, Parameter]] = {}
     for row in rows:
-        same = (row.kind, row.shape, row.shards, row.dtype, row.copy, tuple(row.states), row.pattern, row.origin)
+        same = (
+            row.instance,
+            row.kind,
+            row.shape,
+            row.shards,
+            row.dtype,
+            row.copy,
+            tuple(row.states),
+            row.pattern,
+            row.origin,
+        )
         groups.setdefault((re.sub(r"\d+", "{}", row.name), *same), {})[row.name] = row
     return [part for group in groups.values() for part in _fold_group(group)]
 

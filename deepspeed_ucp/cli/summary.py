@@ -7,9 +7,20 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..atoms import COPY, ITEMSIZE, AtomicIndex
+from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey
 from .common import format_bytes, format_count, format_table
-from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, fold_names, fold_rows, shorten_path, sort_states
+from .parameters import (
+    BUFFER,
+    FROZEN,
+    TRAINED,
+    UNSETTLED,
+    Parameter,
+    fold_names,
+    fold_rows,
+    knows_optimizer,
+    shorten_path,
+    sort_states,
+)
 from .survey import Survey, list_states, tell_groups, tell_scalars
 
 if TYPE_CHECKING:
@@ -151,7 +162,7 @@ def _tell_parts(survey: Survey) -> str:
 
 def name_others(index: AtomicIndex) -> str:
     """What the tensors are that no optimizer is known to own."""
-    return "frozen and buffers" if index.shapes else "weights and buffers"
+    return "frozen and buffers" if knows_optimizer(index) else "weights and buffers"
 
 
 def _tell_files(survey: Survey) -> str:
@@ -167,7 +178,7 @@ def tell_resume(index: AtomicIndex) -> str:
     topology = index.topology
     if topology.wrapper == "atomic":
         return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
-    if not any(state not in ("module", COPY) for _, state in index.atoms):
+    if not any(key.state not in ("module", COPY) for key in index.atoms):
         return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"
     degrees = f"tp {topology.tp} pp {topology.pp}"
     where = f"ZeRO-{topology.zero_stage} dp {topology.dp} {degrees}" if topology.zero_stage else f"stage 0 {degrees}"
@@ -176,6 +187,7 @@ def tell_resume(index: AtomicIndex) -> str:
 
 def _tell_parameters(rows: Sequence[Parameter], *, unfold: bool) -> str:
     folded = [(row.name, [row]) for row in rows] if unfold else fold_rows(rows)
+    folded = [(str(ParamKey(name, group[0].instance)), group) for name, group in folded]
     header = ("parameter", "shape", "dtype", "states", "pattern", "by", "pieces", "files", "size")
     table = [(name, *_tell_row(group)) for name, group in folded]
     keep = [at for at in range(len(header)) if at != 5 or any(line[5] for line in table)]
@@ -233,8 +245,9 @@ def tell_finding(finding: Finding) -> str:
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     """One parameter with every fragment: file, byte offset in it, length in bytes, elements of its shard."""
     states = []
-    for state in sort_states(state for name, state in index.atoms if name == row.name):
-        atom = index.atoms[row.name, state]
+    atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == row.param}
+    for state in sort_states(atoms):
+        atom = atoms[state]
         shards = [
             {
                 "rank": rank,

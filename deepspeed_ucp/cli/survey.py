@@ -94,7 +94,7 @@ def tell_topology(index: AtomicIndex) -> dict[str, Any]:
 
 def list_states(index: AtomicIndex) -> list[str]:
     """The optimizer's element-wise states by its own names, without masters."""
-    return sorted({state for _, state in index.atoms} - {MASTER, MODULE, COPY})
+    return sorted({key.state for key in index.atoms} - {MASTER, MODULE, COPY})
 
 
 def tell_scalars(index: AtomicIndex) -> dict[str, Any]:
@@ -108,13 +108,13 @@ def tell_scalars(index: AtomicIndex) -> dict[str, Any]:
 
 def tell_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str, Any]]:
     """Per param group its hyper-parameters and how many parameters and elements it has."""
-    sizes = {row.name: row.numel for row in rows}
+    sizes = {row.param: row.numel for row in rows}
     found = []
     for group in index.groups:
-        numels = [sizes.get(name) for name in group.names]
+        numels = [sizes.get(param) for param in group.members]
         known = [numel for numel in numels if numel is not None]
         elements = sum(known) if len(known) == len(numels) else None
-        found.append({"parameters": len(group.names), "elements": elements, "hyper": group.hyper})
+        found.append({"parameters": len(group.members), "elements": elements, "hyper": group.hyper})
     return found
 
 
@@ -122,11 +122,11 @@ def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Pa
     """Counts and sizes."""
     sums = {MASTER: 0, COPY: 0, MODULE: 0, "": 0}
     covered: set[tuple[int, int, int]] = set()
-    for (_, state), atom in index.atoms.items():
-        sums[state if state in sums else ""] += atom.nbytes
+    for key, atom in index.atoms.items():
+        sums[key.state if key.state in sums else ""] += atom.nbytes
         width = ITEMSIZE[atom.dtype]
         covered |= {(f.record, f.offset, f.numel * width) for shard in atom.shards for f in shard.fragments}
-    parameters = [row for row in rows if row.kind != BUFFER and "#" not in row.name]
+    parameters = [row for row in rows if row.kind != BUFFER and not row.instance]
     numels = [row.numel for row in parameters]
     client = sum(index.records[record].nbytes for record in index.client_records)
     records, file_bytes = sum(r.nbytes for r in index.records), sum(files.values())

@@ -36,7 +36,7 @@ from ..sources.samples import check_samples
 from ..stream.checks import verify_source
 from ..stream.progress import Bar, divide_window, no_bar
 from ..stream.reader import RangeReader
-from ..union.wholes import Wholes, plain_name, settle_wholes
+from ..union.wholes import Wholes, settle_wholes
 from ..version import __version__
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
 from .outputs import (
@@ -375,10 +375,11 @@ def _finish(work: _Work, written: Sequence[Written]) -> None:
 def _list_records(work: _Work, crcs: dict[int, int]) -> Iterable[AtomRecord]:
     for number, file in enumerate(work.files):
         whole = file.whole
-        pattern = work.wholes.patterns.get(plain_name(whole.name))
+        pattern = work.wholes.patterns.get(whole.name)
         yield AtomRecord(
             name=whole.name,
             state=whole.state,
+            instance=whole.atom.instance,
             dtype=whole.dtype,
             shape=whole.shape,
             vocab=pattern.vocab if pattern is not None else None,

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable
 from itertools import accumulate
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, AtomKey
 from ..errors import UnsupportedError
 from ..io.disk import explain_full, write_at
 from ..io.staging import MANIFEST, OutputKind
 from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
 from ..torchsave.torchzip import ScalarTensor, dump_value, make_image
-from ..union.wholes import Whole, Wholes, plain_name
+from ..union.wholes import Whole, Wholes
 from .execute import OutputFile, create
 from .states import OPTIMIZER_STATE
 from .upstream import upstream_keys
@@ -36,7 +36,7 @@ CONVERSION = OutputKind(
     name="an atomic checkpoint",
     maker="conversion",
     is_one=_is_output,
-    parts=re.compile(r"zero|tmp|ucp_manifest\.json|.*_model_states\.pt"),
+    parts=re.compile(r"zero(\.\d+)?|tmp|ucp_manifest\.json|.*_model_states\.pt"),
     resumable=True,
 )
 """What may be replaced: nothing but what conversions write, ours and upstream's."""
@@ -49,7 +49,7 @@ def list_files(wholes: Wholes) -> list[OutputFile]:
 
 def find_formless(wholes: Wholes) -> list[str]:
     """Parameters whose cut upstream's files cannot tell: its loader takes them whole, or cuts them wrongly."""
-    shapes = {plain_name(name): whole.shape for (name, _), whole in wholes.atoms.items()}
+    shapes = {key.name: whole.shape for key, whole in wholes.atoms.items()}
     return sorted(
         name
         for name, pattern in wholes.patterns.items()
@@ -58,12 +58,17 @@ def find_formless(wholes: Wholes) -> list[str]:
 
 
 def _make_file(wholes: Wholes, whole: Whole) -> OutputFile:
-    pattern = wholes.patterns.get(plain_name(whole.name))
+    pattern = wholes.patterns.get(whole.name)
     shape = whole.shape
     if pattern is not None and pattern.vocab is not None:  # upstream sees the vocabulary, we the padding rows as well
         shape = (min(pattern.vocab, shape[0]), *shape[1:])
     image = make_image(upstream_keys(pattern, whole.shape, whole.name), whole.dtype, whole.numel, shape)
-    return OutputFile(whole, f"{ZERO}/{whole.name}/{whole.state}.pt", image)
+    return OutputFile(whole, place_file(whole.atom.key), image)
+
+
+def place_file(key: AtomKey) -> str:
+    """An atom's path in the output: of a later pipeline stage's own copy beside the folder that upstream looks into."""
+    return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
 def check_paths(paths: Iterable[str]) -> None:
@@ -101,7 +106,7 @@ def list_steps(index: AtomicIndex) -> dict[str, bytes]:
     """Relative path → content of every parameter's ``step.pt``."""
     made: dict[tuple[type, object], bytes] = {}
     found = {}
-    for name, scalars in sorted(index.scalars.items()):
+    for param, scalars in sorted(index.scalars.items()):
         if STEP not in scalars:
             continue
         step = scalars[STEP]
@@ -109,7 +114,7 @@ def list_steps(index: AtomicIndex) -> dict[str, bytes]:
         if kind not in made:
             dtype = index.scalar_dtypes.get(STEP)
             made[kind] = dump_value(step if dtype is None else ScalarTensor(dtype, step))
-        found[f"{ZERO}/{name}/{STEP}.pt"] = made[kind]
+        found[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
     return found
 
 

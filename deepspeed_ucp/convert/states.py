@@ -173,7 +173,7 @@ def _is_plain(value: Any) -> bool:
 
 def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The optimizer's step as the first parameter has it: upstream's stage 3 takes one for all."""
-    counted = (index.scalars.get(name, {}) for group in index.groups for name in group.names)
+    counted = (index.scalars.get(param, {}) for group in index.groups for param in group.members)
     steps = [scalars["step"] for scalars in counted if "step" in scalars]
     steps += [group.hyper["step"] for group in index.groups if "step" in group.hyper]
     if not steps or not _is_plain(steps[0]):

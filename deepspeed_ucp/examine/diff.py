@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, ParamKey
 from ..comm import Comm
 from ..errors import MismatchError
 from ..patterns import RuleSet
@@ -52,6 +52,12 @@ class AtomDifference:
     index: tuple[int, ...] = ()
     shard: int | None = None
     text: str = ""
+    instance: int = 0
+
+    @property
+    def label(self) -> str:
+        """Its parameter, for people."""
+        return str(ParamKey(self.name, self.instance))
 
     def is_within(self, tolerance: float) -> bool:
         """Whether it is but a difference of values of at most ``tolerance``."""
@@ -257,17 +263,23 @@ def _merge(gathered: Sequence[Tallies]) -> Tallies:
 
 def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, ...]:
     found = [
-        AtomDifference(atom.name, atom.state, f"only in {side}", (atom.dtype, atom.dtype))
+        AtomDifference(atom.name, atom.state, f"only in {side}", (atom.dtype, atom.dtype), instance=atom.instance)
         for side, atoms in (("A", pairs.only_left), ("B", pairs.only_right))
         for atom in atoms
     ]
-    found += [AtomDifference(a.name, a.state, "shape", (a.dtype, a.dtype), text=text) for a, text in pairs.shapes]
+    found += [
+        AtomDifference(atom.name, atom.state, "shape", (atom.dtype, atom.dtype), text=text, instance=atom.instance)
+        for atom, text in pairs.shapes
+    ]
     for number, (values, padding) in tallies.items():
         if values.differing or padding.differing:
             pair = pairs.both[number]
+            atom = pair.left.atom
             place = pair.locate(values.first if values.differing else padding.first)
             dtypes = (pair.left.dtype, pair.right.dtype)
-            found.append(AtomDifference(pair.left.name, pair.left.state, "values", dtypes, values, padding, *place))
+            found.append(
+                AtomDifference(atom.name, atom.state, "values", dtypes, values, padding, *place, instance=atom.instance)
+            )
     return tuple(sorted(found, key=_rate))
 
 

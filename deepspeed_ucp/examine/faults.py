@@ -66,7 +66,7 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: set[int]) -> dict[int, l
         for shard in atom.shards:
             for fragment in shard.fragments:
                 if fragment.record in records:
-                    found.setdefault(records[fragment.record], {})[f"{atom.name} ({atom.state})"] = None
+                    found.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
     return {offset: list(held) for offset, held in found.items()}
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, count
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, count
 from ..errors import MismatchError
 from ..patterns import Kept, Layout, Pattern, RuleSet, Settled, rename_names, settle
 from ..patterns.layout import Shape
-from ..union.wholes import Whole, list_rules, make_whole, plain_name
+from ..union.wholes import Whole, is_remade, list_rules, make_whole
 
-Key = tuple[str, str]
 Shapes = Mapping[str, tuple[Shape, ...]]
 
 
@@ -105,7 +104,7 @@ def pair_atoms(
     layouts = _settle_both(left, right, keys, rules)
     found.unused = layouts.unused
     for a, b in keys:
-        name = plain_name(a[0])
+        name = a.name
         if name in layouts.wrong:
             found.shapes.append((left.atoms[a], layouts.wrong[name]))
         else:
@@ -116,29 +115,25 @@ def pair_atoms(
     return found
 
 
-def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[Key, Atom]:
-    return {
-        (name, state): atom
-        for (name, state), atom in index.atoms.items()
-        if wanted(name, state) and not (state == COPY and (name, MASTER) in index.atoms)
-    }
+def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[AtomKey, Atom]:
+    return {key: atom for key, atom in index.atoms.items() if wanted(key.name, key.state) and not is_remade(key, index)}
 
 
 def _rename(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> dict[str, str]:
     """A's names → B's by the user's rules, where they lead to a name that B has."""
     renames = [rename for each in rules for rename in each.renames]
-    live = {plain_name(name) for name, _ in right.atoms}
-    names = sorted({plain_name(name) for name, _ in left.atoms})
+    live = {key.name for key in right.atoms}
+    names = sorted({key.name for key in left.atoms})
     return {old: new for old, new in rename_names(names, renames, live).items() if old != new} if renames else {}
 
 
 def _match(
-    mine: Mapping[Key, Atom],
-    theirs: Mapping[Key, Atom],
+    mine: Mapping[AtomKey, Atom],
+    theirs: Mapping[AtomKey, Atom],
     left: AtomicIndex,
     right: AtomicIndex,
     names: Mapping[str, str],
-) -> list[tuple[Key, Key]]:
+) -> list[tuple[AtomKey, AtomKey]]:
     back = {new: old for old, new in names.items()}
     found = [(key, partner) for key in mine if (partner := _find_partner(key, right, names)) in theirs]
     met = {partner for _, partner in found}
@@ -146,17 +141,17 @@ def _match(
     return [*found, *((partner, key) for partner, key in others if partner in mine)]
 
 
-def _find_partner(key: Key, index: AtomicIndex, names: Mapping[str, str]) -> Key:
+def _find_partner(key: AtomKey, index: AtomicIndex, names: Mapping[str, str]) -> AtomKey:
     """The other side's atom: of the same stage's instance, of the first one, or of what it is tied to."""
-    name, _, instance = key[0].partition("#")
-    name = names.get(name, name)
-    candidates = (f"{name}#{instance}" if instance else name, name, index.resolve(name))
-    return next(((each, key[1]) for each in candidates if (each, key[1]) in index.atoms), (name, key[1]))
+    name = names.get(key.name, key.name)
+    candidates = [AtomKey(name, key.state, number) for number in (key.instance, 0)]
+    candidates.append(AtomKey(index.resolve(name), key.state))
+    return next((each for each in candidates if each in index.atoms), candidates[1])
 
 
 @dataclass(slots=True)
 class _Layouts:
-    """Per plain name of A: both sides' layouts, the vocabulary, and what is wrong with the shapes."""
+    """Per name of A: both sides' layouts, the vocabulary, and what is wrong with the shapes."""
 
     layouts: dict[str, tuple[Layout, Layout]] = field(default_factory=dict)
     vocab: dict[str, int | None] = field(default_factory=dict)
@@ -177,12 +172,12 @@ class _Layouts:
 
 
 def _settle_both(
-    left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[Key, Key]], rules: Sequence[RuleSet]
+    left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> _Layouts:
     """Layouts of all names; alike on both sides, or by patterns."""
-    keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0][1], 1), reverse=True)  # the weights' shapes count
-    source = {plain_name(a[0]): _local(left.atoms[a]) for a, _ in keys}
-    target = {plain_name(a[0]): _local(right.atoms[b]) for a, b in keys}
+    keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
+    source = {a.name: _local(left.atoms[a]) for a, _ in keys}
+    target = {a.name: _local(right.atoms[b]) for a, b in keys}
     theirs = [replace(each, side="target") for each in list_rules(right, ())]
     both = [*list_rules(left, rules), *theirs]
     found = _Layouts()

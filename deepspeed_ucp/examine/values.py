@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ..atoms import ITEMSIZE, AtomicIndex
+from ..atoms import ITEMSIZE, AtomicIndex, ParamKey
 from ..io.read import read_bytes
 from ..torchsave.torchfile import ScalarRef, TorchFile, read_header
 from ..torchsave.unpickle import Opaque, TensorRef
@@ -70,12 +70,12 @@ def compare_values(
         ("scalar", _list_scalars(left), _list_scalars(right)),
         ("hyper-parameter", _list_hyper(left), _list_hyper(right)),
     ):
-        for name in filter(wants, mine):
-            partner = theirs.get(_find_partner(name, right, theirs, names))
-            if partner is None or (section == "hyper-parameter" and not (mine[name] and partner)):
+        for param in mine:
+            partner = theirs.get(_find_partner(param, right, theirs, names)) if wants(param.name) else None
+            if partner is None or (section == "hyper-parameter" and not (mine[param] and partner)):
                 continue  # the atoms tell what one side lacks, and some files keep no hyper-parameters
-            for key, a, b in _differ_in_keys(mine[name], partner):
-                found.setdefault((section, key, repr(a), repr(b)), (a, b, []))[2].append(name)
+            for key, a, b in _differ_in_keys(mine[param], partner):
+                found.setdefault((section, key, repr(a), repr(b)), (a, b, []))[2].append(str(param))
     return [ValueDifference(section, key, a, b, tuple(held)) for (section, key, *_), (a, b, held) in found.items()]
 
 
@@ -126,27 +126,28 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
             yield key, a, b
 
 
-def _find_partner(name: str, index: AtomicIndex, held: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    plain, _, instance = name.partition("#")
-    plain = names.get(plain, plain)
-    candidates = (f"{plain}#{instance}" if instance else plain, plain, index.resolve(plain))
-    return next((each for each in candidates if each in held), plain)
+def _find_partner(
+    param: ParamKey, index: AtomicIndex, held: Mapping[ParamKey, Any], names: Mapping[str, str]
+) -> ParamKey:
+    name = names.get(param.name, param.name)
+    candidates = (ParamKey(name, param.instance), ParamKey(name), ParamKey(index.resolve(name)))
+    return next((each for each in candidates if each in held), candidates[1])
 
 
-def _list_scalars(index: AtomicIndex) -> dict[str, dict[str, Any]]:
+def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     """Per parameter; ``step`` may be kept with the group."""
-    found = {name: dict(scalars) for name, scalars in index.scalars.items()}
+    found = {param: dict(scalars) for param, scalars in index.scalars.items()}
     for group in index.groups:
-        for name in group.names if "step" in group.hyper else ():
-            found.setdefault(name, {}).setdefault("step", group.hyper["step"])
+        for param in group.members if "step" in group.hyper else ():
+            found.setdefault(param, {}).setdefault("step", group.hyper["step"])
     return found
 
 
-def _list_hyper(index: AtomicIndex) -> dict[str, dict[str, Any]]:
+def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     return {
-        name: {key: value for key, value in group.hyper.items() if key != "step"}
+        param: {key: value for key, value in group.hyper.items() if key != "step"}
         for group in index.groups
-        for name in group.names
+        for param in group.members
     }
 
 

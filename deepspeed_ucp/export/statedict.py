@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, ParamKey
 from .tensors import WEIGHTS, ExportOptions, Selection, Tensor
 
 LAYOUTS = ("torch", "flattened", "torchtitan")
@@ -50,12 +50,12 @@ def _make_optimizer(
 ) -> dict[str, Any]:
     """The optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
     states: dict[str, dict[str, Any]] = {}
-    for (name, state), whole in selection.wholes.atoms.items():
-        if state not in WEIGHTS and name in selection.names:
+    for key, whole in selection.wholes.atoms.items():
+        if key.state not in WEIGHTS and key.name in selection.names and not key.instance:
             tensor = selection.make(whole, dtype=None, keep_padding=options.keep_padding)
-            states.setdefault(name, {})[state] = stand_in(tensor)
+            states.setdefault(key.name, {})[key.state] = stand_in(tensor)
     for name, held in states.items():
-        scalars = index.scalars.get(name, {})
+        scalars = index.scalars.get(ParamKey(name), {})
         held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
     groups = []
     for group in index.groups:

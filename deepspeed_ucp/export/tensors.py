@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, count
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
 from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..stream.progress import Bar, no_bar
-from ..union.wholes import Whole, Wholes, plain_name, settle_wholes
+from ..union.wholes import Whole, Wholes, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -102,7 +102,7 @@ class Selection:
             whole: any state of a parameter.
             dtype: of floating elements; None as stored.
         """
-        pattern = self.wholes.patterns.get(plain_name(whole.name))
+        pattern = self.wholes.patterns.get(whole.name)
         rows = None if keep_padding or pattern is None else pattern.vocab
         shape = whole.shape if rows is None else (min(rows, whole.shape[0]), *whole.shape[1:])
         is_cast = dtype is not None and whole.dtype in FLOATING
@@ -150,10 +150,10 @@ def select_tensors(
         raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
     _refuse_unreadable(index, states)
     wholes = settle_wholes(index, rules, states=states)
-    kept = {key: whole for key, whole in wholes.atoms.items() if plain_name(key[0]) == key[0]}
+    kept = {key: whole for key, whole in wholes.atoms.items() if not key.instance}
     ties = dict(index.aliases)
     renames = (*options.renames, *(rename for one in rules for rename in one.renames))
-    names = name_tensors(dict.fromkeys([name for name, _ in kept] + list(ties)), renames, options.strip_prefix)
+    names = name_tensors(dict.fromkeys([key.name for key in kept] + list(ties)), renames, options.strip_prefix)
     selection = Selection((), {}, names, wholes)
     weights = [_pick_weight(kept, name) for name in order_names(index, kept)]
     make = [selection.make(w, dtype=options.dtype, keep_padding=options.keep_padding) for w in weights if w is not None]
@@ -172,16 +172,16 @@ def _refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool]) -> Non
         )
 
 
-def _pick_weight(kept: dict[tuple[str, str], Whole], name: str) -> Whole | None:
-    return next((kept[name, state] for state in WEIGHTS if (name, state) in kept), None)
+def _pick_weight(kept: dict[AtomKey, Whole], name: str) -> Whole | None:
+    return next((kept[key] for state in WEIGHTS if (key := AtomKey(name, state)) in kept), None)
 
 
-def order_names(index: AtomicIndex, kept: Iterable[tuple[str, str]]) -> list[str]:
+def order_names(index: AtomicIndex, kept: Iterable[AtomKey]) -> list[str]:
     """Names in the order of the model's state dict where its module states tell it, else of the optimizer's groups."""
-    has_copies = any(state == COPY for _, state in index.atoms)
-    first = [name for name, state in index.atoms if has_copies and state in (COPY, MODULE)]
-    names = {name for name, state in kept}
-    ordered = dict.fromkeys([*first, *(name for name, _ in index.atoms)])
+    has_copies = any(key.state == COPY for key in index.atoms)
+    first = [key.name for key in index.atoms if has_copies and key.state in (COPY, MODULE)]
+    names = {key.name for key in kept}
+    ordered = dict.fromkeys([*first, *(key.name for key in index.atoms)])
     return [name for name in ordered if name in names]
 
 
@@ -210,7 +210,7 @@ def warn_losses(index: AtomicIndex, selection: Selection, comm: Comm) -> None:
             "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
             shorten(sorted(index.instances)),
         )
-    if not any(state == MASTER for _, state in index.atoms) and index.topology.precision != "float32":
+    if not any(key.state == MASTER for key in index.atoms) and index.topology.precision != "float32":
         logger.warning(
             "this checkpoint has no fp32 weights with names, so the model's own %s are written; where the optimizer "
             "was given model.parameters() at stage 0, --groups module names its fp32 weights",

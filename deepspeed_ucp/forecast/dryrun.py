@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE, AtomicIndex, count
+from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
 from ..errors import ConfigError, MismatchError, shorten
 from ..patterns import RuleSet
@@ -25,7 +25,7 @@ from .estimate import RankFigures, Totals, measure_plan, measure_sampled
 from .everyone import plan_everyone
 from .foresee import foresee_target
 from .sample import Sampler
-from .virtual import FRESH, VirtualTarget, plain
+from .virtual import FRESH, VirtualTarget
 
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
@@ -259,7 +259,7 @@ def _sum_up(index: AtomicIndex, target: VirtualTarget, run: DryRun, sampler: Sam
     return Totals(
         checkpoint=sum(sizes),
         files=len(sizes),
-        state=sum(atom.nbytes for name in sampler.users for atom in target.states[name]),
+        state=sum(atom.nbytes for param in sampler.users for atom in target.states[param]),
         read=sampler.count_bytes(),
         needed=sum(target.measure_needed(rank) for rank in range(target.ranks)),
         exchanged=exchanged,
@@ -282,12 +282,12 @@ def list_checkpoint(index: AtomicIndex) -> list[int]:
     return [size for size in list_sizes(os.path.dirname(index.state_file)).values() if size >= 0]
 
 
-def _count_replicas(target: VirtualTarget, names: Iterable[str]) -> int:
+def _count_replicas(target: VirtualTarget, params: Iterable[ParamKey]) -> int:
     """Bytes that are read to compare replicas: both of every pair."""
     total = 0
-    for name in names:
-        layouts = target.layouts.get(plain(name))
-        for atom in target.states[name]:
+    for param in params:
+        layouts = target.layouts.get(param.name)
+        for atom in target.states[param]:
             if layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1:
                 total += 2 * (len(atom.shards) - 1) * count(atom.shape) * ITEMSIZE[atom.dtype]
     return total

@@ -70,9 +70,9 @@ def foresee_target(
 def _weigh(index: AtomicIndex, names: Iterable[str]) -> dict[str, int]:
     """Bytes of each parameter and its states."""
     weights = dict.fromkeys(names, 0)
-    for (name, state), atom in index.atoms.items():
-        if state != COPY and name in weights:
-            weights[name] += atom.nbytes
+    for key, atom in index.atoms.items():
+        if key.state != COPY and key.instance == 0 and key.name in weights:
+            weights[key.name] += atom.nbytes
     return weights
 
 
@@ -104,13 +104,14 @@ def _list_rules(index: AtomicIndex, rules: Sequence[RuleSet]) -> list[RuleSet]:
 
 
 def _local_shapes(index: AtomicIndex, name: str) -> tuple[Shape, ...]:
-    atom = index.atoms.get((name, MASTER)) or index.atoms[name, MODULE]
-    return tuple(shard.shape for shard in atom.shards)
+    atom = index.find(name, MASTER) or index.find(name, MODULE)
+    return tuple(shard.shape for shard in atom.shards) if atom else ()
 
 
 def _is_equal(index: AtomicIndex, name: str, tp: int) -> bool:
     """A buffer with the same bytes on all ranks is held whole by every rank of another degree."""
-    shards = index.atoms[name, MODULE].shards if (name, MODULE) in index.atoms else ()
+    atom = index.find(name, MODULE)
+    shards = atom.shards if atom else ()
     records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
     sums = {(record.nbytes, record.crc) for record in records}
     alike = len({shard.shape for shard in shards}) == 1 and len(records) == len(shards)

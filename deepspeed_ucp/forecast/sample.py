@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex, Fragment
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey
 from ..flat import FlatBuffer
 from ..patterns import Run, copy_runs
 from ..plan.claims import Blocks, Claim, make_claims
 from ..plan.claims import address_claims as address
 from ..plan.locate import Piece, Want, cut_blocks, find_shards, locate
 from ..plan.resolve import MIN_DIRECT, SharedBlock, judge_claims
-from .virtual import FRESH, LIVE, VirtualExtra, VirtualPart, VirtualTarget, plain
+from .virtual import FRESH, LIVE, VirtualExtra, VirtualPart, VirtualTarget
 
 Block = tuple[int, int]
 """(record, number of the block in it)."""
@@ -78,20 +78,20 @@ class Sampler:
         self.held = self._list_fragments()
         self.touched = np.array(sorted(self.held), np.int64)
 
-    def _find_users(self) -> dict[str, list[int]]:
-        """Model-parallel ranks that hold each atom's parameter."""
-        users: dict[str, list[int]] = defaultdict(list)
+    def _find_users(self) -> dict[ParamKey, list[int]]:
+        """Model-parallel ranks that hold each parameter."""
+        users: dict[ParamKey, list[int]] = defaultdict(list)
         for number, part in enumerate(self.target.parts):
-            for name in part.atoms.values():
-                users[name].append(number)
+            for param in part.params.values():
+                users[param].append(number)
         return users
 
     def _list_fragments(self) -> dict[int, list[tuple[int, int, Atom, int, Fragment, int]]]:
         """Per record (first byte, behind the last, atom, shard, fragment, buffer), of what some rank wants."""
         held: dict[int, list[tuple[int, int, Atom, int, Fragment, int]]] = defaultdict(list)
-        for name in self.users:
-            for number, atom in enumerate(self.target.states[name]):
-                for shard in self._find_shards(name, atom):
+        for param in self.users:
+            for number, atom in enumerate(self.target.states[param]):
+                for shard in self._find_shards(atom):
                     for fragment in atom.shards[shard].fragments:
                         if self._is_dropped(atom, shard, fragment):
                             continue
@@ -104,15 +104,15 @@ class Sampler:
 
     def _is_dropped(self, atom: Atom, shard: int, fragment: Fragment) -> bool:
         """Nobody wants any of it: rows of a vocabulary's padding that the target does not have."""
-        layouts = self.target.layouts.get(plain(atom.name))
+        layouts = self.target.layouts.get(atom.name)
         if layouts is None or layouts[0].shape[:1] <= layouts[1].shape[:1]:
             return False
         end = fragment.start + fragment.numel
         return next(self._trace(atom, shard, fragment.start, end), None) is None
 
-    def _find_shards(self, name: str, atom: Atom) -> list[int]:
+    def _find_shards(self, atom: Atom) -> list[int]:
         """Source shards of which some target shard takes something."""
-        layouts = self.target.layouts.get(plain(name))
+        layouts = self.target.layouts.get(atom.name)
         if layouts is None:
             return [0]
         if layouts[0].mean:
@@ -203,17 +203,17 @@ class Sampler:
 
     def _find_wants(self, wanted: set[Block]) -> Iterator[tuple[int, Want]]:
         """Parts of ranks' wants among which are all that these blocks hold, each element once."""
-        spans: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
-        atoms: dict[tuple[str, str], tuple[Atom, int]] = {}
+        spans: dict[tuple[AtomKey, int, int], list[tuple[int, int]]] = defaultdict(list)
+        atoms: dict[AtomKey, tuple[Atom, int]] = {}
         for record, number in wanted:
             low = number * self.block
             for atom, shard, first, last, buffer in self._cut_fragments(record, low, low + self.block):
-                atoms[atom.name, atom.state] = atom, buffer
+                atoms[atom.key] = atom, buffer
                 for tp_rank, span in self._trace(atom, shard, first, last):
-                    spans[atom.name, atom.state, shard, tp_rank].append(span)
-        for (name, state, shard, tp_rank), found in spans.items():
+                    spans[atom.key, shard, tp_rank].append(span)
+        for (key, shard, tp_rank), found in spans.items():
             for low, high in join_spans(found):
-                for rank, want in self._assign(*atoms[name, state], tp_rank, low, high):
+                for rank, want in self._assign(*atoms[key], tp_rank, low, high):
                     if want.view is None:
                         yield rank, want
                     elif shard in want.view.shards:  # what other shards hold lies in other blocks
@@ -234,7 +234,7 @@ class Sampler:
 
     def _trace(self, atom: Atom, shard: int, low: int, high: int) -> Iterator[tuple[int, tuple[int, int]]]:
         """(target shard, span of its elements) that elements [low, high) of a source shard go to."""
-        layouts = self.target.layouts.get(plain(atom.name))
+        layouts = self.target.layouts.get(atom.name)
         if layouts is None:
             yield 0, (low, high)
             return
@@ -249,18 +249,18 @@ class Sampler:
     def _assign(self, atom: Atom, buffer: int, tp_rank: int, low: int, high: int) -> Iterator[tuple[int, Want]]:
         """The wants of every rank that holds some of elements [low, high) of a target shard."""
         tp = self.target.degrees.tp
-        for number in self.users[atom.name]:
+        for number in self.users[atom.param]:
             if number % tp != tp_rank:
                 continue
-            for dp_rank, first, last in self._find_holders(number, atom.name, low, high):
+            for dp_rank, first, last in self._find_holders(number, atom.param, low, high):
                 rank = (number // tp * self.target.degrees.shards + dp_rank) * tp + tp_rank
                 for want in self.target.want_atom(atom, first, last - first, tp_rank, buffer):
                     yield rank, want
 
-    def _find_holders(self, number: int, name: str, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    def _find_holders(self, number: int, param: ParamKey, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """(data-parallel rank, first, behind the last element) of those that hold elements of a parameter."""
         shards = self.target.degrees.shards
-        home = self.homes[number].get(name)
+        home = self.homes[number].get(param)
         if isinstance(home, VirtualExtra):
             for rank in range(shards):
                 start, numel = home.cut(rank)
@@ -274,11 +274,11 @@ class Sampler:
                     yield copy, first, last
 
 
-def _find_homes(part: VirtualPart) -> dict[str, VirtualExtra | tuple[FlatBuffer, int]]:
-    """Per atom name where a model-parallel rank holds it: a flat buffer and the place in it, or a tensor of its own."""
-    homes: dict[str, VirtualExtra | tuple[FlatBuffer, int]] = {part.atoms[e.name]: e for e in part.extras}
+def _find_homes(part: VirtualPart) -> dict[ParamKey, VirtualExtra | tuple[FlatBuffer, int]]:
+    """Per parameter where a model-parallel rank holds it: a flat buffer and the place in it, or a tensor of its own."""
+    homes: dict[ParamKey, VirtualExtra | tuple[FlatBuffer, int]] = {part.params[e.name]: e for e in part.extras}
     for flat in part.flats:
-        homes.update({part.atoms[name]: (flat, place) for place, name in enumerate(flat.names)})
+        homes.update({part.params[name]: (flat, place) for place, name in enumerate(flat.names)})
     return homes
 
 

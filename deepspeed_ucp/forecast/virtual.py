@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..flat import FlatBuffer, cut_parameter, join_parameters, join_reserved, reserve
 from ..patterns import Layout
 from ..plan.locate import View, Want, find_shards
@@ -42,11 +42,11 @@ class VirtualPart:
     """What one model-parallel rank holds.
 
     Attributes:
-        atoms: name → name of its atoms, an instance's where several stages hold the parameter.
+        params: name → parameter of the index, an instance's where several stages hold it.
         flats, extras: its buffers.
     """
 
-    atoms: Mapping[str, str]
+    params: Mapping[str, ParamKey]
     flats: tuple[FlatBuffer, ...]
     extras: tuple[VirtualExtra, ...]
 
@@ -58,14 +58,14 @@ class VirtualTarget:
     Attributes:
         degrees: its topology.
         parts: by model-parallel rank ``stage * tp + tp_rank``.
-        layouts: how source and target cut each parameter, by plain name; empty where neither cuts any.
-        states: per atom name its states, the weight first.
+        layouts: how source and target cut each parameter, by name; empty where neither cuts any.
+        states: per parameter its states, the weight first.
     """
 
     degrees: Degrees
     parts: tuple[VirtualPart, ...]
     layouts: Mapping[str, tuple[Layout, Layout]]
-    states: Mapping[str, tuple[Atom, ...]]
+    states: Mapping[ParamKey, tuple[Atom, ...]]
 
     @property
     def ranks(self) -> int:
@@ -89,20 +89,20 @@ class VirtualTarget:
         _, dp_rank, tp_rank = self.place(rank)
         for flat in part.flats:
             for cut in flat.cuts(flat.find_part(dp_rank)):
-                yield from self.want(part.atoms[cut.name], cut.start, cut.numel, tp_rank)
+                yield from self.want(part.params[cut.name], cut.start, cut.numel, tp_rank)
         for extra in part.extras:
             start, numel = extra.cut(dp_rank)
             if numel:
-                yield from self.want(part.atoms[extra.name], start, numel, tp_rank)
+                yield from self.want(part.params[extra.name], start, numel, tp_rank)
 
-    def want(self, name: str, start: int, numel: int, tp_rank: int) -> Iterator[Want]:
+    def want(self, param: ParamKey, start: int, numel: int, tp_rank: int) -> Iterator[Want]:
         """Elements [start, start + numel) of a tensor-parallel rank's shard of a parameter, all states of it."""
-        for number, atom in enumerate(self.states[name]):
+        for number, atom in enumerate(self.states[param]):
             yield from self.want_atom(atom, start, numel, tp_rank, FRESH if number else LIVE)
 
     def want_atom(self, atom: Atom, start: int, numel: int, tp_rank: int, buffer: int) -> Iterator[Want]:
         """The same of one atom."""
-        layouts = self.layouts.get(plain(atom.name))
+        layouts = self.layouts.get(atom.name)
         if layouts is None:
             yield Want(atom, start, numel, buffer, 0)
         elif layouts[0].mean:
@@ -117,14 +117,14 @@ class VirtualTarget:
         _, dp_rank, _ = self.place(rank)
         total = 0
         for flat in part.flats:
-            total += sum(cut.numel * self._weigh(part.atoms[cut.name]) for cut in flat.cuts(flat.find_part(dp_rank)))
-        return total + sum(extra.cut(dp_rank)[1] * self._weigh(part.atoms[extra.name]) for extra in part.extras)
+            total += sum(cut.numel * self._weigh(part.params[cut.name]) for cut in flat.cuts(flat.find_part(dp_rank)))
+        return total + sum(extra.cut(dp_rank)[1] * self._weigh(part.params[extra.name]) for extra in part.extras)
 
-    def _weigh(self, name: str) -> int:
+    def _weigh(self, param: ParamKey) -> int:
         """Bytes per element of a parameter over its states; every replica whose mean is taken counts."""
-        layouts = self.layouts.get(plain(name))
-        times = len(self.states[name][0].shards) if layouts is not None and layouts[0].mean else 1
-        return sum(ITEMSIZE[atom.dtype] for atom in self.states[name]) * times
+        layouts = self.layouts.get(param.name)
+        times = len(self.states[param][0].shards) if layouts is not None and layouts[0].mean else 1
+        return sum(ITEMSIZE[atom.dtype] for atom in self.states[param]) * times
 
     def measure_engine(self, rank: int) -> int:
         """Bytes of the engine's own buffers on a rank: masters, optimizer states, the model's copies, extras."""
@@ -134,19 +134,14 @@ class VirtualTarget:
         for flat in part.flats:
             states: dict[str, int] = {}
             for name in flat.names:
-                states.update({a.state: ITEMSIZE[a.dtype] for a in self.states[part.atoms[name]][1:]})
+                states.update({a.state: ITEMSIZE[a.dtype] for a in self.states[part.params[name]][1:]})
             total += flat.partition * (ITEMSIZE[degrees.master] + sum(states.values()))
             if degrees.wrapper != "torch":
                 whole = flat.partition if flat.by_parameter else flat.partition * flat.parts
                 total += whole * ITEMSIZE[degrees.precision]
         for extra in part.extras:
-            total += reserve(count(extra.shape), extra.dp) * ITEMSIZE[self.states[part.atoms[extra.name]][0].dtype]
+            total += reserve(count(extra.shape), extra.dp) * ITEMSIZE[self.states[part.params[extra.name]][0].dtype]
         return total
-
-
-def plain(name: str) -> str:
-    """A parameter's name without the number of the stage's own copy."""
-    return name.partition("#")[0]
 
 
 def make_virtual(
@@ -169,29 +164,28 @@ def make_virtual(
     parts = []
     for stage in range(degrees.pp):
         held = {name: stages[name].index(stage) for name in shapes if stage in stages[name]}
-        atoms = {name: pick_instance(index, name, at, len(stages[name])) for name, at in held.items()}
+        params = {name: pick_instance(index, name, at, len(stages[name])) for name, at in held.items()}
         for tp_rank in range(degrees.tp):
             local = {name: shapes[name][tp_rank] for name in held}
             flats = [flat for n, names in enumerate(groups) for flat in _lay_group(n, names, local, degrees)]
             dp = degrees.shards if degrees.zero == 3 else 1
             others = [VirtualExtra(n, local[n], 1 if n in index.buffers else dp) for n in extras if n in local]
-            parts.append(VirtualPart(atoms, tuple(flats), tuple(others)))
+            parts.append(VirtualPart(params, tuple(flats), tuple(others)))
     return VirtualTarget(degrees, tuple(parts), layouts, states)
 
 
-def _list_states(index: AtomicIndex) -> dict[str, tuple[Atom, ...]]:
+def _list_states(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
     """What a load takes of each parameter: the master and the states, or the module's tensor."""
-    found: dict[str, list[Atom]] = {}
-    for (name, state), atom in index.atoms.items():
-        if state != COPY and not (state == MODULE and (name, MASTER) in index.atoms):
-            found.setdefault(name, []).append(atom)
-    return {name: tuple(sorted(held, key=lambda atom: atom.state != MASTER)) for name, held in found.items()}
+    found: dict[ParamKey, list[Atom]] = {}
+    for key, atom in index.atoms.items():
+        if key.state != COPY and not (key.state == MODULE and index.find(key.name, MASTER, key.instance)):
+            found.setdefault(key.param, []).append(atom)
+    return {param: tuple(sorted(held, key=lambda atom: atom.state != MASTER)) for param, held in found.items()}
 
 
 def list_groups(index: AtomicIndex) -> list[list[str]]:
-    """Trained parameters per param group in the saved order, by plain names."""
-    further = _list_further(index)
-    trained = {name for name, state in index.atoms if state == MASTER} - further
+    """Trained parameters per param group in the saved order, by name."""
+    trained = {key.name for key in index.atoms if key.state == MASTER}
     groups = [[name for name in group.names if name in trained] for group in index.groups] or [[]]
     groups[-1] += sorted(trained - {name for group in groups for name in group})
     # Stages may hold layers in any order; a whole pipeline has its tied modules in front, then layer after layer.
@@ -205,16 +199,8 @@ def _rank_layer(name: str) -> tuple[bool, int]:
 
 def list_extras(index: AtomicIndex) -> list[str]:
     """Frozen and unoptimized parameters, and buffers."""
-    further = _list_further(index)
-    return [
-        name
-        for name, state in index.atoms
-        if state == MODULE and (name, MASTER) not in index.atoms and name not in further
-    ]
-
-
-def _list_further(index: AtomicIndex) -> set[str]:
-    return {name for names in index.instances.values() for name in names[1:]}
+    others = dict.fromkeys(key.name for key in index.atoms if key.state == MODULE)
+    return [name for name in others if not index.find(name, MASTER)]
 
 
 def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], degrees: Degrees) -> Iterator[FlatBuffer]:

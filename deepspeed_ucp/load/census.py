@@ -31,7 +31,7 @@ from ..targets.parallel import live_attributes, live_universal_info
 logger = logging.getLogger("deepspeed_ucp")
 
 Layouts = Mapping[str, tuple[Layout, Layout]]
-"""By plain saved name: how source and target cut a tensor."""
+"""By saved name: how source and target cut a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *
     if not renames:
         return {}
     live = {*census.owned, *census.extras, *census.aliases}
-    saved = {name for name, state in index.atoms if state in (MASTER, MODULE)} | set(index.aliases)
-    foreign = sorted(saved - live - {further for names in index.instances.values() for further in names[1:]})
+    saved = {key.name for key in index.atoms if key.state in (MASTER, MODULE)} | set(index.aliases)
+    foreign = sorted(saved - live)
     if tell and (idle := find_idle(saved, renames)):
         logger.info("patterns: %s", shorten(idle))
     return {new: old for old, new in rename_names(foreign, renames, live).items() if new in live}
@@ -204,7 +204,7 @@ def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *
 def settle_layouts(
     index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet], *, tell: bool
 ) -> dict[str, tuple[Layout, Layout]]:
-    """How source and target cut each matched tensor, by plain saved name; without tensor parallelism only those of
+    """How source and target cut each matched tensor, by saved name; without tensor parallelism only those of
     another number of rows, which a vocabulary's padding makes.
 
     Args:
@@ -225,7 +225,7 @@ def settle_layouts(
             equal[saved] = (Replicate().join(held), Replicate().cut(held[0], shapes))
         else:
             source[saved], target[saved] = held, shapes
-    names = [match.saved[live] for live in match.resized] if whole else source
+    names = [match.params[live].name for live in match.resized] if whole else source
     settled = settle(sorted(names), source, target, _list_rules(index, census, match, rules), index.hints)
     if tell and not whole:
         for text in settled.notes:
@@ -238,12 +238,13 @@ def settle_layouts(
 
 def _weight(index: AtomicIndex, name: str, owned: bool) -> Any:
     order = (MASTER, MODULE) if owned else (MODULE, MASTER)
-    return next(index.atoms[name, state] for state in order if (name, state) in index.atoms)
+    return next(atom for state in order if (atom := index.find(name, state)))
 
 
 def _is_equal(index: AtomicIndex, name: str, shapes: set[Shape]) -> bool:
     """A buffer of one shape everywhere, with the same checksum in every file: a replica, and compared as one later."""
-    shards = index.atoms[name, MODULE].shards if (name, MODULE) in index.atoms else ()
+    atom = index.find(name, MODULE)
+    shards = atom.shards if atom else ()
     records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
     sums = {(record.nbytes, record.crc) for record in records}
     return len(shapes) == 1 and len(records) == len(shards) and len(sums) == 1 and None not in sums

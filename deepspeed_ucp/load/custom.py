@@ -29,7 +29,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     """
     weights: dict[str, Atom] = {}
     for state in (MASTER, COPY, MODULE):  # later ones win
-        weights.update({name: atom for (name, kind), atom in index.atoms.items() if kind == state})
+        weights.update({k.name: atom for k, atom in index.atoms.items() if k.state == state and not k.instance})
     tensors, sinks, wants = {}, [], []
     for number, (name, atom) in enumerate(weights.items()):
         flat = torch.empty(atom.numel, dtype=getattr(torch, atom.dtype))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import AtomicIndex, strip_compiled
+from ..atoms import AtomicIndex, AtomKey, strip_compiled
 from ..collection import pause_collection
 from ..comm import Comm
 from ..config import UniversalConfig
@@ -156,8 +156,8 @@ class _Work:
 
     job: Job
     match: Match
-    touched: list[tuple[str, str]]
-    replicated: list[tuple[str, str]]
+    touched: list[AtomKey]
+    replicated: list[AtomKey]
 
 
 def _prepare(
@@ -213,14 +213,13 @@ def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
         )
 
 
-def _report_touched(target: Target, job: Job) -> list[tuple[str, str]]:
+def _report_touched(target: Target, job: Job) -> list[AtomKey]:
     """Data-parallel ranks need parts of the same atoms, so one of them tells."""
     return list(job.touched) if target.place.dp_rank == 0 else []
 
 
-def _is_replicated(layouts: Layouts, index: AtomicIndex, key: tuple[str, str]) -> bool:
-    name = key[0].partition("#")[0]
-    found = layouts.get(name)
+def _is_replicated(layouts: Layouts, index: AtomicIndex, key: AtomKey) -> bool:
+    found = layouts.get(key.name)
     return found is not None and found[0].replicated and not found[0].mean and len(index.atoms[key].shards) > 1
 
 

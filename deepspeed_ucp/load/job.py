@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from ..errors import MismatchError, shorten
 from ..flat import Cut
 from ..patterns import Layout
@@ -86,7 +86,7 @@ class Job:
     buffers: list[Buffer] = field(default_factory=list)
     sinks: list[TensorSink] = field(default_factory=list)
     wants: list[Want] = field(default_factory=list)
-    touched: dict[tuple[str, str], Atom] = field(default_factory=dict)
+    touched: dict[AtomKey, Atom] = field(default_factory=dict)
     states: list[States] = field(default_factory=list)
     blanks: list[Blank] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
@@ -112,7 +112,7 @@ def make_job(
     """Build the job of this rank.
 
     Args:
-        layouts: by plain saved name, how source and target cut a tensor; those that neither cuts are not in it.
+        layouts: by saved name, how source and target cut a tensor; those that neither cuts are not in it.
 
     Raises:
         MismatchError: the saved optimizer is of another kind, or its states cannot be cut.
@@ -142,17 +142,17 @@ class _JobMaker:
         self.layouts, self.tp_rank = layouts, target.place.tp_rank
         self.job = Job()
         self.probes: dict[tuple[int, torch.dtype, int], Kept | None] = {}
-        self.states_of: dict[str, set[str]] = defaultdict(set)
-        for name, state in index.atoms:
-            if state not in (MASTER, MODULE, COPY):
-                self.states_of[name].add(state)
+        self.states_of: dict[ParamKey, set[str]] = defaultdict(set)
+        for key in index.atoms:
+            if key.state not in (MASTER, MODULE, COPY):
+                self.states_of[key.param].add(key.state)
 
-    def saved_names(self, flat: Flat) -> list[str]:
-        return [self.match.names[name] for name in flat.names if name in self.match.names]
+    def saved_params(self, flat: Flat) -> list[ParamKey]:
+        return [self.match.params[name] for name in flat.names if name in self.match.params]
 
     def saved_states(self, flat: Flat) -> list[str]:
         found: set[str] = set()
-        return sorted(found.union(*(self.states_of[name] for name in self.saved_names(flat))))
+        return sorted(found.union(*(self.states_of[param] for param in self.saved_params(flat))))
 
     def probe(self, flat: Flat) -> Kept | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
@@ -181,7 +181,7 @@ class _JobMaker:
 
     def _check_group(self, flat: Flat, have: tuple[str, ...]) -> None:
         kept = self.probe(flat)
-        if kept is None or not (have or any(self.index.scalars.get(name) for name in self.saved_names(flat))):
+        if kept is None or not (have or any(self.index.scalars.get(param) for param in self.saved_params(flat))):
             return
         kind = type(self.target.optimizer).__name__
         if kept.other:
@@ -200,8 +200,8 @@ class _JobMaker:
     def add_master(self, flat: Flat) -> None:
         atoms = {}
         for name in flat.names:
-            if name in self.match.names:
-                atoms[name] = pick_weight(self.index, self.match.names[name], True, self.with_states)
+            if name in self.match.params:
+                atoms[name] = pick_weight(self.index, self.match.params[name], True, self.with_states)
         buffer = self._add_buffer(flat.master, fresh=False)
         self._fill(flat, atoms, buffer)
         for low, high in flat.gaps():
@@ -214,12 +214,16 @@ class _JobMaker:
         for state in self.saved_states(flat):
             tensor, fresh = self._state_tensor(flat, live.get(state), state)
             result.tensors[state] = tensor
-            atoms = {name: self.index.atoms.get((self.match.names.get(name, ""), state)) for name in flat.names}
+            atoms = {name: self._find_state(name, state) for name in flat.names}
             buffer = self._add_buffer(flatten(tensor), fresh)
             self._fill(flat, atoms, buffer)
             for low, high in find_gaps(buffer.spans, tensor.numel()):
                 self._blank(buffer, low, high)
         self.job.states.append(result)
+
+    def _find_state(self, name: str, state: str) -> Atom | None:
+        param = self.match.params.get(name)
+        return None if param is None else self.index.find(param.name, state, param.instance)
 
     def _add_buffer(self, tensor: torch.Tensor, fresh: bool) -> Buffer:
         self.job.buffers.append(Buffer(tensor, fresh))
@@ -232,7 +236,7 @@ class _JobMaker:
     def _fill(self, flat: Flat, atoms: dict[str, Atom | None], buffer: Buffer) -> None:
         """Let atoms fill this rank's cuts of a buffer."""
         numbers: dict[str, int] = {}
-        self.job.touched.update({(atom.name, atom.state): atom for atom in atoms.values() if atom})
+        self.job.touched.update({atom.key: atom for atom in atoms.values() if atom})
         for cut in flat.cuts:
             atom = atoms.get(cut.name)
             if atom is None:
@@ -248,7 +252,7 @@ class _JobMaker:
     def _want(self, atom: Atom, cut: Cut, buffer: Buffer, number: int) -> None:
         """Want a part of this rank's shard of an atom; ``cut.name`` is the live name."""
         buffer.spans.append((cut.offset, cut.offset + cut.numel))
-        layouts = self.layouts.get(self.match.saved[cut.name])
+        layouts = self.layouts.get(self.match.params[cut.name].name)
         if layouts is None:
             self.job.wants.append(Want(atom, cut.start, cut.numel, number, cut.offset))
             return
@@ -278,8 +282,8 @@ class _JobMaker:
         kept = self.probe(flat)
         dtype = kept.elementwise.get(state) if kept else None
         if dtype is None:
-            names = [name for name in self.saved_names(flat) if state in self.states_of[name]]
-            dtype = getattr(torch, self.index.atoms[names[0], state].dtype)
+            first = next(param for param in self.saved_params(flat) if state in self.states_of[param])
+            dtype = getattr(torch, self.index.atoms[AtomKey(first.name, state, first.instance)].dtype)
         return torch.empty(like.shape, dtype=dtype, device=like.device), True
 
     def _join_scalars(self, flat: Flat) -> dict[str, Any]:
@@ -288,25 +292,25 @@ class _JobMaker:
         Raises:
             MismatchError: they differ, which a flat buffer with one step count cannot express.
         """
-        joined: dict[str, tuple[Any, str]] = {}
-        for name in self.saved_names(flat):
-            for key, value in self.index.scalars.get(name, {}).items():
-                known, origin = joined.setdefault(key, (value, name))
+        joined: dict[str, tuple[Any, ParamKey]] = {}
+        for param in self.saved_params(flat):
+            for key, value in self.index.scalars.get(param, {}).items():
+                known, origin = joined.setdefault(key, (value, param))
                 if known != value:
                     raise MismatchError(
-                        f"{key} differs between parameters that share a flat buffer here: {origin} has {known}, {name} "
-                        f"has {value}. Put them into param groups of their own, or {WEIGHTS_ONLY}."
+                        f"{key} differs between parameters that share a flat buffer here: {origin} has {known}, "
+                        f"{param} has {value}. Put them into param groups of their own, or {WEIGHTS_ONLY}."
                     )
         kept = self.probe(flat)
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
 
     def add_extra(self, extra: Extra) -> None:
-        if extra.name not in self.match.names:
+        if extra.name not in self.match.params:
             return
-        atom = pick_weight(self.index, self.match.names[extra.name], False, self.with_states)
+        atom = pick_weight(self.index, self.match.params[extra.name], False, self.with_states)
         if atom is None:
             return
-        self.job.touched[atom.name, atom.state] = atom
+        self.job.touched[atom.key] = atom
         if extra.tensor.numel():
             buffer = self._add_buffer(extra.tensor, fresh=False)
             number = self._add_sink(TensorSink(buffer, atom.dtype))

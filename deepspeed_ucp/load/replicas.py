@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex
+from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
 from ..sources.samples import read_elements
@@ -77,13 +77,11 @@ def _refuse(gap: _Gap) -> None:
     raise MismatchError(
         f"{gap.name} ({gap.state}) is replicated over tensor-parallel ranks, but ranks 0 and {gap.rank} saved "
         f"different values: the largest difference is {gap.size:.3e} at element {gap.element}. If the mean is what "
-        f'counts, say so: "patterns": {{"rules": [{{"match": "{gap.name.partition("#")[0]}", "pattern": "partial"}}]}}.'
+        f'counts, say so: "patterns": {{"rules": [{{"match": "{gap.name}", "pattern": "partial"}}]}}.'
     )
 
 
-def check_instances(
-    index: AtomicIndex, live: Iterable[tuple[str, int, int]], touched: Iterable[tuple[str, str]]
-) -> None:
+def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], touched: Iterable[AtomKey]) -> None:
     """What several pipeline stages saved under one name: equal copies, or values of their own.
 
     DeepSpeed ties only ``tied_weight_attr``; a tied module's other parameters live on apart in every stage.
@@ -94,16 +92,16 @@ def check_instances(
     Raises:
         CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
     """
-    loaded = {name.partition("#")[0] for name, _ in touched}
+    loaded = {key.name for key in touched}
     counts = {name: count for name, _, count in live}
-    parted = [names for name, names in index.instances.items() if name in loaded and not _look_equal(names, index)]
-    for names in parted:
-        if "tied_modules." not in names[0]:
+    parted = [name for name in index.instances if name in loaded and not look_equal(name, index)]
+    for name in parted:
+        if "tied_modules." not in name:
             raise CheckpointError(
-                f"{names[0]} is held by {len(names)} pipeline stages with different values; they have to be replicas. "
-                "The folder mixes files of several saves."
+                f"{name} is held by {index.instances[name]} pipeline stages with different values; they have to be "
+                "replicas. The folder mixes files of several saves."
             )
-    dropped = sorted(names[0] for names in parted if counts.get(names[0], 1) != len(names))
+    dropped = sorted(name for name in parted if counts.get(name, 1) != index.instances[name])
     if dropped:
         logger.warning(
             "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
@@ -112,9 +110,10 @@ def check_instances(
         )
 
 
-def _look_equal(names: Sequence[str], index: AtomicIndex) -> bool:
-    """Whether copies agree at some elements of each shard."""
-    atoms = [index.atoms[name, MASTER] for name in names if (name, MASTER) in index.atoms]
+def look_equal(name: str, index: AtomicIndex) -> bool:
+    """Whether the stages' copies of a parameter agree at some elements of each shard."""
+    found = [index.find(name, MASTER, instance) for instance in range(index.instances[name])]
+    atoms = [atom for atom in found if atom]
     return all(_sample(atoms[0], atom, index) for atom in atoms[1:])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 
 Shape = tuple[int, ...]
@@ -20,20 +20,23 @@ class Match:
     """Live parameter → saved parameter, live group → saved group, and what a lenient load passes over.
 
     Attributes:
-        names: live name → name of the atoms, an instance's where several pipeline stages hold the parameter.
-        saved: live name → the plain saved name.
+        params: live name → the saved parameter, of several pipeline stages' the one that this stage takes.
         groups: live param group → saved one.
         skipped: what a lenient load passes over.
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
         resized: live names with another number of rows than the saved, in words: a vocabulary's padding, or a fault.
     """
 
-    names: dict[str, str] = field(default_factory=dict)
-    saved: dict[str, str] = field(default_factory=dict)
+    params: dict[str, ParamKey] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     resized: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def saved(self) -> dict[str, str]:
+        """Live name → saved name."""
+        return {live: param.name for live, param in self.params.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +81,15 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         if found is None:
             match.skipped.append(f"{name} {shapes[0]}: not in the checkpoint{_explain(index, names[0], wants_master)}")
             continue
-        match.saved[name] = found.name
-        match.names[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
+        match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shards) == 1:
             faults += _compare_shapes(match, name, found.shape, shapes[0])
     compared = (MASTER,) if live.extras is None else (MASTER, MODULE)
-    instances = {further for names in index.instances.values() for further in names[1:]}
-    saved = {name for name, state in index.atoms if state in compared} - instances
+    matched = match.saved
+    saved = {key.name for key in index.atoms if key.state in compared}
     # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
-    saved -= {
-        alias for alias, name in live.aliases.items() if name in match.saved and (alias, MASTER) not in index.atoms
-    }
-    for name in sorted(saved - set(match.saved.values())):
+    saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
+    for name in sorted(saved - set(matched.values())):
         match.skipped.append(f"{name}: in the checkpoint, not in the model")
     if strict:
         faults += match.skipped
@@ -113,20 +113,19 @@ def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[
 
 def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:
     """Whether a buffer or frozen parameter is one that the source's converter left out."""
-    return bool(index.dropped) and not any((index.resolve(name), MASTER) in index.atoms for name in names)
+    return bool(index.dropped) and not any(index.find(index.resolve(name), MASTER) for name in names)
 
 
-def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> str:
+def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
     """Which stage's copy a live stage takes: its own counterpart; the first stage takes the first, later ones the last.
 
     Args:
         name: of the parameter in the checkpoint.
         ordinal, total: the live stage's place among the stages that hold the parameter, and how many do.
     """
-    copies = index.instances.get(name, (name,))
-    if len(copies) == total or ordinal == 0:
-        return copies[ordinal]
-    return copies[min(ordinal, len(copies) - 1)] if ordinal < total - 1 else copies[-1]
+    copies = index.instances.get(name, 1)
+    is_last = ordinal == total - 1 and ordinal > 0
+    return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
 
 def _chain(owned: Shapes, extras: Shapes) -> Iterable[tuple[str, tuple[Shape, ...], bool]]:
@@ -136,27 +135,27 @@ def _chain(owned: Shapes, extras: Shapes) -> Iterable[tuple[str, tuple[Shape, ..
 
 def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> Atom | None:
     for name in names:
-        atom = pick_weight(index, index.resolve(name), wants_master, with_states)
+        atom = pick_weight(index, ParamKey(index.resolve(name)), wants_master, with_states)
         if atom is not None:
             return atom
     return None
 
 
-def pick_weight(index: AtomicIndex, name: str, wants_master: bool, with_states: bool) -> Atom | None:
+def pick_weight(index: AtomicIndex, param: ParamKey, wants_master: bool, with_states: bool) -> Atom | None:
     """The atom that holds a parameter's weight: the master for trained ones, the module's tensor for others.
 
     Without optimizer states a trained parameter may start from a frozen one's weight and the other way round.
     """
     order = (MASTER, MODULE, COPY) if wants_master else (MODULE, MASTER, COPY)
     for state in order[:1] if with_states else order:
-        if (name, state) in index.atoms:
-            return index.atoms[name, state]
+        if atom := index.find(param.name, state, param.instance):
+            return atom
     return None
 
 
 def _explain(index: AtomicIndex, name: str, wants_master: bool) -> str:
     other = MODULE if wants_master else MASTER
-    if (index.resolve(name), other) not in index.atoms:
+    if not index.find(index.resolve(name), other):
         return ""
     return " as a trained parameter, there it is frozen" if wants_master else " as a frozen one, there it is trained"
 
@@ -169,11 +168,11 @@ def match_groups(index: AtomicIndex, members: Mapping[int, tuple[str, ...]], mat
     """
     if not index.groups:  # not kept by the source's converter: the live hyper-parameters stay
         return
-    owner = {name: number for number, group in enumerate(index.groups) for name in group.names}
+    owner = {param: number for number, group in enumerate(index.groups) for param in group.members}
     taken: dict[int, int] = {}
     for number, names in members.items():
-        saved = [match.names[name] for name in names if name in match.names]
-        found = {owner.get(name, -1) for name in saved}
+        saved = [match.params[name] for name in names if name in match.params]
+        found = {owner.get(param, -1) for param in saved}
         if not saved:
             continue
         if len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number:

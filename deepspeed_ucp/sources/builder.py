@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, Atom, FileRef, Fragment, Record, Shard, check_coverage
+from ..atoms import COPY, ITEMSIZE, Atom, AtomKey, FileRef, Fragment, ParamKey, Record, Shard, check_coverage
 from ..errors import CheckpointError
 from ..flat import Cut
 from ..torchsave.torchfile import Blob
@@ -23,13 +23,21 @@ class Seat:
     Attributes:
         pp, tp: its pipeline and tensor-parallel rank.
         shapes: local shapes of the parameters that its optimizer owns, by their own names.
-        renamed: own name → name of the atom, where an earlier stage holds a parameter of that name.
+        instances: names that earlier stages hold as well → how many of them do.
     """
 
     pp: int = 0
     tp: int = 0
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    instances: Mapping[str, int] = field(default_factory=dict)
+
+    def param(self, name: str) -> ParamKey:
+        """What the index calls a parameter of this rank."""
+        return ParamKey(name, self.instances.get(name, 0))
+
+    def key(self, name: str, state: str) -> AtomKey:
+        """What the index calls an atom of this rank."""
+        return AtomKey(name, state, self.instances.get(name, 0))
 
 
 class Builder:
@@ -44,15 +52,15 @@ class Builder:
         self.folder, self.tp = folder, tp
         self.files: list[FileRef] = []
         self.records: list[Record] = []
-        self.scalars: dict[str, dict[str, Any]] = {}
+        self.scalars: dict[ParamKey, dict[str, Any]] = {}
         self.scalar_dtypes: dict[str, str] = {}
         self.irregular: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, Blob], int] = {}
-        self._parts: dict[tuple[str, str], list[list[Fragment]]] = {}
-        self._shapes: dict[tuple[str, str], list[tuple[int, ...] | None]] = {}
-        self._dtypes: dict[tuple[str, str], str] = {}
+        self._parts: dict[AtomKey, list[list[Fragment]]] = {}
+        self._shapes: dict[AtomKey, list[tuple[int, ...] | None]] = {}
+        self._dtypes: dict[AtomKey, str] = {}
 
     def file(self, header: FileHeader) -> int:
         """Index of a file."""
@@ -99,20 +107,16 @@ class Builder:
         """
         if piece.fault:
             if state != COPY:  # copies are looked at, never loaded
-                self.unreadable.update(
-                    {f"{seat.renamed.get(cut.name, cut.name)} ({state})": piece.fault for cut in cuts}
-                )
+                self.unreadable.update({f"{seat.param(cut.name)} ({state})": piece.fault for cut in cuts})
             return
         record, offset, itemsize = self.record(file, piece.blob), piece.offset, ITEMSIZE[piece.dtype]
         for cut in cuts:
-            key = (seat.renamed.get(cut.name, cut.name), state)
+            key = seat.key(cut.name, state)
             parts = self._find_parts(key, seat.tp, shapes[cut.name], piece.dtype, file)
             if cut.numel:
                 parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
 
-    def _find_parts(
-        self, key: tuple[str, str], tp: int, shape: tuple[int, ...], dtype: str, file: int
-    ) -> list[Fragment]:
+    def _find_parts(self, key: AtomKey, tp: int, shape: tuple[int, ...], dtype: str, file: int) -> list[Fragment]:
         shapes = self._shapes.get(key)
         if shapes is None:
             shapes = self._shapes[key] = [None] * self.tp
@@ -123,8 +127,8 @@ class Builder:
             shapes[tp] = known = shape
         if known != shape or self._dtypes[key] != dtype:
             raise CheckpointError(
-                f"{self.files[file].path}: {key[0]} ({key[1]}) is {dtype} of shape {shape}; other files hold it as "
-                f"{self._dtypes[key]} of shape {known}. The folder mixes files of several saves."
+                f"{self.files[file].path}: {key.param} ({key.state}) is {dtype} of shape {shape}; other files hold it "
+                f"as {self._dtypes[key]} of shape {known}. The folder mixes files of several saves."
             )
         return self._parts[key][tp]
 
@@ -152,38 +156,38 @@ class Builder:
             if scalar in holder.scalars:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for cut in cuts:
-            self.add_scalars(seat.renamed.get(cut.name, cut.name), holder.scalars, file)
+            self.add_scalars(seat.param(cut.name), holder.scalars, file)
 
     def mark_irregular(self, seat: Seat, cuts: Sequence[Cut], state: str, what: str) -> None:
         """Note a state that cannot be cut element by element."""
         for cut in cuts:
-            self.irregular.setdefault(f"{seat.renamed.get(cut.name, cut.name)}.{state}", what)
+            self.irregular.setdefault(f"{seat.param(cut.name)}.{state}", what)
 
-    def add_scalars(self, name: str, scalars: dict[str, Any], file: int) -> None:
+    def add_scalars(self, param: ParamKey, scalars: dict[str, Any], file: int) -> None:
         """Add the optimizer's scalars of a parameter.
 
         Raises:
             CheckpointError: another rank's file says otherwise: it is of another step.
         """
-        known = self.scalars.setdefault(name, scalars)
+        known = self.scalars.setdefault(param, scalars)
         if known is scalars:
             return
         for key, value in scalars.items():
             if key in known and known[key] != value and value == value:
                 raise CheckpointError(
-                    f"{self.files[file].path}: {name} has {key} {value}, other files of this checkpoint say "
+                    f"{self.files[file].path}: {param} has {key} {value}, other files of this checkpoint say "
                     f"{known[key]}. The file belongs to another step or run; put the right one back."
                 )
 
     def has(self, name: str, state: str) -> bool:
         """Whether some rank has added a part of an atom."""
-        return (name, state) in self._parts
+        return AtomKey(name, state) in self._parts
 
-    def finish_atoms(self, empty: Mapping[str, Mapping[int, tuple[int, ...]]]) -> dict[tuple[str, str], Atom]:
+    def finish_atoms(self, empty: Mapping[ParamKey, Mapping[int, tuple[int, ...]]]) -> dict[AtomKey, Atom]:
         """All atoms, coverage checked; of faults each is told on a line of its own.
 
         Args:
-            empty: per atom name the shapes of shards without elements, by tensor-parallel rank: no optimizer has them.
+            empty: per parameter the shapes of shards without elements, by tensor-parallel rank: no optimizer has them.
 
         Raises:
             CheckpointError: a gap, an overlap, or a tensor-parallel rank without its shard.
@@ -199,23 +203,23 @@ class Builder:
             raise CheckpointError("\n".join([*faults[:TOLD], *more]))
         return atoms
 
-    def _finish_atom(self, key: tuple[str, str], empty: Mapping[str, Mapping[int, tuple[int, ...]]]) -> Atom:
-        shapes = self._fill_shapes(key, empty.get(key[0], {}))
+    def _finish_atom(self, key: AtomKey, empty: Mapping[ParamKey, Mapping[int, tuple[int, ...]]]) -> Atom:
+        shapes = self._fill_shapes(key, empty.get(key.param, {}))
         for fragments in self._parts[key]:
             if len(fragments) > 1:
                 fragments.sort(key=_start)
         shards = tuple(Shard(shape, tuple(held)) for shape, held in zip(shapes, self._parts[key], strict=True))
-        atom = Atom(*key, self._dtypes[key], shards)
+        atom = Atom(key.name, key.state, self._dtypes[key], shards, key.instance)
         check_coverage(atom, self._path_of)
         return atom
 
-    def _fill_shapes(self, key: tuple[str, str], empty: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def _fill_shapes(self, key: AtomKey, empty: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         shapes = [known if known is not None else empty.get(tp) for tp, known in enumerate(self._shapes[key])]
         if None in shapes:
             held = next((self._path_of(fragments[0]) for fragments in self._parts[key] if fragments), self.folder)
             raise CheckpointError(
-                f"{held}: holds {key[0]} ({key[1]}), the files of tensor-parallel rank {shapes.index(None)} do not. "
-                "The folder mixes files of several saves, or lacks files."
+                f"{held}: holds {key.param} ({key.state}), the files of tensor-parallel rank {shapes.index(None)} do "
+                "not. The folder mixes files of several saves, or lacks files."
             )
         return [shape for shape in shapes if shape is not None]
 

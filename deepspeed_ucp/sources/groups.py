@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..atoms import GroupInfo
+from ..atoms import GroupInfo, ParamKey
 from ..errors import CheckpointError
 from .family import Save
 
@@ -20,8 +20,8 @@ def join_ranks(save: Save, groups: Sequence[Sequence[GroupInfo]]) -> list[list[G
     joined = []
     for stage in range(save.pp):
         ranks = groups[stage * save.tp : (stage + 1) * save.tp]
-        names = [dict.fromkeys(n for rank in ranks for n in rank[i].names) for i in range(len(ranks[0]))]
-        joined.append([GroupInfo(tuple(held), group.hyper) for held, group in zip(names, ranks[0], strict=True)])
+        members = [dict.fromkeys(m for rank in ranks for m in rank[i].members) for i in range(len(ranks[0]))]
+        joined.append([GroupInfo(tuple(held), group.hyper) for held, group in zip(members, ranks[0], strict=True)])
     return joined
 
 
@@ -33,22 +33,24 @@ def merge_groups(stages: Sequence[Sequence[GroupInfo]]) -> tuple[GroupInfo, ...]
     """
     hypers = [[group.hyper for group in groups] for groups in stages]
     if all(hyper == hypers[0] for hyper in hypers):
-        joined = [dict.fromkeys(name for groups in stages for name in groups[i].names) for i in range(len(hypers[0]))]
-        return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(joined, hypers[0], strict=True))
-    merged: list[tuple[dict[str, None], dict[str, Any]]] = []
+        joined = [dict.fromkeys(each for groups in stages for each in groups[i].members) for i in range(len(hypers[0]))]
+        return tuple(GroupInfo(tuple(held), hyper) for held, hyper in zip(joined, hypers[0], strict=True))
+    merged: list[tuple[dict[ParamKey, None], dict[str, Any]]] = []
     for groups in stages:
         free = list(range(len(merged)))
         for group in groups:
             place = next((i for i in free if merged[i][1] == group.hyper), None)
             if place is None:
-                merged.append((dict.fromkeys(group.names), group.hyper))
+                merged.append((dict.fromkeys(group.members), group.hyper))
             else:
                 free.remove(place)
-                merged[place][0].update(dict.fromkeys(group.names))
-    return tuple(GroupInfo(tuple(names), hyper) for names, hyper in merged)
+                merged[place][0].update(dict.fromkeys(group.members))
+    return tuple(GroupInfo(tuple(members), hyper) for members, hyper in merged)
 
 
-def check_steps(save: Save, groups: Sequence[Sequence[GroupInfo]], scalars: Mapping[str, Mapping[str, Any]]) -> None:
+def check_steps(
+    save: Save, groups: Sequence[Sequence[GroupInfo]], scalars: Mapping[ParamKey, Mapping[str, Any]]
+) -> None:
     """Refuse a pipeline stage whose files are of another step: none of its parameters has a step that others have.
 
     Args:
@@ -61,8 +63,8 @@ def check_steps(save: Save, groups: Sequence[Sequence[GroupInfo]], scalars: Mapp
     """
     steps: list[set[Any]] = []
     for stage in range(save.pp):
-        names = (name for group in groups[stage * save.tp] for name in group.names)
-        steps.append({scalars[name]["step"] for name in names if "step" in scalars.get(name, {})})
+        members = (member for group in groups[stage * save.tp] for member in group.members)
+        steps.append({scalars[member]["step"] for member in members if "step" in scalars.get(member, {})})
     first = next((held for held in steps if held), set())
     for stage, held in enumerate(steps):
         if held and held.isdisjoint(first):

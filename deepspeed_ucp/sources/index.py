@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..atoms import COPY, MODULE, Atom, AtomicIndex, strip_compiled
+from ..atoms import COPY, MODULE, Atom, AtomicIndex, AtomKey, strip_compiled
 from ..flat import FlatBuffer
 from ..topology import Topology
 from .builder import Builder
@@ -69,7 +69,6 @@ def build_index(
         scalars=builder.scalars,
         groups=merge_groups(join_ranks(save, [part[1] for part in built])),
         aliases=aliases,
-        shapes=stages.collect_shapes(save.tp),
         buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
         counters=save.model(0).counters,
         scaler=optim.scaler if optim else {},
@@ -87,7 +86,7 @@ def build_index(
     )
 
 
-def _build_zero(builder: Builder, save: Save) -> tuple[Stages, list[Built], dict[str, str], dict[str, tuple[str, ...]]]:
+def _build_zero(builder: Builder, save: Save) -> tuple[Stages, list[Built], dict[str, str], dict[str, int]]:
     """ZeRO and BF16_Optimizer, whose model states name the parameters of each rank."""
     fill_param_shapes(save)
     models = [save.model(mp) for mp in range(len(save.models))]
@@ -104,8 +103,7 @@ def _build_zero(builder: Builder, save: Save) -> tuple[Stages, list[Built], dict
             add_frozen_zero3(builder, seat, save.models[mp], optimized)
     if save.is_pipeline:
         known = look_at_ranks(save)
-        renamed = [stages.seats[stage * save.tp].renamed for stage in range(save.pp)]
-        return stages, built, *add_layers(builder, save, known, renamed)
+        return stages, built, *add_layers(builder, save, known, stages)
     return stages, built, add_modules(builder, save, optimized, sharded=sharded), {}
 
 
@@ -119,7 +117,7 @@ def find_optim(save: Save) -> OptimHeader | None:
 def _describe(
     save: Save,
     optim: OptimHeader | None,
-    atoms: Mapping[tuple[str, str], Atom],
+    atoms: Mapping[AtomKey, Atom],
     flats: Mapping[int, tuple[FlatBuffer, ...]],
 ) -> Topology:
     model = save.model(0)
@@ -141,14 +139,14 @@ def _describe(
 
 
 def find_precision(
-    save: Save, model: ModelHeader, atoms: Mapping[tuple[str, str], Atom], flats: Mapping[int, tuple[FlatBuffer, ...]]
+    save: Save, model: ModelHeader, atoms: Mapping[AtomKey, Atom], flats: Mapping[int, tuple[FlatBuffer, ...]]
 ) -> str:
     """Dtype of the model's own parameters: of the first optimized one where it is in the files."""
     module = {strip_compiled(name): piece.dtype for name, piece in (model.module or {}).items()}
     if save.is_pipeline or model.nested:
         buffers = {strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers}
-        copies = {name: atom.dtype for (name, state), atom in atoms.items() if state == COPY}
-        others = {n: atom.dtype for (n, state), atom in atoms.items() if state == MODULE and n not in buffers}
+        copies = {key.name: atom.dtype for key, atom in atoms.items() if key.state == COPY}
+        others = {k.name: atom.dtype for k, atom in atoms.items() if k.state == MODULE and k.name not in buffers}
         module = {**others, **copies}
         ordered = [*copies, *others]
     else:

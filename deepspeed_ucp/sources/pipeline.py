@@ -18,7 +18,7 @@ from .builder import Builder, Seat
 from .family import Save
 from .headers import FileHeader, Piece
 from .module import drop_ties
-from .stages import name_instances
+from .stages import Stages
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -98,19 +98,17 @@ def look_at_ranks(save: Save, tied: Collection[str] = ()) -> Known:
     return Known(optimized, others)
 
 
-def add_layers(
-    builder: Builder, save: Save, known: Known, renamed: Sequence[Mapping[str, str]]
-) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+def add_layers(builder: Builder, save: Save, known: Known, stages: Stages) -> tuple[dict[str, str], dict[str, int]]:
     """Add the tensors of all layer files.
 
     Args:
         builder: of the index.
         save: the files.
         known: what the ranks say.
-        renamed: per stage, own name → atom name where several stages hold a parameter.
+        stages: which of them holds what.
 
     Returns:
-        Ties (name → the name that holds the data), and instances of tied buffers and frozen parameters.
+        Ties (name → the name that holds the data), and of tied buffers and frozen parameters how many stages hold one.
 
     Raises:
         CheckpointError: a layer with parameters has no file.
@@ -128,7 +126,7 @@ def add_layers(
                 continue
             named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
             _add_tensors(builder, Seat(tp=tp), header, drop_ties(named, aliases), owned)
-    return aliases, _TiedFiles(builder, save, known, renamed, tied).add()
+    return aliases, _TiedFiles(builder, save, known, stages, tied).add()
 
 
 def _check_layers(save: Save, known: Known) -> None:
@@ -160,10 +158,10 @@ class _TiedFiles:
     builder: Builder
     save: Save
     known: Known
-    renamed: Sequence[Mapping[str, str]]
+    stages: Stages
     places: dict[int, list[tuple[str, int]]]
 
-    def add(self) -> dict[str, tuple[str, ...]]:
+    def add(self) -> dict[str, int]:
         by_key: dict[str, list[int]] = {}
         for layer, places in sorted(self.places.items()):
             keys = sorted({key for key, _ in places})
@@ -171,7 +169,7 @@ class _TiedFiles:
                 self._pass_over(layer, keys[0])
             else:
                 by_key.setdefault(keys[0], []).append(layer)
-        instances: dict[str, tuple[str, ...]] = {}
+        instances: dict[str, int] = {}
         for key, layers in by_key.items():
             instances.update(self._add_module(key, layers))
         return instances
@@ -188,7 +186,7 @@ class _TiedFiles:
     def _is_optimized(self, key: str, name: str) -> bool:
         return any(f"{TIED}{key}.{name}" in owned for owned in self.known.optimized)
 
-    def _add_module(self, key: str, layers: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    def _add_module(self, key: str, layers: Sequence[int]) -> dict[str, int]:
         """One tied module's files: copies where the stage is certain, the rest of each stage or once for all."""
         stages = {layer: {stage for found, stage in self.places[layer] if found == key} for layer in layers}
         chosen: dict[int, int] = {}
@@ -220,20 +218,20 @@ class _TiedFiles:
     def _add_copies(self, key: str, layer: int, stage: int) -> None:
         for tp, layers in enumerate(self.save.layers):
             file = self.builder.file(layers[layer])
+            seat = Seat(tp=tp, instances=self.stages.seats[stage * self.save.tp].instances)
             for raw, piece in (layers[layer].layer or {}).items():
                 name = f"{TIED}{key}.{strip_compiled(raw)}"
                 if self._is_optimized(key, strip_compiled(raw)):
-                    self.builder.add(Seat(tp=tp), self.renamed[stage].get(name, name), COPY, piece.shape, file, piece)
+                    self.builder.add(seat, name, COPY, piece.shape, file, piece)
 
-    def _add_others(self, key: str, layers: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    def _add_others(self, key: str, layers: Sequence[int]) -> dict[str, int]:
         """Buffers and frozen parameters of one file per stage that has any; returns those of several stages."""
-        instances = {}
+        names = set()
         for tp, held in enumerate(self.save.layers):
             for index, layer in enumerate(layers):
                 file = self.builder.file(held[layer])
                 for short, piece in self._list_others(key, held[layer]):
                     name = f"{TIED}{key}.{short}"
-                    names = name_instances(name, len(layers))
-                    self.builder.add(Seat(tp=tp), names[index], MODULE, piece.shape, file, piece)
-                    instances[name] = names
-        return {name: names for name, names in instances.items() if len(names) > 1}
+                    names.add(name)
+                    self.builder.add(Seat(tp=tp, instances={name: index}), name, MODULE, piece.shape, file, piece)
+        return dict.fromkeys(names, len(layers)) if len(layers) > 1 else {}

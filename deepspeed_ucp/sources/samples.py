@@ -33,7 +33,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
     with comm.together():
         by_file: dict[int, list[_Entry]] = {}
         for atom in touched:
-            twin = index.atoms.get((atom.name, COPY)) if atom.state == MASTER else None
+            twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
             if twin is None or index.topology.wrapper == "torch":
                 continue
             for rank, shard in enumerate(atom.shards):

@@ -28,7 +28,7 @@ logger = logging.getLogger("deepspeed_ucp")
 MODULE_GROUP = "module"
 """The optimizer was given ``model.parameters()``, in one group."""
 
-Stage0 = tuple[Stages, list[Built], dict[str, str], dict[str, tuple[str, ...]]]
+Stage0 = tuple[Stages, list[Built], dict[str, str], dict[str, int]]
 
 
 def build_stage0(
@@ -70,8 +70,7 @@ def build_stage0(
         for name, shape in seat.shapes.items():
             shapes[seat.pp].setdefault(name, {})[seat.tp] = shape
     known = Known(shapes, look_at_ranks(save).others)
-    renamed = [stages.seats[stage * save.tp].renamed for stage in range(save.pp)]
-    return stages, built, *add_layers(builder, save, known, renamed)
+    return stages, built, *add_layers(builder, save, known, stages)
 
 
 def _build_weights(builder: Builder, save: Save, live: GroupNames | None) -> Stage0:
@@ -83,9 +82,8 @@ def _build_weights(builder: Builder, save: Save, live: GroupNames | None) -> Sta
         seat.shapes.update(held)
     built: list[Built] = [((), ()) for _ in stages.seats]
     if save.is_pipeline:
-        renamed = [stages.seats[stage * save.tp].renamed for stage in range(save.pp)]
         tied = {strip_compiled(name) for group in live or () for name, _ in group if name.startswith(TIED)}
-        return stages, built, *add_layers(builder, save, look_at_ranks(save, tied), renamed)
+        return stages, built, *add_layers(builder, save, look_at_ranks(save, tied), stages)
     optimized = {name for held in shapes for name in held}
     return stages, built, add_modules(builder, save, optimized, sharded=False), {}
 
@@ -187,8 +185,7 @@ def _add_part(
     seat.shapes.update(owned)
     held = [tuple(name for name in names if name in owned) for names in part.groups]
     groups = tuple(
-        GroupInfo(tuple(seat.renamed.get(name, name) for name in names), hyper)
-        for names, hyper in zip(held, part.optim.groups, strict=True)
+        GroupInfo(tuple(map(seat.param, names)), hyper) for names, hyper in zip(held, part.optim.groups, strict=True)
     )
     if part.optim.kind == "fp16_fused":
         return _add_fused(builder, seat, part, held), groups

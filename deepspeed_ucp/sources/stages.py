@@ -1,11 +1,11 @@
-"""Which model-parallel rank holds which parameters, and what their atoms are called."""
+"""Which model-parallel rank holds which parameters, and which of them several pipeline stages hold."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..atoms import count, strip_compiled
+from ..atoms import ParamKey, count, strip_compiled
 from .builder import Seat
 from .family import Save
 
@@ -16,30 +16,17 @@ class Stages:
 
     Attributes:
         seats: by model-parallel rank.
-        instances: parameters that several pipeline stages hold → names of their atoms in stage order.
-        empty: per atom the local shapes of shards without elements, by tensor-parallel rank: no optimizer has them.
+        instances: parameters that several pipeline stages hold → how many do.
+        empty: per parameter the shapes of shards without elements, by tensor-parallel rank: no optimizer has them.
     """
 
     seats: list[Seat]
-    instances: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    empty: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-
-    def collect_shapes(self, tp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Per atom the local shapes of all tensor-parallel ranks."""
-        found: dict[str, dict[int, tuple[int, ...]]] = {}
-        for seat in self.seats:
-            for name, shape in seat.shapes.items():
-                found.setdefault(seat.renamed.get(name, name), {})[seat.tp] = shape
-        for name, shapes in self.empty.items():
-            if name in found:
-                found[name] = {**shapes, **found[name]}
-        return {
-            name: tuple(shapes[rank] for rank in sorted(shapes)) for name, shapes in found.items() if len(shapes) == tp
-        }
+    instances: dict[str, int] = field(default_factory=dict)
+    empty: dict[ParamKey, dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def name_stages(save: Save, names: Sequence[Sequence[str]]) -> Stages:
-    """Seats for all model-parallel ranks, with names for the atoms of what several stages hold.
+    """Seats for all model-parallel ranks; what several stages hold under one name is numbered in their order.
 
     Args:
         save: the files.
@@ -51,22 +38,14 @@ def name_stages(save: Save, names: Sequence[Sequence[str]]) -> Stages:
             stages = holders.setdefault(name, [])
             if not stages or stages[-1] != mp // save.tp:
                 stages.append(mp // save.tp)
-    renamed: list[dict[str, str]] = [{} for _ in range(save.pp)]
-    instances = {}
+    numbers: list[dict[str, int]] = [{} for _ in range(save.pp)]
     for name, stages in holders.items():
-        if len(stages) > 1:
-            instances[name] = name_instances(name, len(stages))
-            for stage, other in zip(stages[1:], instances[name][1:], strict=True):
-                renamed[stage][name] = other
-    seats = [Seat(mp // save.tp, mp % save.tp, renamed=renamed[mp // save.tp]) for mp in range(save.pp * save.tp)]
-    found = Stages(seats, instances)
+        for number, stage in enumerate(stages[1:], 1):
+            numbers[stage][name] = number
+    seats = [Seat(mp // save.tp, mp % save.tp, instances=numbers[mp // save.tp]) for mp in range(save.pp * save.tp)]
+    found = Stages(seats, {name: len(stages) for name, stages in holders.items() if len(stages) > 1})
     _note_empty(save, found, names)
     return found
-
-
-def name_instances(name: str, count: int) -> tuple[str, ...]:
-    """Names of the atoms of a parameter that ``count`` stages hold."""
-    return (name, *(f"{name}#{index}" for index in range(1, count)))
 
 
 def _note_empty(save: Save, stages: Stages, names: Sequence[Sequence[str]]) -> None:
@@ -82,8 +61,7 @@ def _note_empty(save: Save, stages: Stages, names: Sequence[Sequence[str]]) -> N
             shapes = _find_hollow(save, mp)
             lacking = set(everything) - set(names[mp])
             for name in lacking & set(shapes):
-                atom = stages.seats[mp].renamed.get(name, name)
-                stages.empty.setdefault(atom, {})[mp % save.tp] = shapes[name]
+                stages.empty.setdefault(stages.seats[mp].param(name), {})[mp % save.tp] = shapes[name]
 
 
 def _find_hollow(save: Save, mp: int) -> Mapping[str, tuple[int, ...]]:

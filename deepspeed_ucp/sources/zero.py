@@ -6,14 +6,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from ..atoms import MASTER, MODULE, GroupInfo, count, strip_compiled
+from ..atoms import MASTER, MODULE, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError
 from ..flat import Cut, FlatBuffer, cut_parameter, join_parameters, join_reserved
 from .builder import Builder, Seat
 from .headers import FileHeader, ModelHeader, OptimHeader
 
 Built = tuple[tuple[FlatBuffer, ...], tuple[GroupInfo, ...]]
-"""The flat buffers of a model-parallel rank, and its param groups with the names of atoms."""
+"""The flat buffers of a model-parallel rank, and its param groups."""
 
 
 def build_zero12(builder: Builder, seat: Seat, model: ModelHeader, shards: list[FileHeader]) -> Built:
@@ -35,7 +35,7 @@ def build_zero12(builder: Builder, seat: Seat, model: ModelHeader, shards: list[
         for rank, shard in enumerate(shards):
             _add_partition(builder, seat, shard, group, buffer.cuts(rank), partition)
         _add_empty(builder, seat, shards[0], first, group, shapes)
-        owned = tuple(seat.renamed.get(name, name) for name in shapes)
+        owned = tuple(map(seat.param, shapes))
         groups.append(GroupInfo(owned, _hyper(first, group)))
         flats.append(replace(buffer, names=tuple(name for name, _ in entries)))
     return tuple(flats), tuple(groups)
@@ -124,7 +124,7 @@ def build_zero3(builder: Builder, seat: Seat, model: ModelHeader, shards: list[F
     dp = len(shards)
     first = _optim(shards[0])
     owner = {index: group for group, owned in enumerate(first.params) for index in owned}
-    members: dict[int, list[str]] = defaultdict(list)
+    members: dict[int, list[ParamKey]] = defaultdict(list)
     flats = []
     for index, entries in enumerate(model.param_shapes or ()):
         shapes = {strip_compiled(name): tuple(shape) for name, shape in entries}
@@ -133,7 +133,7 @@ def build_zero3(builder: Builder, seat: Seat, model: ModelHeader, shards: list[F
         buffer = join_reserved(group, tuple(shapes), tuple(shapes.values()), dp)
         for rank, shard in enumerate(shards):
             _add_sub_group(builder, seat, shard, index, buffer.cuts(rank), buffer.partition)
-        members[group].extend(seat.renamed.get(name, name) for name in shapes)
+        members[group].extend(map(seat.param, shapes))
         flats.append(replace(buffer, names=tuple(name for name, _ in entries)))
     groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(first.groups))
     return tuple(flats), groups

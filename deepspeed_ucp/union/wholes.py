@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, count
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, count
 from ..patterns import Layout, Pattern, RuleSet, Unique, from_universal_info, settle
 from ..patterns.layout import Shape
 from ..patterns.recorded import from_recorded
@@ -29,7 +29,7 @@ class Whole:
 
     @property
     def name(self) -> str:
-        """Name of the parameter or buffer (``name#1`` for a later pipeline stage's own values)."""
+        """Name of the parameter or buffer."""
         return self.atom.name
 
     @property
@@ -78,13 +78,13 @@ class Wholes:
     """The logical atoms of a source.
 
     Attributes:
-        atoms: by (name, state).
-        patterns: by plain name, where a rule told one.
+        atoms: by the keys of the index.
+        patterns: by name, where a rule told one.
         origin: what told it.
         unused: rules of the user's that match nothing.
     """
 
-    atoms: dict[tuple[str, str], Whole] = field(default_factory=dict)
+    atoms: dict[AtomKey, Whole] = field(default_factory=dict)
     patterns: dict[str, Pattern] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ def settle_wholes(
     Raises:
         MismatchError: parameters whose pattern nothing settles, or shapes that contradict it; all in one message.
     """
-    weights = {plain_name(name): atom for (name, _), atom in list_weights(index)}
+    weights = list_weights(index)
     shapes = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
     equal = {name for name in shapes if name in index.buffers and is_replica(index, weights[name])}
     rule_sets = list_rules(index, rules, live)
@@ -122,9 +122,9 @@ def settle_wholes(
     layouts = {name: have for name, (have, _) in settled.layouts.items()}
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
     found = Wholes(patterns=patterns, origin=settled.origin, unused=settled.unused)
-    for (name, state), atom in index.atoms.items():
-        if (states is None or states(state)) and not (state == COPY and (name, MASTER) in index.atoms):
-            found.atoms[name, state] = make_whole(atom, layouts[plain_name(name)])
+    for key, atom in index.atoms.items():
+        if (states is None or states(key.state)) and not is_remade(key, index):
+            found.atoms[key] = make_whole(atom, layouts[key.name])
     return found
 
 
@@ -147,20 +147,20 @@ def make_whole(atom: Atom, layout: Layout) -> Whole:
     return Whole(atom, layout.shape, View(layout, target, 0, shards))
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without the number of a pipeline stage's own instance."""
-    return name.partition("#")[0]
+def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
+    """Whether an atom is a copy of a parameter that has a master: a load makes it from that."""
+    return key.state == COPY and index.find(key.name, MASTER, key.instance) is not None
 
 
-def list_weights(index: AtomicIndex) -> Iterable[tuple[tuple[str, str], Atom]]:
+def list_weights(index: AtomicIndex) -> dict[str, Atom]:
     """One atom per name: its master, else the module's own tensor, else whatever there is."""
     order = {MASTER: 0, MODULE: 1, COPY: 2}
-    best: dict[str, tuple[str, str]] = {}
-    for name, state in index.atoms:
-        known = best.get(name)
-        if known is None or order.get(state, 3) < order.get(known[1], 3):
-            best[name] = (name, state)
-    return ((key, index.atoms[key]) for key in best.values())
+    best: dict[str, Atom] = {}
+    for key, atom in index.atoms.items():
+        known = best.get(key.name)
+        if known is None or order.get(key.state, 3) < order.get(known.state, 3):
+            best[key.name] = atom
+    return best
 
 
 def is_replica(index: AtomicIndex, atom: Atom) -> bool:

@@ -84,7 +84,7 @@ def test_what_is_told_is_what_was_saved(
     assert told["optimizer"]["scalars"] == {"step": 3}
     assert [group["hyper"]["lr"] for group in told["optimizer"]["groups"]] == [1e-3, 5e-4]
     assert told["client_state"]["keys"] == {"epoch": "2"}
-    shapes = {row["name"]: tuple(row["shape"]) for row in told["parameters"] if "#" not in row["name"]}
+    shapes = {row["name"]: tuple(row["shape"]) for row in told["parameters"] if not row["instance"]}
     assert shapes == {
         **{param.name: param.shape for param in model.owners},
         **{name: tuple(tensor.shape) for name, tensor in model.buffers.items()},
@@ -276,6 +276,7 @@ def test_rows_of_other_shape_stay_apart() -> None:
     def row(name: str, width: int) -> Parameter:
         return Parameter(
             name=name,
+            instance=0,
             kind="trained",
             shape=(width,),
             shards=((width,),),

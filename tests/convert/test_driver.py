@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import MASTER, AtomicIndex
+from deepspeed_ucp.atoms import MASTER, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import join_ranges
@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from tests.reshard import examples, temporary_folder
 from tests.reshard3d import Held, draw_state, make_plain, trips
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
-from tests.union.test_wholes import check_atoms, open_held, rules_of
+from tests.union.test_wholes import check_atoms, open_held, read_whole, rules_of
 
 OPTIONS = ConvertOptions(workers=2)
 
@@ -71,7 +71,7 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
         assert report.atoms == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
             assert getattr(again, field) == getattr(index, field), field
-        assert [(g.names, g.hyper) for g in again.groups] == [(g.names, g.hyper) for g in index.groups]
+        assert [(g.members, g.hyper) for g in again.groups] == [(g.members, g.hyper) for g in index.groups]
         assert again.instances == index.instances
         assert report.bytes_written == sum(p.stat().st_size for p in set_of_inodes(to))
         assert (folder / "latest_universal").read_text() == "tag_universal"
@@ -160,7 +160,7 @@ def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
 def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     held = make_source()
     index = open_held(held, tmp_path / "tag")
-    fragment = index.atoms["body.row", MASTER].shards[0].fragments[0]
+    fragment = index.atoms[AtomKey("body.row", MASTER)].shards[0].fragments[0]
     record = index.records[fragment.record]
     path = Path(index.files[record.file].path)
     data = bytearray(path.read_bytes())
@@ -174,7 +174,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
 def test_two_nodes_agree_about_damage(tmp_path: Path) -> None:
     held = make_source(2)
     index = open_held(held, tmp_path / "tag")
-    record = index.records[index.atoms["body.row", MASTER].shards[1].fragments[0].record]
+    record = index.records[index.atoms[AtomKey("body.row", MASTER)].shards[1].fragments[0].record]
     path = Path(index.files[record.file].path)
     data = bytearray(path.read_bytes())
     data[record.offset + record.nbytes // 2] ^= 1
@@ -402,6 +402,22 @@ def test_scalars_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     from deepspeed_ucp.convert.outputs import list_steps
 
     held = make_source()
-    index = replace(open_held(held, tmp_path / "tag"), scalars={"../../evil": {"step": 5}})
+    index = replace(open_held(held, tmp_path / "tag"), scalars={ParamKey("../../evil"): {"step": 5}})
     with pytest.raises(UnsupportedError, match="evil"):
         list_steps(index)
+
+
+def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
+    """``nn.ModuleDict({"c#": …, "c": …})``."""
+    names = ("c#.weight", "c.weight", "c#1", "c", "a b")
+    model = Model(tuple(Param(name, (4, at + 1)) for at, name in enumerate(names)))
+    state = random_state(model, 0, precision="bf16")
+    path = write_checkpoint(tmp_path / "in", model, state, Topology(1, 2, "bf16"))
+    index = open_checkpoint(str(path), Comm())
+    convert_index(index, str(path), str(tmp_path / "out"), Comm(), OPTIONS)
+    again = open_checkpoint(str(tmp_path / "out"), Comm())
+    with RangeReader(again) as reader:
+        for name, states in state.atoms.items():
+            for kind, value in states.items():
+                whole = settle_wholes(again).atoms[AtomKey(name, kind)]
+                assert torch.equal(read_whole(reader, whole), value), (name, kind)

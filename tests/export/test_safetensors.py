@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from deepspeed_ucp.atoms import MASTER, AtomicIndex
+from deepspeed_ucp.atoms import MASTER, AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
@@ -185,7 +185,7 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     """Those of the records that hold weights; optimizer states are not touched."""
     index = open_model(tmp_path, Topology(1, 3, "bf16", parameter_alignment=True))
     report = export_safetensors(index, str(tmp_path / "out"))
-    weights = [atom for (_, state), atom in index.atoms.items() if state in (MASTER, "module")]
+    weights = [atom for atom in index.atoms.values() if atom.state in (MASTER, "module")]
     records = {f.record for atom in weights for shard in atom.shards for f in shard.fragments}
     assert report.bytes_read == sum(index.records[number].nbytes for number in records)
 
@@ -311,7 +311,7 @@ def test_stage_0_without_names_has_the_models_own_weights(tmp_path: Path, caplog
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
-    record = index.records[index.atoms["b.weight", MASTER].shards[0].fragments[0].record]
+    record = index.records[index.atoms[AtomKey("b.weight", MASTER)].shards[0].fragments[0].record]
     with open(index.files[record.file].path, "r+b") as stream:
         stream.seek(record.offset + record.nbytes // 2)
         byte = stream.read(1)
@@ -453,3 +453,10 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> Non
     model.load_state_dict({name: states["fp32"] for name, states in state.atoms.items()}, strict=not tied)
     tokens = torch.arange(10).view(1, 10)
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
+    model = Model((Param("c#.weight", (4, 2)), Param("c#1", (3,)), Param("c", (2,))))
+    topology = Topology(1, 2, "bf16")
+    export_safetensors(open_model(tmp_path / "in", topology, model), str(tmp_path / "out"))
+    check_same(load_all(tmp_path / "out"), expect_weights(model, 0, topology, torch.float32))

@@ -295,7 +295,7 @@ def test_the_checkpoints_stages_are_kept_where_their_number_is(tmp_path: Path) -
     assert any("own pipeline stages" in text for text in found.assumed)
     live = live_stages(held.make_targets())
     for number, part in enumerate(found.target.parts):
-        assert set(part.atoms) == {name for name, stages in live.items() if number // 2 in stages}
+        assert set(part.params) == {name for name, stages in live.items() if number // 2 in stages}
 
 
 def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp_path: Path) -> None:

@@ -22,16 +22,16 @@ BOTH_WAYS = {
 }
 
 
-def make_index(*names: str, instances: dict[str, tuple[str, ...]] | None = None) -> AtomicIndex:
-    atoms = {(name, MASTER): Atom(name, MASTER, "float32", (Shard((2,), ()),)) for name in names}
+def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIndex:
+    held = {name: (instances or {}).get(name, 1) for name in names}
+    atoms = [Atom(n, MASTER, "float32", (Shard((2,), ()),), k) for n, count in held.items() for k in range(count)]
     return AtomicIndex(
         files=(),
         records=(),
-        atoms=atoms,
+        atoms={atom.key: atom for atom in atoms},
         scalars={},
         groups=(),
         aliases={},
-        shapes={},
         buffers=frozenset(),
         counters={},
         scaler={},
@@ -61,7 +61,7 @@ def test_names_that_the_engine_knows_stay_and_names_that_it_does_not_know_are_no
 
 
 def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
-    index = make_index("2.w", "2.w#1", instances={"2.w": ("2.w", "2.w#1")})
+    index = make_index("2.w", instances={"2.w": 2})
     assert rename(index, "encoder.0.w") == {"encoder.0.w": "2.w"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
@@ -277,7 +277,7 @@ def test_extra_states_of_modules_come_back(source: Topology, extra: Any, tmp_pat
 
 def damage(index: AtomicIndex, name: str, state: str) -> None:
     """Flip a bit in the middle of an atom's last fragment."""
-    fragment = index.atoms[name, state].shards[0].fragments[-1]
+    fragment = index.atoms[AtomKey(name, state)].shards[0].fragments[-1]
     record = index.records[fragment.record]
     flip(Path(index.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
 

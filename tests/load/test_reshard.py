@@ -300,7 +300,7 @@ def test_weights_alone(case: Case, target: Topology) -> None:
         weights = {name: {"fp32": atoms["fp32"]} for name, atoms in saved.atoms.items()}
         check_content(ranks, State(weights, {}, ()))
         check_reads(index, ranks)
-        states_of = {state for _, state in ranks[0].job.touched}
+        states_of = {key.state for key in ranks[0].job.touched}
         assert states_of <= {"fp32", "module", "copy"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, GroupInfo, Shard
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, GroupInfo, ParamKey, Shard
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.plan.match import Live, Match, match_groups, match_parameters, pick_instance, pick_weight
 from deepspeed_ucp.topology import Topology
@@ -21,21 +21,25 @@ def make_index(
     module: Shapes | None = None,
     groups: Sequence[Sequence[str]] = (),
     aliases: Mapping[str, str] | None = None,
-    instances: Mapping[str, tuple[str, ...]] | None = None,
+    instances: Mapping[str, int] | None = None,
     tp: int = 1,
 ) -> AtomicIndex:
     """Trained parameters have a master and a copy, others the module's tensor; every shard has the given shape."""
     held = [(name, state, shape) for name, shape in trained.items() for state in (MASTER, COPY)]
     held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
-    atoms = {(name, state): Atom(name, state, "float32", (Shard(shape, ()),) * tp) for name, state, shape in held}
+    numbers = instances or {}
+    atoms = [
+        Atom(name, state, "float32", (Shard(shape, ()),) * tp, number)
+        for name, state, shape in held
+        for number in range(numbers.get(name, 1))
+    ]
     return AtomicIndex(
         files=(),
         records=(),
-        atoms=atoms,
+        atoms={atom.key: atom for atom in atoms},
         scalars={},
-        groups=tuple(GroupInfo(tuple(names), {}) for names in groups),
+        groups=tuple(GroupInfo(tuple(map(read_param, names)), {}) for names in groups),
         aliases=dict(aliases or {}),
-        shapes={name: (shape,) * tp for name, shape in trained.items()},
         buffers=frozenset(),
         counters={},
         scaler={},
@@ -44,6 +48,12 @@ def make_index(
         topology=Topology(1, "zero12", "float32", tp=tp),
         instances=dict(instances or {}),
     )
+
+
+def read_param(name: str) -> ParamKey:
+    """``t``, or ``t 1`` for the copy of the second stage that holds it."""
+    plain, _, number = name.partition(" ")
+    return ParamKey(plain, int(number or 0))
 
 
 def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, *, tp: int = 1, **options: Any) -> Match:
@@ -56,7 +66,7 @@ def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, *, tp
 
 def test_names_and_shapes_that_agree_match() -> None:
     found = match(make_index({"a": (2, 3)}, {"b": (4,)}), {"a": (2, 3)}, {"b": (4,)})
-    assert (found.names, found.skipped) == ({"a": "a", "b": "b"}, [])
+    assert (found.saved, found.skipped) == ({"a": "a", "b": "b"}, [])
 
 
 def test_every_difference_is_listed() -> None:
@@ -74,7 +84,7 @@ def test_every_difference_is_listed() -> None:
 
 def test_a_lenient_load_passes_missing_and_extra_ones_over() -> None:
     found = match(make_index({"a": (2,), "gone": (1,)}), {"a": (2,), "new": (7,)}, strict=False)
-    assert found.names == {"a": "a"}
+    assert found.saved == {"a": "a"}
     assert len(found.skipped) == 2
 
 
@@ -117,13 +127,13 @@ def test_trained_and_frozen_are_not_swapped_where_states_are_loaded(trained: Sha
     live = ({"a": (2,)}, {}) if frozen else ({}, {"a": (2,)})
     with pytest.raises(MismatchError, match=text):
         match(index, *live)
-    assert match(index, *live, with_states=False).names == {"a": "a"}
+    assert match(index, *live, with_states=False).saved == {"a": "a"}
 
 
 def test_weights_come_from_the_master_or_the_module() -> None:
     index = make_index({"a": (2,)}, {"b": (2,)})
     picked = [
-        pick_weight(index, name, wants_master, with_states)
+        pick_weight(index, ParamKey(name), wants_master, with_states)
         for name, wants_master, with_states in (
             ("a", True, True),
             ("b", False, True),
@@ -136,17 +146,17 @@ def test_weights_come_from_the_master_or_the_module() -> None:
 
 def test_the_copy_serves_where_a_checkpoint_has_no_master() -> None:
     index = make_index({"a": (2,)})
-    del index.atoms["a", MASTER]
-    assert pick_weight(index, "a", True, True) is None
-    found = pick_weight(index, "a", True, False)
+    del index.atoms[AtomKey("a", MASTER)]
+    assert pick_weight(index, ParamKey("a"), True, True) is None
+    found = pick_weight(index, ParamKey("a"), True, False)
     assert found is not None
     assert found.state == COPY
 
 
 def test_ties_are_resolved_on_both_sides() -> None:
     index = make_index({"head": (2,)}, aliases={"embed": "head"})
-    assert match(index, {"embed": (2,)}, aliases={"head": "embed"}).names == {"embed": "head"}
-    assert match(make_index({"head": (2,)}), {"embed": (2,)}, aliases={"head": "embed"}).names == {"embed": "head"}
+    assert match(index, {"embed": (2,)}, aliases={"head": "embed"}).saved == {"embed": "head"}
+    assert match(make_index({"head": (2,)}), {"embed": (2,)}, aliases={"head": "embed"}).saved == {"embed": "head"}
 
 
 def test_groups_match_by_parameter_and_not_by_position() -> None:
@@ -185,25 +195,22 @@ def test_a_lenient_load_does_not_count_parameters_that_the_model_lacks() -> None
 @pytest.mark.parametrize(("saved", "live"), [(2, 1), (1, 2), (2, 2)], ids=["TP2→TP1", "TP1→TP2", "TP2→TP2"])
 def test_shapes_of_cut_tensors_are_left_to_their_patterns(saved: int, live: int) -> None:
     index = make_index({"a": (2, 3)}, tp=saved)
-    assert match(index, {"a": (4, 3)}, tp=live).names == {"a": "a"}
+    assert match(index, {"a": (4, 3)}, tp=live).saved == {"a": "a"}
 
 
 def test_buffers_and_frozen_ones_may_be_left_out_of_the_comparison() -> None:
     index = make_index({"a": (2,)}, {"buffer": (4,)})
     found = match_parameters(index, Live({"a": ((2,),)}, None), strict=True, with_states=True)
-    assert (found.names, found.saved, found.skipped) == ({"a": "a"}, {"a": "a"}, [])
+    assert (found.saved, found.skipped) == ({"a": "a"}, [])
 
 
 def test_renamed_parameters_are_found_under_their_saved_names() -> None:
     index = make_index({"3.w": (2,), "4.w": (2,)}, groups=(["3.w", "4.w"],))
     renamed = {"layers.0.w": "3.w", "layers.1.w": "4.w"}
     found = match(index, {"layers.0.w": (2,), "layers.1.w": (2,)}, renamed=renamed)
-    assert found.names == found.saved == renamed
+    assert found.saved == renamed
     match_groups(index, {0: tuple(renamed)}, found)
     assert found.groups == {0: 0}
-
-
-COPIES = {"t": ("t", "t#1", "t#2")}
 
 
 @pytest.mark.parametrize(
@@ -222,22 +229,20 @@ COPIES = {"t": ("t", "t#1", "t#2")}
 )
 def test_each_stage_takes_its_own_copy(saved: int, count: int, taken: str) -> None:
     """Where one remains the first stage's, so that values of the first stage count; the last stage takes the last's."""
-    copies = COPIES["t"][:saved]
-    trained = dict.fromkeys(copies, (2,))
-    index = make_index(trained, instances={"t": copies} if saved > 1 else None)
-    names = [match(index, {"t": (2,)}, ordinals={"t": (stage, count)}).names["t"] for stage in range(count)]
-    assert names == [copies[int(number)] for number in taken]
-    assert [pick_instance(index, "t", stage, count) for stage in range(count)] == names
+    index = make_index({"t": (2,)}, instances={"t": saved} if saved > 1 else None)
+    params = [match(index, {"t": (2,)}, ordinals={"t": (stage, count)}).params["t"] for stage in range(count)]
+    assert params == [ParamKey("t", int(number)) for number in taken]
+    assert [pick_instance(index, "t", stage, count) for stage in range(count)] == params
 
 
-def test_the_plain_name_is_kept_and_further_copies_are_not_missing_in_the_model() -> None:
-    index = make_index(dict.fromkeys(COPIES["t"], (2,)), instances=COPIES)
+def test_further_copies_are_not_missing_in_the_model() -> None:
+    index = make_index({"t": (2,)}, instances={"t": 3})
     found = match(index, {"t": (2,)}, ordinals={"t": (2, 3)})
-    assert (found.names, found.saved, found.skipped) == ({"t": "t#2"}, {"t": "t"}, [])
+    assert (found.params, found.skipped) == ({"t": ParamKey("t", 2)}, [])
 
 
 def test_a_group_is_found_by_a_stages_own_copy() -> None:
-    index = make_index({"a": (2,), "t": (2,), "t#1": (2,)}, groups=(["a", "t"], ["t#1"]), instances={"t": ("t", "t#1")})
+    index = make_index({"a": (2,), "t": (2,)}, groups=(["a", "t"], ["t 1"]), instances={"t": 2})
     found = match(index, {"a": (2,), "t": (2,)}, ordinals={"t": (1, 2)})
     match_groups(index, {0: ("t",)}, found)
     assert found.groups == {0: 1}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.sources import open_checkpoint
 from tests.sources.test_index import check_atom, name_groups, read_atom
 from tests.synth import Local, Model, Run, State, Topology, instance_names, partition_layout, split, write_checkpoint
-from tests.synth.stages import holders, instance, layers_of, placement_of
+from tests.synth.stages import holders, layers_of, placement_of
 
 TIED = "tied_modules."
 
@@ -41,24 +41,25 @@ def write_and_open(
 def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Topology) -> None:
     """Every element of every shard, the groups, scalars and flat buffers of every model-parallel rank."""
     assert (index.topology.tp, index.topology.pp) == (topology.tp, topology.pp)
-    expected: set[tuple[str, str]] = set()
+    expected: set[AtomKey] = set()
     for rank, local in split(model, state, topology, tail_cut).items():
         expected |= check_rank(index, local, model, topology, rank)
     assert {key for key in index.atoms if key[1] != COPY} == expected
-    for name in (name for name, state in index.atoms if state == COPY):
-        check_copy(index, name)
-    kept = {name for name, state in expected if state == MASTER}
-    names = {name: tuple(n for n in held if n in kept) for name, held in instance_names(model, topology).items()}
-    optimized = {name: held for name, held in index.instances.items() if (held[0], MASTER) in index.atoms}
-    assert optimized == {name: held for name, held in names.items() if len(held) > 1}
+    for key in index.atoms:
+        if key.state == COPY:
+            check_copy(index, key.param)
+    kept = {key.param for key in expected if key.state == MASTER}
+    counts = {name: sum(param.name == name for param in kept) for name in instance_names(model, topology)}
+    optimized = {name: count for name, count in index.instances.items() if index.find(name, MASTER)}
+    assert optimized == {name: count for name, count in counts.items() if count > 1}
     assert index.buffers == set(model.buffers)
-    members = [name for group in index.groups for name in group.names]
+    members = [param for group in index.groups for param in group.members]
     assert sorted(members) == sorted(kept)
     assert set(index.flats) == set(range(topology.mp))
     assert index.flats[0] == index.topology.flats
 
 
-def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topology, rank: int) -> set[tuple[str, str]]:
+def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topology, rank: int) -> set[AtomKey]:
     """One rank's shards are its local tensors; returns the atoms that they belong to."""
     pp, tp = divmod(rank, topology.tp)
     found = set()
@@ -69,15 +70,15 @@ def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topolog
             continue
         if not has_master(model, topology, param.name, pp):
             continue
-        name = instance(param.name, held_masters(model, topology, param.name).index(pp))
-        assert index.shapes[name][tp] == param.shape, name
+        held = ParamKey(param.name, held_masters(model, topology, param.name).index(pp))
         for state, value in local.state.atoms[param.name].items():
-            found.add((name, state))
-            check_atom(index, name, state, value, tp)
+            key = AtomKey(held.name, state, held.instance)
+            found.add(key)
+            check_atom(index, key, value, tp)
         if param.trains:
             scalars = local.state.scalars.get(param.name, {})
-            assert index.scalars.get(name, {}) == scalars, name
-            check_group(index, name, local.state, None if topology.keeps_lean_states else param.group)
+            assert index.scalars.get(held, {}) == scalars, held
+            check_group(index, held, local.state, None if topology.keeps_lean_states else param.group)
     for name, value in local.model.buffers.items():
         found |= check_untrained(index, model, topology, rank, name, value, is_buffer=True)
     check_flats(index, local.model, topology, rank)
@@ -107,11 +108,12 @@ def writers(model: Model, topology: Topology, name: str) -> list[int]:
     return [stage for stage, held in enumerate(placement_of(model, topology)) if set(layers) & set(held)]
 
 
-def check_copy(index: AtomicIndex, name: str) -> None:
+def check_copy(index: AtomicIndex, param: ParamKey) -> None:
     """The model's own copy is the master, rounded, on every tensor-parallel rank."""
     for rank in range(index.topology.tp):
-        copy, master = (read_atom(index, index.atoms[name, state], rank) for state in (COPY, MASTER))
-        assert copy.equal(master.to(copy.dtype)), name
+        keys = (AtomKey(param.name, state, param.instance) for state in (COPY, MASTER))
+        copy, master = (read_atom(index, index.atoms[key], rank) for key in keys)
+        assert copy.equal(master.to(copy.dtype)), param
 
 
 def check_untrained(
@@ -123,24 +125,23 @@ def check_untrained(
     value: torch.Tensor,
     *,
     is_buffer: bool = False,
-) -> set[tuple[str, str]]:
+) -> set[AtomKey]:
     """A buffer or frozen parameter: one atom per stage that wrote it, one where it is no tied module's."""
     pp, tp = divmod(rank, topology.tp)
     stages = writers(model, topology, name)
     if not stages or pp not in stages:
         return set()
-    number = stages.index(pp) if name.startswith(TIED) else 0
-    atom = instance(name, number)
-    check_atom(index, atom, MODULE, value if is_buffer else value.to(topology.dtype), tp)
+    key = AtomKey(name, MODULE, stages.index(pp) if name.startswith(TIED) else 0)
+    check_atom(index, key, value if is_buffer else value.to(topology.dtype), tp)
     if name.startswith(TIED) and len(stages) > 1:
-        assert index.instances[name] == tuple(instance(name, k) for k in range(len(stages)))
-    return {(atom, MODULE)}
+        assert index.instances[name] == len(stages)
+    return {key}
 
 
-def check_group(index: AtomicIndex, name: str, state: State, group: int | None) -> None:
+def check_group(index: AtomicIndex, param: ParamKey, state: State, group: int | None) -> None:
     """The parameter's group continues with its own hyper-parameters."""
-    owners = [info for info in index.groups if name in info.names]
-    assert len(owners) == 1, name
+    owners = [info for info in index.groups if param in info.members]
+    assert len(owners) == 1, param
     if state.groups and group is not None:
         assert owners[0].hyper in [dict(hyper) for hyper in state.groups]
 

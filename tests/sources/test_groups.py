@@ -81,4 +81,4 @@ def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="a pipeline's files do not tell .* Give the names of each group"):
         open_named(folder, "module")
     index = open_named(folder, [[param.name for param in model.params]])
-    assert [set(group.names) for group in index.groups] == [{name for name, state in index.atoms if state == "fp32"}]
+    assert [set(group.names) for group in index.groups] == [{key.name for key in index.atoms if key.state == "fp32"}]

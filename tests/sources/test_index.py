@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from deepspeed_ucp.atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex
+from deepspeed_ucp.atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.sources import open_checkpoint
 from tests.reshard import Case, cases, examples, temporary_folder
@@ -38,11 +38,11 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     return torch.frombuffer(out, dtype=dtype).view(shard.shape) if out else torch.empty(shard.shape, dtype=dtype)
 
 
-def check_atom(index: AtomicIndex, name: str, state: str, value: torch.Tensor, rank: int = 0) -> None:
+def check_atom(index: AtomicIndex, key: AtomKey, value: torch.Tensor, rank: int = 0) -> None:
     """The atom is there, and its shard of that tensor-parallel rank holds ``value``."""
-    found = read_atom(index, index.atoms[name, state], rank)
-    assert (found.shape, found.dtype) == (value.shape, value.dtype), (name, state)
-    assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), name
+    found = read_atom(index, index.atoms[key], rank)
+    assert (found.shape, found.dtype) == (value.shape, value.dtype), key
+    assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), key
 
 
 def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
@@ -52,15 +52,14 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
     for param in model.owners:
         trained = param.trains and param.group is not None
         for state, value in saved.atoms[param.name].items():
-            name = (param.name, (state if trained else MODULE))
-            expected.add(name)
-            check_atom(index, *name, value if trained else value.to(topology.dtype))
+            key = AtomKey(param.name, state if trained else MODULE)
+            expected.add(key)
+            check_atom(index, key, value if trained else value.to(topology.dtype))
         if trained:
-            assert index.scalars.get(param.name, {}) == saved.scalars.get(param.name, {}), param.name
-            assert index.shapes[param.name] == (param.shape,)
+            assert index.scalars.get(ParamKey(param.name), {}) == saved.scalars.get(param.name, {}), param.name
     for name, value in model.buffers.items():
-        expected.add((name, MODULE))
-        check_atom(index, name, MODULE, value)
+        expected.add(AtomKey(name, MODULE))
+        check_atom(index, AtomKey(name, MODULE), value)
     assert {key for key in index.atoms if key[1] != COPY} == expected
     assert index.buffers == set(model.buffers)
     for param in model.params:
@@ -97,7 +96,9 @@ def test_the_topology_is_what_wrote_it(case: Case) -> None:
         held = partition_layout(case.model, topology)[0]
         assert [(f.group, f.names, f.partition) for f in found.flats] == [(h.group, h.names, h.numel) for h in held]
         assert index.flats == {0: found.flats}
-        assert [f.numels for f in found.flats] == [tuple(index.atoms[n, MASTER].numel for n in h.names) for h in held]
+        assert [f.numels for f in found.flats] == [
+            tuple(index.atoms[AtomKey(n, MASTER)].numel for n in h.names) for h in held
+        ]
 
 
 SMALL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)))
@@ -144,6 +145,6 @@ def test_names_lose_the_prefix_of_torch_compile(tmp_path: Path) -> None:
     for topology in (Topology(0), Topology(1, 2), Topology(3, 2)):
         path = write_checkpoint(tmp_path, model, random_state(model, 0), topology, tag=topology.label)
         index = open_checkpoint(str(path), Comm(), [[("_orig_mod.a", True), ("_orig_mod.b", False)]])
-        assert {name for name, _ in index.atoms} == {"a", "b", "c"}
+        assert {key.name for key in index.atoms} == {"a", "b", "c"}
         assert index.buffers == {"c"}
         assert index.groups[0].names == ("a",)

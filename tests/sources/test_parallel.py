@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.sources import open_checkpoint
@@ -147,30 +147,31 @@ def test_placements_that_are_no_runs_of_layers(tmp_path: Path, topology: Topolog
 # -- copies and ties --------------------------------------------------------------------------------------------------
 
 
-def copies(index: AtomicIndex) -> set[str]:
-    return {name for name, state in index.atoms if state == COPY}
+def copies(index: AtomicIndex) -> set[ParamKey]:
+    return {key.param for key in index.atoms if key.state == COPY}
 
 
 def test_a_tied_modules_copy_belongs_to_the_stage_that_wrote_it(tmp_path: Path) -> None:
     topology = Topology(1, 2, "bf16", tp=2, pp=2)
     index = write_and_open(tmp_path / "one", PIPE, draw(PIPE, topology), topology)
-    assert index.instances[WORD] == (WORD, f"{WORD}#1")
-    assert {WORD, POSITION} <= copies(index)
-    assert not {f"{WORD}#1", f"{POSITION}#1"} & copies(index)
+    assert index.instances[WORD] == 2
+    assert {ParamKey(WORD), ParamKey(POSITION)} <= copies(index)
+    assert not {ParamKey(WORD, 1), ParamKey(POSITION, 1)} & copies(index)
     index = write_and_open(tmp_path / "two", TWICE, draw(TWICE, topology), topology)
-    assert {WORD, POSITION, f"{WORD}#1", f"{POSITION}#1"} <= copies(index)
-    for name in (WORD, f"{WORD}#1", POSITION, f"{POSITION}#1"):
-        check_copy(index, name)
+    both = {ParamKey(name, number) for name in (WORD, POSITION) for number in (0, 1)}
+    assert both <= copies(index)
+    for param in both:
+        check_copy(index, param)
 
 
 def test_copies_are_left_out_where_the_stage_of_a_tied_file_cannot_be_told(tmp_path: Path) -> None:
     topology = Topology(1, 1, pp=2, placement=interleaved(7, 2, 3))
     model = Model(LOOSE.params, LOOSE.buffers, TWICE.layers)
     index = write_and_open(tmp_path, model, draw(model, topology), topology)
-    held = {name for name in copies(index) if name.startswith("tied_modules")}
-    assert all((name, MASTER) in index.atoms for name in copies(index))
-    for name in held:
-        check_copy(index, name)
+    held = {param for param in copies(index) if param.name.startswith("tied_modules")}
+    assert all(index.find(param.name, MASTER, param.instance) for param in copies(index))
+    for param in held:
+        check_copy(index, param)
 
 
 BIDIRECTIONAL = Topology(1, 1, "bf16", pp=2, placement=bidirectional(7, 2))
@@ -180,9 +181,9 @@ def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> 
     """Both ranks hold both ends of the pipeline, so that either may have written either file."""
     index = write_and_open(tmp_path, TWICE, draw(TWICE, BIDIRECTIONAL), BIDIRECTIONAL)
     buffer = "tied_modules.embed.scale"
-    assert read_atom(index, index.atoms[buffer, MODULE]).equal(TWICE.buffers[buffer])
+    assert read_atom(index, index.atoms[AtomKey(buffer, MODULE)]).equal(TWICE.buffers[buffer])
     assert buffer not in index.instances
-    assert (f"{buffer}#1", MODULE) not in index.atoms
+    assert not index.find(buffer, MODULE, 1)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["other value", "no checksums"])
@@ -199,7 +200,7 @@ def test_a_layer_of_frozen_parameters_alone_is_kept(tmp_path: Path) -> None:
     model = Model((Param("0.col", (4, 3)), Param("1.col", (4, 3), frozen=True)), {}, (Layer(), Layer()))
     topology = Topology(1, 1, "bf16", tp=2, pp=2, placement=((0, 1), ()))
     index = write_and_open(tmp_path, model, draw(model, topology), topology)
-    assert ("1.col", MODULE) in index.atoms
+    assert index.find("1.col", MODULE)
 
 
 # -- drawn ------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,12 @@ def instance(name: str, index: int) -> str:
     return f"{name}#{index}" if index else name
 
 
+def atom_key(name: str, state: str) -> tuple[str, str, int]:
+    """What an index calls a state of "name" or "name#k"."""
+    plain, _, number = name.partition("#")
+    return plain, state, int(number or 0)
+
+
 def differs_by_stage(param: Param) -> bool:
     """Whether instances have values of their own: DeepSpeed ties only `tied_weight_attr` of a tied module."""
     return param.name.startswith(_TIED) and not param.tied

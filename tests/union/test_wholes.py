@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex
+from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
@@ -23,6 +23,7 @@ from tests.reshard import examples, open_for, temporary_folder
 from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
 from tests.synth import Topology, write_files
 from tests.synth.files import build_local_files
+from tests.synth.stages import atom_key
 
 
 def open_held(held: Held, folder: Path) -> AtomicIndex:
@@ -54,7 +55,7 @@ def check_atoms(reader: RangeReader, wholes: Mapping[tuple[str, str], Whole], he
     seen = 0
     for name, states in held.state.atoms.items():
         for state, value in states.items():
-            whole = wholes.get((name, state))
+            whole = wholes.get(AtomKey(*atom_key(name, state)))
             if whole is None or not value.numel():
                 continue
             found = read_whole(reader, whole, step)
@@ -70,7 +71,7 @@ def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
     with temporary_folder() as folder:
         index = open_held(trip.source, folder)
         wholes = settle_wholes(index, rules_of(trip.source))
-        assert not any(state == COPY and (name, MASTER) in index.atoms for name, state in wholes.atoms)
+        assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.atoms)
         with RangeReader(index) as reader:
             assert check_atoms(reader, wholes.atoms, trip.source, step) > 0
             checks = reader.take_checks()
@@ -128,7 +129,7 @@ def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
         RangeReader(index) as reader,
         pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
     ):
-        read_whole(reader, wholes.atoms["body.norm", MASTER])
+        read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
 
 
 def test_partial_is_the_mean(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
     ]
     wholes = settle_wholes(index, from_config(patterns))
     with RangeReader(index) as reader:
-        found = read_whole(reader, wholes.atoms["body.norm", MASTER])
+        found = read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
     both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
     assert torch.equal(found, torch.stack(both).double().mean(0).float())
 
@@ -161,7 +162,7 @@ def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
     held = make_plain_source(1)
     wholes = settle_wholes(open_held(held, tmp_path), rules_of(held))
     assert wholes.patterns["body.row"] == ShardH()
-    assert wholes.atoms["body.row", MASTER].view is None
+    assert wholes.atoms[AtomKey("body.row", MASTER)].view is None
 
 
 def test_a_rule_of_the_users_that_contradicts_a_whole_shape_is_told(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     """In an atom's bytes, and in padding that no atom holds."""
     held = draw_state(make_plain(("norm",)), Topology(1, 2))
     index = open_held(held, tmp_path)
-    whole = settle_wholes(index).atoms["body.norm", MASTER]
+    whole = settle_wholes(index).atoms[AtomKey("body.norm", MASTER)]
     fragments = sorted(whole.atom.shards[0].fragments, key=lambda f: f.start)
     last = fragments[-1]
     record = index.records[last.record]
@@ -200,5 +201,5 @@ def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Pat
     shapes = []
     for more in ([], [{"match": r".*\.count", "pattern": "shard-v"}]):
         wholes = settle_wholes(index, from_config([*rules, *more]))
-        shapes.append(wholes.atoms["body.count", "module"].shape)
+        shapes.append(wholes.atoms[AtomKey("body.count", "module")].shape)
     assert shapes == [(3,), (6,)]

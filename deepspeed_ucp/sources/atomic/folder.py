@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 
-from ...atoms import MASTER, Atom, AtomicIndex, FileRef, Fragment, GroupInfo, Record, Shard, count
+from ...atoms import Atom, AtomicIndex, AtomKey, FileRef, Fragment, GroupInfo, ParamKey, Record, Shard, count
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
 from ...topology import ATOMIC, Topology
@@ -111,11 +112,12 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, sizes: Mappi
     files = [FileRef(f"{folder}/{name}", size, crcs.get(name)) for name, size in sizes.items()]
     numbers = {name: number for number, name in enumerate(sizes)}
     records: list[Record] = []
-    atoms: dict[tuple[str, str], Atom] = {}
+    atoms: dict[AtomKey, Atom] = {}
     for each in manifest.atoms:
         held = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
         records.append(Record(numbers[each.file], each.offset, each.nbytes, each.crc))
-        atoms[each.name, each.state] = Atom(each.name, each.state, each.dtype, (Shard(each.shape, held),))
+        atom = Atom(each.name, each.state, each.dtype, (Shard(each.shape, held),), each.instance)
+        atoms[atom.key] = atom
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[manifest.state_file], blob.offset, blob.nbytes, blob.crc) for blob in others]
@@ -125,9 +127,8 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, sizes: Mappi
         records=tuple(records),
         atoms=atoms,
         scalars=manifest.scalars,
-        groups=tuple(GroupInfo(tuple(group["names"]), group["hyper"]) for group in manifest.groups),
+        groups=tuple(GroupInfo(tuple(starmap(ParamKey, each["members"])), each["hyper"]) for each in manifest.groups),
         aliases=manifest.aliases,
-        shapes={name: (atom.shape,) for (name, state), atom in atoms.items() if state == MASTER},
         buffers=frozenset(manifest.buffers),
         counters=manifest.counters,
         scaler=manifest.scaler,

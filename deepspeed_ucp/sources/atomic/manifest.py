@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ...atoms import ITEMSIZE, AtomicIndex, Record, count
+from ...atoms import ITEMSIZE, AtomicIndex, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
 from ...patterns import Pattern, record_pattern
 from ...version import __version__
 from ..files import MANIFEST
 from .plainjson import dump_json, load_json
 
-FORMAT = 1
+FORMAT = 2
 _KIND = "deepspeed_ucp atomic checkpoint"
 
 
@@ -24,7 +24,7 @@ class AtomRecord:
     """One atom as it lies in an atomic checkpoint.
 
     Attributes:
-        name, state, dtype: the atom's.
+        name, state, dtype, instance: the atom's.
         shape: logical shape, rows of vocabulary padding included.
         vocab: rows that mean something where dimension 0 is a padded vocabulary.
         file: path of its file, relative to the checkpoint's folder.
@@ -42,6 +42,7 @@ class AtomRecord:
     nbytes: int
     crc: int
     size: int = 0
+    instance: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Manifest:
         package: version of deepspeed_ucp that wrote it.
         fingerprint: of the source, see :func:`fingerprint`.
         source: the source's topology as data, without its flat buffers.
-        atoms: by (name, state).
+        atoms: by name, state and instance.
         states: state files.
         state_file: the one that carries scheduler, counters and client state.
         patterns: name → {"pattern": as data, "origin": what told it}.
@@ -89,7 +90,7 @@ class Manifest:
     states: tuple[StateRecord, ...]
     state_file: str
     patterns: dict[str, dict[str, Any]]
-    scalars: dict[str, dict[str, Any]]
+    scalars: dict[ParamKey, dict[str, Any]]
     scalar_dtypes: dict[str, str]
     groups: tuple[dict[str, Any], ...]
     aliases: dict[str, str]
@@ -98,7 +99,7 @@ class Manifest:
     scaler: dict[str, Any]
     clip_grad: float | None
     optimizer: str | None
-    instances: dict[str, tuple[str, ...]]
+    instances: dict[str, int]
     hints: dict[str, Any]
     view: str
     verified: bool
@@ -161,7 +162,10 @@ def _check_form(told: Any, path: str) -> None:
 
 def _check_entries(found: Manifest, path: str) -> None:
     names = [*(atom.file for atom in found.atoms), *(state.name for state in found.states), found.state_file]
-    names += [*found.scalars, *(part for atom in found.atoms for part in (atom.name, atom.state))]
+    names += [
+        *(param.name for param in found.scalars),
+        *(part for atom in found.atoms for part in (atom.name, atom.state)),
+    ]
     if odd := sorted({name for name in names if _leads_out(name)}):
         raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
     if found.state_file not in {state.name for state in found.states}:
@@ -188,6 +192,7 @@ def _leads_out(name: str) -> bool:
 
 def _build(told: dict[str, Any]) -> Manifest:
     told["atoms"] = tuple(AtomRecord(**atom) for atom in told["atoms"])
+    told["scalars"] = {ParamKey(*param): held for param, held in told["scalars"].items()}
     told["states"] = tuple(StateRecord(**state) for state in told["states"])
     return Manifest(**told)
 
@@ -240,7 +245,7 @@ def make_manifest(
         package=__version__,
         fingerprint=fingerprint(index),
         source=topology,
-        atoms=tuple(sorted(records, key=lambda atom: (atom.name, atom.state))),
+        atoms=tuple(sorted(records, key=lambda atom: (atom.name, atom.state, atom.instance))),
         states=tuple(StateRecord(state.name, state.size, state.crc) for state in states),
         state_file=states[0].name,
         patterns={
@@ -249,7 +254,9 @@ def make_manifest(
         },
         scalars=index.scalars,
         scalar_dtypes=index.scalar_dtypes,
-        groups=tuple({"names": group.names, "hyper": _keep_plain(group.hyper)} for group in index.groups),
+        groups=tuple(
+            {"members": tuple(map(tuple, group.members)), "hyper": _keep_plain(group.hyper)} for group in index.groups
+        ),
         aliases=index.aliases,
         buffers=tuple(sorted(index.buffers)),
         counters=index.counters,
@@ -312,14 +319,14 @@ def digest_view(index: AtomicIndex) -> str:
     """
     found = hashlib.sha256()
     for key, atom in sorted(index.atoms.items()):
-        found.update(repr((key, atom.dtype)).encode())
+        found.update(repr((tuple(key), atom.dtype)).encode())
         for shard in atom.shards:
             places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.fragments]
             found.update(repr((shard.shape, places)).encode())
     told = (index.scalars, index.aliases, index.instances, index.counters, index.scaler, index.clip_grad)
     for each in told[:3]:
         found.update(repr(sorted(each.items())).encode())
-    found.update(repr((told[3:], [(group.names, _keep_plain(group.hyper)) for group in index.groups])).encode())
+    found.update(repr((told[3:], [(group.members, _keep_plain(group.hyper)) for group in index.groups])).encode())
     return found.hexdigest()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...atoms import MASTER, AtomicIndex, GroupInfo, count, strip_compiled
+from ...atoms import MASTER, AtomicIndex, GroupInfo, ParamKey, count, strip_compiled
 from ...errors import CheckpointError, shorten
 from ...patterns import Pattern, ShardH, ShardNC, ShardV
 from ...patterns.recorded import record_pattern
@@ -57,7 +57,7 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
     model = save.model(0)
     client = tuple(builder.record(main, blob) for blob in model.others)
     zero = model.config.get("zero_optimization") or {}
-    masters = [atom.dtype for (_, state), atom in atoms.items() if state == MASTER]
+    masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
     return AtomicIndex(
         files=tuple(builder.files),
         records=tuple(builder.records),
@@ -65,7 +65,6 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
         scalars=builder.scalars,
         groups=_make_groups(part, owned, notes),
         aliases=aliases,
-        shapes={name: (atom.shape,) for (name, state), atom in atoms.items() if state == MASTER},
         buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
         counters=model.counters,
         scaler=part.optim.scaler,
@@ -191,13 +190,13 @@ def _add_steps(builder: Builder, part: Part, owned: _Owned, notes: list[str]) ->
             if header.value is None:
                 builder.irregular.setdefault(f"{name}.{_STEP}", "a tensor of several elements")
             else:
-                builder.add_scalars(name, {_STEP: header.value}, _file(builder, header))
+                builder.add_scalars(ParamKey(name), {_STEP: header.value}, _file(builder, header))
                 if header.dtype:
                     builder.scalar_dtypes.setdefault(_STEP, header.dtype)
     if trained and not builder.scalars and not any(_STEP in hyper for hyper in part.optim.groups):
         counters = part.save.model(0).counters
         step = int(counters.get("global_steps", 0)) - int(counters.get("skipped_steps", 0))
-        builder.scalars.update({name: {_STEP: step} for name in trained})
+        builder.scalars.update({ParamKey(name): {_STEP: step} for name in trained})
         notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
 
 
@@ -209,7 +208,7 @@ def _add_sharded(builder: Builder, part: Part, name: str, flat: int, file: int) 
             "says more. The file belongs to another run."
         )
     holder = holders[flat]
-    builder.add_scalars(name, dict(holder.scalars), file)
+    builder.add_scalars(ParamKey(name), dict(holder.scalars), file)
     for scalar, piece in holder.zero_dim.items():
         builder.scalar_dtypes.setdefault(scalar, piece.dtype)
     for state, kind in holder.other.items():
@@ -227,9 +226,9 @@ def _make_groups(part: Part, owned: _Owned, notes: list[str]) -> tuple[GroupInfo
         )
         return ()
     owner = {flat: group for group, flats in enumerate(part.optim.params) for flat in flats}
-    members: list[list[str]] = [[] for _ in hypers]
+    members: list[list[ParamKey]] = [[] for _ in hypers]
     for name, index in owned.flats.items():
-        members[0 if index is None else owner.get(index, 0)].append(name)
+        members[0 if index is None else owner.get(index, 0)].append(ParamKey(name))
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
 
 

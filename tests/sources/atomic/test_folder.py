@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import COPY, AtomicIndex
+from deepspeed_ucp.atoms import COPY, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, UnsupportedError
@@ -109,7 +109,7 @@ def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
         torch.serialization.set_crc32_options(True)
     after = open_alone(folder)
     assert after.atoms.keys() == before.atoms.keys()
-    masters = [a for (_, state), a in after.atoms.items() if state == "exp_avg"]
+    masters = [a for a in after.atoms.values() if a.state == "exp_avg"]
     assert {after.records[atom.shards[0].fragments[0].record].crc for atom in masters} == {None}
     check_content(load(after, make_targets(MODEL, Topology(3, 2))), random_state(MODEL, 5, precision="bf16"))
 
@@ -121,7 +121,7 @@ def test_a_step_that_older_converters_left_out_comes_from_the_counters(
         path.unlink()
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index = open_alone(folder)
-    assert index.scalars == {name: {"step": 3} for name in ("a.weight", "b.weight", "one")}
+    assert index.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
     assert "kept no step of the optimizer; 3, by the counters, is taken" in caplog.text
 
 
@@ -130,8 +130,8 @@ def test_a_group_that_no_gradient_has_reached_has_masters_alone(tmp_path: Path) 
     state = random_state(MODEL, 5, without=("b.weight", "one"))
     write_files(tmp_path / "tag", build_files(MODEL, state, Topology(1, 2)))
     index = open_alone(to_universal(tmp_path / "tag", tmp_path / "universal"))
-    assert {state for name, state in index.atoms if name == "b.weight"} == {"fp32", COPY}
-    assert set(index.scalars) == {"a.weight"}
+    assert {key.state for key in index.atoms if key.name == "b.weight"} == {"fp32", COPY}
+    assert set(index.scalars) == {ParamKey("a.weight")}
 
 
 # --- what is refused
@@ -249,11 +249,11 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
     assert read_pattern(index.recorded["body.column"]) == ShardV()
     assert read_pattern(index.recorded["body.row"]) == ShardH(dim=1)
     assert "body.norm" not in index.recorded  # the converter marks what is replicated by nothing at all
-    assert index.atoms["body.count", "module"].shape == (3,)  # a buffer that both ranks have alike
-    assert ("body.bias", "module") not in index.atoms
+    assert index.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
+    assert not index.find("body.bias", "module")
     assert "does not unite the tensor-parallel shards of frozen parameters and buffers: body.bias" in caplog.text
     assert "frozen parameters and buffers" in index.dropped
-    masters = {name: index.atoms[name, "fp32"].shape for name in ("body.column", "body.row", "body.norm")}
+    masters = {name: index.atoms[AtomKey(name, "fp32")].shape for name in ("body.column", "body.row", "body.norm")}
     assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
 
 
