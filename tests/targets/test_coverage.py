@@ -1,0 +1,81 @@
+"""What of a live engine is refused by name, whatever the topology; over stand-ins for engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.targets.coverage import UnknownLayoutError, check_engine, list_unsaved
+from deepspeed_ucp.targets.engines import open_target
+
+
+class SuperOffloadOptimizer_Stage3:
+    """DeepSpeed's wrapper by name."""
+
+
+class ZenFlowZeroOptimizerParallel:
+    """DeepSpeed's wrapper by name."""
+
+
+def make_engine(optimizer: Any = None, *, zero: dict[str, Any] | None = None, **more: Any) -> Any:
+    sections = {"offload_optimizer": None, "offload_param": None, **(zero or {})}
+    config = SimpleNamespace(zero_config=SimpleNamespace(**sections))
+    module = more.pop("module", torch.nn.Linear(2, 2))
+    return SimpleNamespace(_config=config, module=module, optimizer=optimizer, **more)
+
+
+def make_sharded_lora() -> torch.nn.Module:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].lora_config, module[1].zero_shards = object(), 2
+    return module
+
+
+NVME = SimpleNamespace(device=SimpleNamespace(value="nvme"))
+MUON = SimpleNamespace(use_muon=True, save_muon_momentum_buffer_in_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        pytest.param(make_engine(zero={"offload_optimizer": NVME}), ("NVMe", "offload device cpu"), id="nvme"),
+        pytest.param(make_engine(zero={"offload_param": NVME}), ("NVMe", "offload device cpu"), id="nvme-params"),
+        pytest.param(make_engine(MUON), ("Muon's momentum", "save_muon_momentum_buffer_in_memory"), id="muon"),
+        pytest.param(make_engine(ZenFlowZeroOptimizerParallel(), zenflow=True), ("ZenFlow",), id="zenflow"),
+        pytest.param(make_engine(SuperOffloadOptimizer_Stage3()), ("SuperOffload", "another process"), id="super"),
+        pytest.param(make_engine(module=make_sharded_lora()), ("base_weight_sharding", "(1)"), id="lora"),
+    ],
+)
+def test_state_that_no_load_restores_is_refused_by_name(engine: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        open_target(engine)
+    assert not isinstance(caught.value, UnknownLayoutError)
+    for word in (*words, '"universal": false'):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [make_engine(has_moe_layers=True), make_engine(SimpleNamespace())],
+    ids=["experts", "unknown wrapper"],
+)
+def test_a_layout_that_only_deepspeed_knows(engine: Any) -> None:
+    with pytest.raises(UnknownLayoutError):
+        open_target(engine)
+
+
+def test_what_is_covered_passes() -> None:
+    muon = SimpleNamespace(use_muon=True, save_muon_momentum_buffer_in_memory=False)
+    cpu = SimpleNamespace(device=SimpleNamespace(value="cpu"))
+    check_engine(make_engine(muon, zero={"offload_optimizer": cpu, "offload_param": cpu}, zenflow=False))
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype", "told"), [(True, torch.float16, 1), (True, torch.bfloat16, 0), (False, None, 0)]
+)
+def test_the_autocast_scaler_starts_anew(enabled: bool, dtype: Any, told: int) -> None:
+    engine = make_engine(torch_autocast_enabled=lambda: enabled, torch_autocast_dtype=lambda: dtype)
+    assert len(list_unsaved(engine)) == told
