@@ -180,7 +180,7 @@ class AtomicIndex:
         state_file: the file that carries scheduler, counters and client state.
         topology: what wrote it.
         optimizer: name of the optimizer in the saved ds_config, or None.
-        irregular: optimizer states that are not element-wise, by parameter and state, with what they look like.
+        irregular: optimizer states that cannot be cut for another topology, by parameter and state, with what they are.
         unreadable: tensors whose bytes cannot be cut, with the reason.
         client_records: records of the state file that hold the client's tensors.
         flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.

@@ -202,8 +202,8 @@ def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
     if index.unreadable:
         listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
         raise UnsupportedError(
-            f"{index.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
-            "contiguous tensors."
+            f"{index.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology that "
+            "saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
         )
     parallel = max(index.topology.tp, index.topology.pp, target.place.tp, target.place.pp) > 1
     if custom and parallel:

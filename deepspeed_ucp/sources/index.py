@@ -17,6 +17,7 @@ from .hints import join_hints
 from .module import add_modules
 from .naming import NamedGroups
 from .pipeline import add_layers, look_at_ranks
+from .refused import describe_offload, find_lost_states, refuse_engines
 from .slices import fill_param_shapes
 from .stage0 import GroupNames, build_stage0, name_groups
 from .stages import Stages, name_stages
@@ -49,6 +50,7 @@ def build_index(
         MismatchError: stage 0 with other param groups than the live ones.
     """
     save = arrange(listing, headers)
+    refuse_engines(save)
     builder = Builder(listing.folder, save.tp)
     main = builder.file(save.main)
     if any(save.shards):
@@ -76,7 +78,7 @@ def build_index(
         state_file=save.path(save.main),
         topology=_describe(save, optim, atoms, flats),
         optimizer=name_optimizer(save.model(0).config),
-        irregular=builder.irregular,
+        irregular={**builder.irregular, **find_lost_states(save, atoms)},
         unreadable=builder.unreadable,
         client_records=client,
         flats=flats,
@@ -133,7 +135,7 @@ def _describe(
         pp=save.pp,
         master=optim.masters[0].dtype if optim and optim.masters else "float32",
         elastic=bool(optim and optim.elastic),
-        offload=f"{find_device(zero.get('offload_optimizer'))}/{find_device(zero.get('offload_param'))}",
+        offload=describe_offload(zero),
         flats=flats[0] if flats else (),
     )
 
@@ -162,11 +164,6 @@ def find_precision(
 def enabled(config: Mapping[str, Any], *names: str) -> bool:
     """Whether a precision is switched on in a ds_config, under one of its names."""
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
-
-
-def find_device(section: Any) -> str:
-    """Where an offload section of a ds_config puts things."""
-    return str(section.get("device") or "none") if isinstance(section, dict) else "none"
 
 
 def name_optimizer(config: Mapping[str, Any]) -> str | None:

@@ -68,7 +68,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
     if not isinstance(config, dict):
         return {}
-    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer")
+    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "expert_parallel")
     return {key: config[key] for key in kept if key in config and _is_plain(config[key])}
 
 

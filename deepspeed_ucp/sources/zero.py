@@ -11,6 +11,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..flat import Cut, FlatBuffer, cut_parameter, join_parameters, join_reserved
 from .builder import Builder, Seat
 from .headers import FileHeader, ModelHeader, OptimHeader
+from .refused import describe_offload
 
 Built = tuple[tuple[FlatBuffer, ...], tuple[GroupInfo, ...]]
 """The flat buffers of a model-parallel rank, and its param groups."""
@@ -179,7 +180,16 @@ def add_frozen_zero3(builder: Builder, seat: Seat, models: list[FileHeader], opt
             if name in optimized:
                 continue
             start, numel = cut_parameter(count(shape), rank, dp)
+            if _is_placeholder(piece.numel, numel, zero):
+                builder.unreadable[name] = "a frozen parameter on NVMe, of which the save holds a placeholder alone"
+                continue
             builder.add_cuts(seat, MODULE, (Cut(name, start, numel, 0),), file, piece, {name: shape})
+
+
+def _is_placeholder(found: int, numel: int, zero: dict[str, Any]) -> bool:
+    """DeepSpeed saves one element of 1.0 in the place of a frozen parameter that is on NVMe."""
+    on_nvme = describe_offload(zero).endswith("/nvme")
+    return found < numel or (on_nvme and found == 1)
 
 
 def _optim(shard: FileHeader) -> OptimHeader:

@@ -15,8 +15,9 @@ from ...torchsave.torchfile import Blob
 from ..builder import Builder, Seat
 from ..headers import FileHeader, Piece
 from ..hints import join_hints
-from ..index import find_device, find_precision, name_optimizer
+from ..index import find_precision, name_optimizer
 from ..leftout import add_rest, tell_copies
+from ..refused import describe_offload
 from .paramfile import ParamHeader, Part
 
 _STEP = "step"
@@ -75,7 +76,7 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
             wrapper=ATOMIC,
             precision=find_precision(save, model, atoms, {}),
             master=masters[0] if masters else "float32",
-            offload=f"{find_device(zero.get('offload_optimizer'))}/{find_device(zero.get('offload_param'))}",
+            offload=describe_offload(zero),
         ),
         optimizer=name_optimizer(model.config),
         irregular=builder.irregular,

@@ -1,0 +1,107 @@
+"""Saves of engines that are refused by name, and what of a ds_config tells them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.refused import describe_offload
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (9, 5)), Param("frozen", (7,), frozen=True), Param("b", (17,), group=1)))
+
+Files = dict[str, dict[str, Any]]
+
+
+def make_files(topology: Topology, model: Model = MODEL, **zero: Any) -> Files:
+    """A save whose ds_config has further keys of `zero_optimization`."""
+    state = random_state(model, 0, precision=topology.precision)
+    files = build_files(model, state, topology, Run())
+    for tree in files.values():
+        tree["ds_config"]["zero_optimization"].update(zero)
+    return files
+
+
+def open_files(folder: Path, files: Files) -> AtomicIndex:
+    write_files(folder, files)
+    return open_checkpoint(str(folder), Comm())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zenflow(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="was saved by ZenFlow.*Only DeepSpeed's"):
+        open_files(tmp_path, make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1}))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_autoep(stage: int, tmp_path: Path) -> None:
+    files = make_files(Topology(stage, 2))
+    for tree in files.values():
+        tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
+    with pytest.raises(UnsupportedError, match="mixture-of-experts checkpoint .AutoEP."):
+        open_files(tmp_path, files)
+
+
+LORA = (
+    Param("l.weight", (20,), frozen=True),
+    Param("l.lora_weight_1.weight", (2, 8)),
+    Param("l.lora_weight_2.weight", (5, 2)),
+)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sliced_base_weights_of_lora(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="only rank 0's slice was saved.*l.weight"):
+        open_files(tmp_path, make_files(Topology(stage, 2), Model(LORA)))
+
+
+def test_whole_base_weights_of_lora(tmp_path: Path) -> None:
+    whole = Param("l.weight", (5, 8), frozen=True)
+    assert ("l.weight", "module") in open_files(tmp_path, make_files(Topology(1, 2), Model((whole, *LORA[1:])))).atoms
+
+
+@pytest.mark.parametrize("numel", [7, 2])
+def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -> None:
+    """Of 2 elements each rank has one: then the ds_config alone tells."""
+    model = Model((Param("a", (9, 5)), Param("frozen", (numel,), frozen=True)))
+    files = make_files(Topology(3, 2), model, offload_param={"device": "nvme"})
+    for tree in files.values():
+        for name in tree.get("frozen_param_fragments", {}):
+            tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
+    index = open_files(tmp_path, files)
+    assert list(index.unreadable) == ["frozen"]
+    assert "placeholder" in index.unreadable["frozen"]
+
+
+def test_moments_that_superoffload_never_saved(tmp_path: Path) -> None:
+    files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", "super_offload": True})
+    assert open_files(tmp_path / "whole", files).irregular == {}
+    for name, tree in files.items():
+        if "optim_states" in name:
+            tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
+    index = open_files(tmp_path / "lost", files)
+    assert list(index.irregular) == ["a.moments"]
+    assert "SuperOffload" in index.irregular["a.moments"]
+    assert index.topology.offload == "superoffload/none"
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        ({}, "none/none"),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}, "cpu/nvme"),
+        ({"offload_optimizer": {}}, "none/none"),
+        ({"cpu_offload": True}, "cpu/none"),
+        ({"cpu_offload": False, "cpu_offload_param": True}, "none/cpu"),
+    ],
+    ids=str,
+)
+def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> None:
+    assert describe_offload(zero) == told
