@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..atoms import COPY, MASTER, MODULE, Atom, strip_compiled
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomKey, strip_compiled
 from ..errors import UnsupportedError, shorten
 from .family import Save
-
-Atoms = Mapping[tuple[str, str], Atom]
 
 
 def refuse_engines(save: Save) -> None:
@@ -53,14 +51,14 @@ def _list_sliced_bases(save: Save, mp: int) -> list[str]:
     return found
 
 
-def find_lost_states(save: Save, atoms: Atoms) -> dict[str, str]:
+def find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[str, str]:
     """Parameters whose optimizer states SuperOffload kept in another process, where no save finds them."""
     zero = save.model(0).config.get("zero_optimization") or {}
     if describe_offload(zero).partition("/")[0] != "superoffload" or not save.model(0).counters.get("global_steps"):
         return {}
-    kept = {name for name, state in atoms if state not in (MASTER, MODULE, COPY)}
+    kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
     what = "not in the files: SuperOffload kept it in another process"
-    return {f"{name}.moments": what for name, state in atoms if state == MASTER and name not in kept}
+    return {f"{key.param}.moments": what for key in atoms if key.state == MASTER and key.param not in kept}
 
 
 def describe_offload(zero: Mapping[str, Any]) -> str:
