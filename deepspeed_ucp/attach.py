@@ -1,6 +1,6 @@
 """Attaches the hook to DeepSpeed's classes as soon as they exist; DeepSpeed itself is not imported for that.
 
-Three methods are wrapped at class level (:mod:`deepspeed_ucp.hook`). The wrappers import the hook when they are first
+Methods are wrapped at class level (:mod:`deepspeed_ucp.hook`). The wrappers import the hook when they are first
 called: by then DeepSpeed and torch are there, whichever was imported first.
 """
 
@@ -25,6 +25,8 @@ _METHODS = (
     (_ENGINE, "DeepSpeedEngine", "load_checkpoint", "_load_checkpoint"),
     ("deepspeed.runtime.config", "DeepSpeedConfig", "_configure_train_batch_size", "_configure_train_batch_size"),
     (_ENGINE, "DeepSpeedEngine", "_check_for_duplicates", "_check_for_duplicates"),
+    (_ENGINE, "DeepSpeedEngine", "save_checkpoint", "_save_checkpoint"),
+    (_ENGINE, "DeepSpeedEngine", "_commit_decoupled_checkpoint", "_commit_decoupled_checkpoint"),
 )
 """Module, class, method, and the hook's function that takes its place."""
 

@@ -26,6 +26,8 @@ class UniversalConfig(BaseModel):
             ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
         patterns: how tensor parallelism cuts parameters, where the checkpoint and the model do not tell: the name of a
             family, the path of a YAML file, or rules written out.
+        seal: after each save write ``ucp_seal.json`` beside its files, with their sizes and checksums. A load refuses
+            files that are not those that were sealed, which nothing else may tell (another run's at the same step).
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
 
@@ -38,6 +40,7 @@ class UniversalConfig(BaseModel):
     threads: int = Field(default=0, ge=0, le=256)
     preserve_batch_size: bool = False
     patterns: str | dict[str, Any] | list[Any] | None = None
+    seal: bool = False
     trust_pickle: bool = False
 
 

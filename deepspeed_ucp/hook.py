@@ -1,21 +1,27 @@
 """The hook: ``engine.load_checkpoint`` of engines that have the plugin on, and batch sizes at ``initialize``.
 
-What runs in the place of three methods of DeepSpeed (:mod:`deepspeed_ucp.attach`):
+What runs in the place of DeepSpeed's methods (:mod:`deepspeed_ucp.attach`):
 ``DeepSpeedEngine.load_checkpoint``; ``DeepSpeedConfig._configure_train_batch_size``, which sees the ds_config with the
-world size; ``DeepSpeedEngine._check_for_duplicates``, where the optimizer passes by as the user made it.
+world size; ``DeepSpeedEngine._check_for_duplicates``, where the optimizer passes by as the user made it; the ends of a
+save, after which a seal can be written.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from .attach import is_default_on
+from .comm import connect
 from .config import UniversalConfig, adapt_batch, check_batch, fit_batch, parse_config
+from .errors import UcpError
 from .load import LoadArguments, read_rules
 from .load.resume import resume
+from .sources.open import seal_folder
+from .sources.seal import remove_seal
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -70,6 +76,45 @@ def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: 
     if all(name is not None for group in groups for name in group):
         engine._ucp_param_groups = groups
     return original(engine, optimizer)
+
+
+def _save_checkpoint(
+    original: Callable[..., Any], engine: Any, save_dir: Any, tag: Any = None, *args: Any, **more: Any
+) -> Any:
+    """DeepSpeed's own save; the seal is written when all files are there, as ``checkpoint.universal.seal`` asks."""
+    saved = original(engine, save_dir, tag, *args, **more)
+    is_decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
+    if not (is_decoupled and is_decoupled()):
+        seal_save(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
+    return saved
+
+
+def _commit_decoupled_checkpoint(original: Callable[..., Any], engine: Any) -> Any:
+    """The end of a save by a writer of its own, some steps later."""
+    save = engine.checkpoint_engine.get_commit_info()
+    committed = original(engine)
+    if save is not None:
+        seal_save(engine, save.save_dir, save.tag)
+    return committed
+
+
+def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
+    """Write the seal of a save, or remove that of an earlier save under its tag; collective.
+
+    The save is done by now: whatever keeps it from being sealed is a warning.
+    """
+    config = get_config(engine)
+    if config is None:
+        return
+    comm, folder = connect(), os.path.join(str(save_dir), str(tag))
+    try:
+        if config.seal:
+            seal_folder(folder, comm)
+        elif comm.rank == 0:
+            remove_seal(folder)
+    except (UcpError, OSError) as error:
+        if comm.rank == 0:
+            logger.warning("%s: is not sealed: %s", folder, error)
 
 
 def _load_checkpoint(

@@ -50,6 +50,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "threads": 0,
         "preserve_batch_size": False,
         "patterns": None,
+        "seal": False,
         "trust_pickle": False,
     }
 
@@ -63,6 +64,7 @@ def test_every_key_can_be_set() -> None:
         "threads": 3,
         "preserve_batch_size": True,
         "patterns": "bloom",
+        "seal": True,
         "trust_pickle": True,
     }
     found = parse(given)

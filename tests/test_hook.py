@@ -11,6 +11,10 @@ import pytest
 
 from deepspeed_ucp import hook
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.sources.seal import SEAL
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("a", (3, 5)),))
 
 
 class FakeEngine(SimpleNamespace):
@@ -74,3 +78,54 @@ def test_who_loads_is_shown_unless_the_script_chose_a_level(level: int, monkeypa
             assert log.isEnabledFor(logging.INFO) == (level == logging.NOTSET)
     finally:
         log.setLevel(before)
+
+
+def save(engine: FakeEngine, folder: Path, *, tag: str | None = "tag") -> None:
+    """A save in which DeepSpeed writes the files of ``folder``."""
+
+    def original(_engine: Any, save_dir: Any, tag: Any, *args: Any) -> bool:
+        assert (save_dir, args) == (str(folder.parent), ({"client": 1},))
+        write_checkpoint(folder.parent, MODEL, random_state(MODEL, 0), Topology(1, 2), tag=folder.name)
+        return True
+
+    assert hook._save_checkpoint(original, engine, str(folder.parent), tag, {"client": 1})
+
+
+def make_engine(**options: Any) -> FakeEngine:
+    return FakeEngine(
+        _config=SimpleNamespace(ucp_config=UniversalConfig(**options)),
+        checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False),
+        global_steps=7,
+    )
+
+
+def test_a_save_is_sealed_and_a_later_one_without_seal_removes_it(tmp_path: Path) -> None:
+    save(make_engine(), tmp_path / "tag")
+    assert not (tmp_path / "tag" / SEAL).exists()
+    save(make_engine(seal=True), tmp_path / "tag")
+    assert (tmp_path / "tag" / SEAL).exists()
+    save(make_engine(), tmp_path / "tag")
+    assert not (tmp_path / "tag" / SEAL).exists()
+    save(make_engine(seal=True), tmp_path / "global_step7", tag=None)
+    assert (tmp_path / "global_step7" / SEAL).exists()
+
+
+def test_a_writer_of_its_own_seals_when_it_is_done(tmp_path: Path) -> None:
+    engine, told = make_engine(seal=True), SimpleNamespace(save_dir=str(tmp_path), tag="tag")
+    engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, get_commit_info=lambda: told)
+    save(engine, tmp_path / "tag")
+    assert not (tmp_path / "tag" / SEAL).exists()
+    hook._commit_decoupled_checkpoint(lambda _: None, engine)
+    assert (tmp_path / "tag" / SEAL).exists()
+
+
+def test_a_save_that_cannot_be_sealed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(seal=True)
+    assert hook._save_checkpoint(lambda *_: True, engine, str(tmp_path / "nowhere"), "tag")
+    assert "is not sealed" in caplog.text
+
+
+def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:
+    engine = FakeEngine(_config=SimpleNamespace(ucp_config=None), checkpoint_engine=SimpleNamespace(), global_steps=7)
+    save(engine, tmp_path / "tag")
+    assert not (tmp_path / "tag" / SEAL).exists()

@@ -118,10 +118,14 @@ def seal_folder(folder: str, comm: Comm) -> None:
         StorageError: the seal cannot be written.
     """
     save = read_save(folder, comm, sealed=False)
-    error = make_error(save.findings)
-    if error is not None:
-        raise error
-    comm.once(lambda: write_seal(folder, save.headers))
+
+    def work() -> None:
+        error = make_error(save.findings)
+        if error is not None:
+            raise error
+        write_seal(folder, save.headers)
+
+    comm.once(work)
 
 
 def _list_everywhere(folder: str, comm: Comm) -> dict[str, Entry]:

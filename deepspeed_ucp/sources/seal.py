@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,8 +15,6 @@ from ..errors import CheckpointError
 from ..io.regular import open_regular
 from .findings import Finding
 from .headers import FileHeader
-
-logger = logging.getLogger("deepspeed_ucp")
 
 SEAL = "ucp_seal.json"
 
@@ -83,6 +81,16 @@ def write_seal(folder: str, headers: Iterable[FileHeader]) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(aside, path)
+
+
+def remove_seal(folder: str) -> None:
+    """Remove the seal of an earlier save into a folder, if there is one.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, SEAL))
 
 
 def compare_seal(folder: str, headers: Iterable[FileHeader]) -> list[Finding]:

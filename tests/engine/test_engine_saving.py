@@ -9,17 +9,19 @@ import engine_ranks
 import pytest
 from engine_cases import Case, pair_id
 
+from deepspeed_ucp.sources.seal import SEAL
 from deepspeed_ucp.testing import WorldPool
 
 ON = {"checkpoint": {"universal": True}}
+SEALED = {"checkpoint": {"universal": {"seal": True}}}
 OPTIONS = {"model": "mixed", "scheduler": True}
 PAIRS = [
     (Case(1, 3, "bf16"), Case(3, 2, "bf16", config=ON)),
     (Case(3, 3), Case(1, 2, config=ON)),
     (Case(0, 3), Case(2, 2, config=ON)),
     (Case(2, 2, "fp16"), Case(0, 3, "fp16", config=ON)),
-    (Case(3, 2, "bf16"), Case(3, 3, "bf16", config=ON)),
-    (Case(1, 2), Case(1, 3, config=ON)),
+    (Case(3, 2, "bf16"), Case(3, 3, "bf16", config=SEALED)),
+    (Case(1, 2), Case(1, 3, config=SEALED)),
     (Case(3, 2), Case(0, 3, config=ON)),
     (Case(0, 2, "bf16"), Case(1, 3, "bf16", config={**ON, "data_types": {"grad_accum_dtype": "fp32"}})),
 ]
@@ -50,6 +52,7 @@ def test_there_and_back(pair: tuple[Case, Case], sources: Any, tmp_path: Path, u
     source, target = pair
     folder, away = str(sources.get(source, **OPTIONS).folder), str(tmp_path / "away")
     ucp_worlds.get(target.dp).run(engine_ranks.resume_and_save, target.ds_config, folder, away, OPTIONS)
+    assert any(Path(away).rglob(SEAL)) == (target.config is SEALED)
     back = source.but(config={**source.config, **ON})
     for loaded in ucp_worlds.get(back.dp).run(engine_ranks.load, back.ds_config, away, OPTIONS):
         assert loaded.direct
