@@ -7,6 +7,7 @@ This module imports neither of them, so that a pytest plugin may import it at st
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import gc
 import importlib
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,8 +34,9 @@ DEFAULT_TIMEOUT = 180.0
 
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
-# torch._dynamo: every torch optimizer imports it when it is first made, which costs over a second per process.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "deepspeed"]
+# The last two: every torch optimizer and every ZeRO engine import them when the first one is made, which costs two
+# seconds per process. What a release does not have is passed over.
+_PRELOAD = ["torch", "torch.distributed", "deepspeed", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
 
 
 class WorldFailure(RuntimeError):
@@ -60,7 +62,9 @@ class World:
     """`world_size` processes in one gloo process group, in which DeepSpeed is initialised.
 
     Every call of `run` runs one function on all ranks; state of the processes (modules, globals) lives on between
-    calls, the engines of one call are collected after it. A world in which a call failed is closed.
+    calls, the engines of one call are collected after it and DeepSpeed's parallel groups are as they were before it.
+    Process groups of the same ranks are made once and shared by all engines of a world. A world in which a call failed
+    is closed.
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as a launcher sets them, and
     DS_ACCELERATOR is "cpu" unless the environment says otherwise.
 
@@ -257,12 +261,14 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
     except Exception:  # noqa: BLE001 - whatever it was, the log has it and the other end sees the exit code
         traceback.print_exc()
         os._exit(1)
+    groups = _copy_groups()
     for calls in itertools.count():
         try:
             call = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
         connection.send_bytes(_answer(call))
+        _restore_groups(groups)
         gc.collect()  # engines are cycles
         if calls == 0:
             gc.freeze()  # what has been imported by now need not be walked after every call
@@ -308,6 +314,43 @@ def _join_group(folder: str, timeout: float) -> None:
         timeout=timedelta(seconds=timeout),
         verbose=False,
     )
+    _share_groups()
+
+
+def _share_groups() -> None:
+    """Let `torch.distributed.new_group` give the same group for the same ranks.
+
+    An engine makes a dozen groups and never destroys them, and a gloo group's threads keep polling: after twenty
+    engines the groups of a world that does nothing take a whole core.
+    """
+    import torch.distributed
+
+    make, made = torch.distributed.new_group, dict[object, Any]()
+
+    def new_group(ranks: Iterable[int] | None = None, *args: Any, **options: Any) -> Any:
+        key = None if ranks is None else tuple(sorted(ranks))
+        if args or options.keys() - {"backend"}:
+            return make(ranks if key is None else list(key), *args, **options)
+        if (key, options.get("backend")) not in made:
+            made[key, options.get("backend")] = make(ranks if key is None else list(key), **options)
+        return made[key, options.get("backend")]
+
+    torch.distributed.new_group = new_group
+
+
+def _copy_groups() -> dict[str, Any]:
+    """DeepSpeed's globals of parallel groups: an engine with an mpu leaves its degrees to the next one's."""
+    from deepspeed.utils import groups
+
+    names = [name for name in vars(groups) if name in ("mpu", "mesh_device") or name.lstrip("_").isupper()]
+    return {name: copy.copy(getattr(groups, name)) for name in names}
+
+
+def _restore_groups(noted: Mapping[str, Any]) -> None:
+    from deepspeed.utils import groups
+
+    for name, value in noted.items():
+        setattr(groups, name, copy.copy(value))
 
 
 def _redirect_output(path: Path) -> None:

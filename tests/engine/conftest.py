@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_3d import Runs
 from engine_cases import Case, build_op, training
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
@@ -33,11 +34,10 @@ class Sources:
         return self._runs[key]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _close_worlds(ucp_worlds: WorldPool) -> Iterator[None]:
-    """Every engine leaves process groups whose threads keep polling: worlds end with their module."""
-    yield
-    ucp_worlds.close()
+@pytest.fixture(scope="session")
+def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs of the example's GPT."""
+    return Runs(ucp_worlds, tmp_path_factory.mktemp("3d"))
 
 
 @pytest.fixture(scope="session")

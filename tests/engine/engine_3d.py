@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
 BATCH = 8  # samples per step, all data-parallel ranks together
 STEPS = (2, 2)
 LAYERS = 3
-_CALLS = 20  # on one world
 
 _SIZES = {"layers": LAYERS, "hidden": 32, "heads": 8, "context": 16, "vocabulary": 256, "vocabulary_divisor": 8}
 _LLAMA = {"kv_heads": 4, "ffn": 48, "swiglu": True, "rmsnorm": True, "rotary": True, "untied": True, "bias": False}
@@ -581,7 +579,6 @@ class Runs:
         self.worlds, self.root = worlds, root
         self._saved: dict[tuple[str, Launch], list[Local]] = {}
         self._resumed: dict[tuple[str, Launch, Launch], list[Local]] = {}
-        self._calls: Counter[int] = Counter()
 
     def folder(self, model: str, launch: Launch) -> str:
         """Where a run is saved."""
@@ -606,13 +603,5 @@ class Runs:
         return self._resumed[key]
 
     def run(self, launch: Launch, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """A call on a world, in processes that have not made too many engines.
-
-        The process groups of an engine stay, with their threads, as long as the process.
-        """
-        world = self.worlds.get(launch.world)
-        if self._calls[launch.world] >= _CALLS:
-            world.close()
-            self._calls[launch.world] = 0
-        self._calls[launch.world] += 1
+        """A call on a world of the launch's size."""
         return list(self.worlds.get(launch.world).run(fn, *args, **options))

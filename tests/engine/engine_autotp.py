@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,22 +71,14 @@ class Local:
 
 def save(launch: Launch, model: str, folder: str) -> Local:
     """Train, save, go on."""
-    return _with_clean_groups(_save, launch, model, folder)
-
-
-def resume(launch: Launch, model: str, folder: str) -> Local:
-    """Load into a model of other random weights, go on."""
-    return _with_clean_groups(_resume, launch, model, folder)
-
-
-def _save(launch: Launch, model: str, folder: str) -> Local:
     engine = make_engine(launch.ds_config, model, seed=0)
     train(engine, STEPS[0])
     engine.save_checkpoint(folder)
     return _tell(engine, launch)
 
 
-def _resume(launch: Launch, model: str, folder: str) -> Local:
+def resume(launch: Launch, model: str, folder: str) -> Local:
+    """Load into a model of other random weights, go on."""
     engine = make_engine({**launch.ds_config, "checkpoint": {"universal": True}}, model, seed=1)
     engine.load_checkpoint(folder)
     return _tell(engine, launch)
@@ -145,17 +137,6 @@ def train(engine: Any, steps: int) -> list[float]:
         engine.step()
         losses.append(loss.item())
     return losses
-
-
-def _with_clean_groups(fn: Callable[..., Local], *args: Any) -> Local:
-    """DeepSpeed keeps the tensor-parallel groups of a process in globals; the next engine's degree is another one."""
-    from deepspeed.utils import groups
-
-    try:
-        return fn(*args)
-    finally:
-        groups.mpu = groups.mesh_device = None
-        groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
 
 
 def join(locals_: Sequence[Local], tied: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from engine_3d import (
     shift_master,
 )
 
-from deepspeed_ucp.testing import LOSS_TOLERANCE, WorldPool
+from deepspeed_ucp.testing import LOSS_TOLERANCE
 from deepspeed_ucp.testing.compare import compare
 
 Plain = partial(Launch, pipeline=False)
@@ -72,13 +72,6 @@ ROUTES: dict[str, list[tuple[Launch, Launch]]] = {
 POSITIONS = "language_model.embedding.position_embeddings.weight"
 HEAD = "language_model.output_layer.weight"
 WORDS = "language_model.embedding.word_embeddings.weight"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Worlds of their own: the example's modules have common names, and its groups stay with a process."""
-    with WorldPool() as worlds:
-        yield Runs(worlds, tmp_path_factory.mktemp("3d"))
 
 
 def list_routes(*routes: tuple[Any, ...]) -> list[Any]:

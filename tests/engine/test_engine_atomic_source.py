@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,13 +72,6 @@ TP2 = Launch(2, stage=2, pipeline=False)
 Plain = partial(Launch, pipeline=False)
 MODEL = "extras"
 POSITIONS = "position_embeddings.weight"  # not tied by the example: stages have values of their own
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Worlds of their own: the example's modules have common names, and its groups stay with a process."""
-    with WorldPool() as worlds:
-        yield Runs(worlds, tmp_path_factory.mktemp("3d"))
 
 
 def load(runs: Runs, source: Launch, target: Launch) -> tuple[list[Local], list[Local]]:

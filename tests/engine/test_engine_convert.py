@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,13 +166,6 @@ ROUTES_3D = {
     "padded": [Launch(1, 2, world=2), Launch(2, 1, world=2)],
     "llama": [Launch(2, 1, world=2), Launch(1, 1, world=2)],
 }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Worlds of their own: the example's modules have common names, and its groups stay with a process."""
-    with WorldPool() as worlds:
-        yield Runs(worlds, tmp_path_factory.mktemp("3d"))
 
 
 @pytest.fixture(scope="module")

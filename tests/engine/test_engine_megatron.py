@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,8 @@ class Saves(Runs):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saves]:
-    """Worlds of their own, as for the other tests with the example."""
-    with WorldPool() as worlds:
-        yield Saves(worlds, tmp_path_factory.mktemp("megatron"))
+def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(ucp_worlds, tmp_path_factory.mktemp("megatron"))
 
 
 def check(saved: Sequence[Local], resumed: Sequence[Sequence[Local]], model: str) -> None:

@@ -1,0 +1,154 @@
+"""Things that happen to the files of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.properties.samples import Source
+from tests.synth import Run
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something done to one file.
+
+    Attributes:
+        do: changes the file; False where the file has no place for this fault.
+        needs_zip: legacy files have no checksums, and nothing in them can tell.
+        relative: files contradict each other: any of them may be the one that is named.
+        harmless: where a user keeps a file is his to choose; all ways in agree on it.
+    """
+
+    name: str
+    do: Callable[[Path, Source, Path], bool | None]
+    needs_zip: bool = False
+    relative: bool = False
+    harmless: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change a bit of a byte."""
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        (byte,) = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 4]))
+
+
+def find_record(path: Path, part: str) -> tuple[int, int]:
+    """Where the largest record with this in its name lies: offset, bytes."""
+    with zipfile.ZipFile(path) as archive:
+        entry = max((e for e in archive.infolist() if part in e.filename), key=lambda e: e.file_size)
+        with path.open("rb") as stream:
+            stream.seek(entry.header_offset + 26)
+            name, extra = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+    return entry.header_offset + 30 + name + extra, entry.file_size
+
+
+def flip_record(part: str) -> Callable[[Path, Source, Path], bool | None]:
+    def do(path: Path, _source: Source, _root: Path) -> bool | None:
+        if not zipfile.is_zipfile(path):
+            return False
+        try:
+            offset, nbytes = find_record(path, part)
+        except ValueError:
+            return False  # it holds no such record
+        flip(path, offset + nbytes // 2)
+        return None
+
+    return do
+
+
+def cut(keep: Callable[[int], int]) -> Callable[[Path, Source, Path], None]:
+    return lambda path, *_: os.truncate(path, keep(path.stat().st_size))
+
+
+def swap_in(path: Path, other: Path) -> bool | None:
+    """The file of the same name of another checkpoint."""
+    if not other.exists() or other.read_bytes() == path.read_bytes():
+        return False
+    shutil.copy(other, path)
+    return None
+
+
+def from_another_step(path: Path, source: Source, root: Path) -> bool | None:
+    if len(list(path.parent.glob("*"))) == 1:
+        return False  # a whole other checkpoint
+    folder = source.write(root / "step", seed=1, run=Run(global_steps=4), step=4)
+    return swap_in(path, folder / relative(path))
+
+
+def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
+    """Of a run on one rank more."""
+    if not source.topology.partitions:
+        return False
+    other = replace(source, topology=replace(source.topology, dp=source.topology.dp + 1))
+    return swap_in(path, other.write(root / "size", seed=1) / relative(path))
+
+
+def from_its_neighbour(path: Path, _source: Source, _root: Path) -> bool | None:
+    """The file of the next rank, copied over this one."""
+    kind = path.name.rpartition("rank_")[2].lstrip("0123456789")
+    others = [other for other in sorted(path.parent.glob(f"*{kind}")) if other != path and "rank_" in other.name]
+    others = [other for other in others if other.name.count("rank") == path.name.count("rank")]
+    return swap_in(path, others[-1]) if others else False
+
+
+def repeat_pickle(path: Path, _source: Source, _root: Path) -> bool | None:
+    """A zip with a second data.pkl: readers differ in which of them counts."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        name = next(entry for entry in archive.namelist() if entry.endswith("data.pkl"))
+        data = archive.read(name)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, data)
+    return None
+
+
+def replace_by(make: Callable[[Path], object]) -> Callable[[Path, Source, Path], None]:
+    def do(path: Path, _source: Source, _root: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return do
+
+
+def link_out(path: Path, _source: Source, root: Path) -> None:
+    """What it held now lies outside of the checkpoint's folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    shutil.move(path, root / "elsewhere")
+    path.symlink_to(root / "elsewhere")
+
+
+def relative(path: Path) -> Path:
+    """A file's path in its checkpoint."""
+    folder = next(parent for parent in path.parents if parent.name in ("atomic", "global_step3"))
+    return path.relative_to(folder)
+
+
+FAULTS = [
+    Fault("missing", replace_by(lambda path: None)),
+    Fault("empty", cut(lambda size: 0)),
+    Fault("half", cut(lambda size: size // 2)),
+    Fault("end-cut", cut(lambda size: size - 50)),
+    Fault("no-checkpoint", replace_by(lambda path: path.write_bytes(b"not a checkpoint" * 100))),
+    Fault("folder", replace_by(Path.mkdir)),
+    Fault("fifo", replace_by(os.mkfifo)),
+    Fault("dangling-link", replace_by(lambda path: path.symlink_to("nowhere"))),
+    Fault("bit-of-tensor", flip_record("/data/"), needs_zip=True),
+    Fault("bit-of-pickle", flip_record("data.pkl"), needs_zip=True),
+    Fault("second-pickle", repeat_pickle, needs_zip=True),
+    Fault("neighbour", from_its_neighbour, relative=True),
+    Fault("another-step", from_another_step, relative=True),
+    Fault("another-size", from_another_size, relative=True),
+    Fault("link-out", link_out, harmless=True),
+]

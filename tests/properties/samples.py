@@ -1,0 +1,189 @@
+"""One small checkpoint of each kind of source, written without engines, and every way to look at one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.samples import check_samples
+from tests.reshard import check_content, load, make_targets, open_for
+from tests.synth import Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
+
+TAG = "global_step3"
+PLAIN = Model(
+    (
+        Param("a.weight", (30, 17)),
+        Param("a.bias", (7,), group=1),
+        Param("frozen", (3, 5), frozen=True),
+        Param("tied", (30, 17), alias_of="a.weight"),
+    ),
+    {"count": torch.arange(3)},
+)
+ONE_GROUP = Model((Param("a.weight", (30, 17)), Param("a.bias", (7,))), {"count": torch.arange(3)})
+"""Stage 0 saves no names: in one group they are the module's."""
+PIPE = Model(
+    (
+        Param("tied_modules.embed.word", (12, 3), tied=True),
+        Param("1.up", (24, 15)),
+        Param("1.bias", (7,), group=1),
+        Param("2.up", (24, 11)),
+        Param("2.bias", (5,), group=1),
+    ),
+    {"1.count": torch.arange(3)},
+    (Layer("embed"), Layer(), Layer(), Layer("embed", file=False)),
+)
+RULES = [
+    {"match": r"\d+\.up", "pattern": "shard-v"},
+    {"match": r"tied_modules\.embed\.word", "pattern": "shard-v"},
+    {"match": r"\d+\.bias", "pattern": "replicate"},
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kind of source: what wrote it, and how."""
+
+    name: str
+    topology: Topology
+    model: Model = PLAIN
+    legacy: bool = False
+    atomic: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def state(self, seed: int = 0, **options: Any) -> State:
+        topology = self.topology
+        return random_state(self.model, seed, precision=topology.precision, topology=topology, **options)
+
+    def write(self, root: Path, *, seed: int = 0, run: Run | None = None, **options: Any) -> Path:
+        """A checkpoint in `root`; its tag's folder."""
+        state = self.state(seed, **options)
+        path = write_checkpoint(
+            root, self.model, state, self.topology, run=run or Run(), cut=cut_rows, legacy=self.legacy, tag=TAG
+        )
+        if not self.atomic:
+            return path
+        convert_checkpoint(str(path), str(root / "atomic"))
+        return root / "atomic"
+
+
+def cut_rows(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """Matrices by rows, vectors not at all."""
+    return tensor.chunk(tp)[rank] if name.endswith(("up", "word")) else tensor
+
+
+SOURCES = [
+    Source("stage0", Topology(0), ONE_GROUP),
+    Source("stage0-fused-bf16", Topology(0, 1, "bf16", "fused"), ONE_GROUP),
+    Source("zero1", Topology(1, 3)),
+    Source("zero1-legacy", Topology(1, 3), legacy=True),
+    Source("zero1-bf16opt", Topology(1, 2, "bf16", "bf16")),
+    Source("zero2-bf16", Topology(2, 3, "bf16")),
+    Source("zero3", Topology(3, 3)),
+    Source("zero3-legacy-bf16", Topology(3, 2, "bf16"), legacy=True),
+    Source("pipeline", Topology(1, 2, "bf16", tp=2, pp=2), PIPE),
+    Source("atomic", Topology(2, 2, "bf16"), atomic=True),
+]
+
+
+# -- ways to look at a checkpoint -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one way in says: nothing, or what is wrong.
+
+    Attributes:
+        text: all that it says.
+        files: the files that it holds at fault, where it tells them apart from its text.
+    """
+
+    text: str = ""
+    files: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    def names(self, file: str) -> bool:
+        return file in self.files or file in self.text
+
+
+def try_to(work: Callable[[], object]) -> Verdict:
+    """Anything but a UcpError is a fault of ours."""
+    try:
+        work()
+    except UcpError as error:
+        return Verdict(str(error))
+    return Verdict()
+
+
+def run_cli(*argv: str) -> tuple[int, dict[str, Any]]:
+    """A command's exit code and its JSON; ours to explain if it has an error that it did not foresee."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*argv, "--json"])
+    assert "a fault of ds_ucp itself" not in err.getvalue(), err.getvalue()
+    text = out.getvalue()
+    return code, json.loads(text) if text.strip() else {"error": err.getvalue()}
+
+
+def verify(folder: Path, source: Source, *options: str) -> Verdict:
+    """`ds_ucp verify`; warnings do not count."""
+    code, told = run_cli("verify", str(folder), *groups_option(source), *options)
+    faults = [fault for fault in told.get("faults", ()) if not fault["warning"]]
+    assert (code == 0) == (not faults and "error" not in told), told
+    text = "\n".join([*(fault["text"] for fault in faults), told.get("error", "")]).strip()
+    return Verdict(text, tuple(fault["file"] for fault in faults if fault["file"]))
+
+
+def groups_option(source: Source) -> list[str]:
+    return ["--groups=module"] if source.model is ONE_GROUP else []
+
+
+def inspect(folder: Path, source: Source) -> Verdict:
+    """`ds_ucp inspect`."""
+    code, told = run_cli("inspect", str(folder), *groups_option(source))
+    if code == 0:
+        return Verdict()
+    files = [file["name"] for file in told.get("files", ()) if file["faults"]]
+    files += [each["name"] for each in told.get("missing", ())]
+    return Verdict("\n".join([told["error"], *told.get("faults", ())]), tuple(files))
+
+
+def open_folder(folder: Path, source: Source) -> Verdict:
+    return try_to(lambda: open_checkpoint(str(folder), Comm(), name_groups(source)))
+
+
+def name_groups(source: Source) -> list[list[tuple[str, bool]]]:
+    """What a live engine tells of its param groups: stage 0 saves no names."""
+    return [[(param.name, param.trains) for param in group] for group in source.model.groups]
+
+
+def load_folder(folder: Path, source: Source) -> Verdict:
+    """A whole load into another topology: refused, or the right bits.
+
+    With tensor parallelism it is a conversion, which reads and verifies the same.
+    """
+    if source.model.layers:
+        return try_to(lambda: convert_checkpoint(str(folder), str(folder.parent / "out"), patterns={"rules": RULES}))
+    return try_to(lambda: load_targets(folder, source))
+
+
+def load_targets(folder: Path, source: Source) -> None:
+    targets = make_targets(source.model, Topology(2, 2))
+    index = open_for(folder, targets[0])
+    check_samples(index, index.atoms.values(), Comm())
+    check_content(load(index, targets), source.state())

@@ -1,0 +1,95 @@
+"""Faults: what opening refuses is what `ds_ucp verify` names and `ds_ucp inspect` shows; what verify passes, loads.
+
+For every kind of source, every fault, every kind of file. It is not written down which way in has to see which fault:
+all have to say the same, and a load that nothing refuses has to give the saved bits. An atomic checkpoint is opened by
+its manifest, without its atoms' headers, so there `verify --headers-only` may see more than opening does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.properties.faults import FAULTS, Fault
+from tests.properties.samples import SOURCES, Source, Verdict, inspect, load_folder, open_folder, verify
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Source], Path]:
+    """A whole checkpoint of each kind, written once."""
+    made: dict[str, Path] = {}
+
+    def write(source: Source) -> Path:
+        if source.name not in made:
+            made[source.name] = source.write(tmp_path_factory.mktemp(source.name))
+        return made[source.name]
+
+    return write
+
+
+def list_sites(folder: Path) -> list[str]:
+    """One file of every kind, and the last of each kind where there are several."""
+    kinds: dict[str, list[str]] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder))
+        kinds.setdefault("".join(c for c in path.name if not c.isdigit()), []).append(name)
+    return sorted({name for names in kinds.values() for name in (names[0], names[-1])})
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_a_whole_checkpoint_is_whole_to_all(source: Source, written: Callable[[Source], Path]) -> None:
+    folder = written(source)
+    for verdict in (verify(folder, source), inspect(folder, source), load_folder(folder, source)):
+        assert not verdict, verdict.text
+
+
+def is_open(source: Source, fault: Fault, site: str) -> bool:
+    """What is not seen by all, or not by its name, yet."""
+    name = Path(site).name
+    return (
+        fault.name in ("fifo", "dangling-link", "second-pickle")
+        or (fault.name == "missing" and ("rank_0_" in name or name == "mp_rank_00_model_states.pt"))
+        or (fault.name == "neighbour" and source.name == "zero3-legacy-bf16")
+        or (name == "step.pt" and fault.name in ("missing", "folder", "another-step"))
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_all_ways_in_say_the_same(
+    source: Source, fault: Fault, written: Callable[[Source], Path], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    whole = written(source)
+    for number, site in enumerate(list_sites(whole)):
+        if is_open(source, fault, site):
+            continue
+        root = tmp_path / str(number)
+        folder = root / whole.name
+        shutil.copytree(whole, folder)
+        if fault.do(folder / site, source, root / "others") is False:
+            continue
+        with subtests.test(site=site):
+            check(folder, site, source, fault)
+
+
+def check(folder: Path, site: str, source: Source, fault: Fault) -> None:
+    opened, shown = open_folder(folder, source), inspect(folder, source)
+    headers, whole = verify(folder, source, "--headers-only"), verify(folder, source)
+    loaded = load_folder(folder, source)
+    assert bool(opened) == bool(shown), f"open: {opened}\ninspect: {shown}"
+    assert imply(opened, headers), f"open: {opened}\nverify --headers-only: {headers}"
+    assert imply(headers, opened) or source.atomic, f"open: {opened}\nverify --headers-only: {headers}"
+    assert imply(headers, whole), f"verify --headers-only: {headers}\nverify: {whole}"
+    assert imply(loaded, whole), f"load: {loaded}\nverify: {whole}"
+    alone = len(list_sites(folder)) <= 1  # then nothing tells that there has been a file
+    found = [verdict for verdict in (opened, shown, headers, whole, loaded) if verdict]
+    assert found or fault.harmless or (source.legacy and fault.needs_zip), "nobody has seen it"
+    for verdict in found:
+        assert verdict.names(Path(site).name) or fault.relative or alone, f"{site} is not named: {verdict}"
+
+
+def imply(left: Verdict, right: Verdict) -> bool:
+    return bool(right) or not left
