@@ -4,6 +4,7 @@ Importing the package installs the hook, now or as soon as DeepSpeed is imported
 ``"checkpoint": {"universal": true}`` in a ds_config switches it on.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from .errors import (
     StorageError,
     UcpError,
     UnsupportedError,
+    escape,
 )
 from .version import __version__
 
@@ -50,4 +52,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
+def _escape_record(record: logging.LogRecord) -> bool:
+    """Names of a checkpoint stand in log lines: none of them may forge another line, or reach the terminal raw."""
+    record.msg, record.args = escape(record.getMessage()), ()
+    return True
+
+
+logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()

@@ -129,7 +129,7 @@ class Comm:
             return
         kind, text = reports[failed]  # type: ignore[misc]
         prefix = f"[rank {failed}] " if self.size > 1 else ""
-        shared = kind(f"{prefix}{text}")
+        shared = kind(*f"{prefix}{text}".split("\n"))
         shared.shared, shared.echo = True, self.rank > 0
         raise shared from error
 
@@ -169,7 +169,7 @@ def _describe(error: Exception | None) -> _Report | None:
         return RemoteError, f"out of memory{details}. Use a smaller window, or fewer workers."
     if isinstance(error, OSError):
         return StorageError, describe_os_error(error)
-    return RemoteError, f"{type(error).__name__}: {error}"
+    return RemoteError, f"{type(error).__name__}: {error}".replace("\n", "\n  ")
 
 
 def describe_os_error(error: OSError) -> str:

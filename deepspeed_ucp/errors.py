@@ -6,6 +6,9 @@ from __future__ import annotations
 class UcpError(RuntimeError):
     """Base of every error that this package raises on purpose.
 
+    Args:
+        lines: what is told, a line each; characters in them that would not show as themselves are escaped.
+
     Attributes:
         shared: every rank of the launch raises it.
         echo: and another rank than this one is to tell it.
@@ -13,6 +16,12 @@ class UcpError(RuntimeError):
 
     shared = False
     echo = False
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__(*(escape(str(line)) for line in lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class ConfigError(UcpError):
@@ -41,6 +50,13 @@ class DiskFullError(StorageError):
 
 class RemoteError(UcpError):
     """Another rank failed with an error that is not one of ours; carries its text."""
+
+
+def escape(text: str) -> str:
+    """Text of a checkpoint as one line that shows what it is: no line breaks, terminal codes, changes of direction."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def shorten(names: object, limit: int = 8) -> str:

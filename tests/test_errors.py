@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
+
 import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import errors
-from deepspeed_ucp.errors import shorten
+from deepspeed_ucp.errors import CheckpointError, escape, shorten
 
 
 @pytest.mark.parametrize("name", ["CheckpointError", "ConfigError", "MismatchError", "UnsupportedError"])
@@ -22,3 +25,31 @@ def test_long_lists_are_shortened() -> None:
     assert shorten(range(5), 2) == "0, 1, … (5 in all)"
     assert shorten(range(2), 2) == "0, 1"
     assert shorten([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("layers.0.weight ü 层 \\d+", "layers.0.weight ü 层 \\d+"),
+        ("a\nb\r\tc", r"a\nb\r\tc"),
+        ("\x1b[31m\x7f\x9b", r"\x1b[31m\x7f\x9b"),
+        ("\u202egnp\u2066\u200b\u2028", r"\u202egnp\u2066\u200b\u2028"),
+        ("\udcff\U000e0041", r"\udcff\U000e0041"),
+    ],
+    ids=ascii,
+)
+def test_what_would_not_show_as_itself_is_escaped(text: str, shown: str) -> None:
+    assert escape(text) == shown
+    assert str(CheckpointError(text)) == shown
+    assert escape(shown) == shown
+
+
+def test_only_lines_of_our_own_are_lines() -> None:
+    error = CheckpointError("first\nforged", "second")
+    assert str(error) == "first\\nforged\nsecond"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_the_packages_log_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("deepspeed_ucp").warning("%s: %d", "a\nb\x1b", 3)
+    assert caplog.messages == ["a\\nb\\x1b: 3"]

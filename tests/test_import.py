@@ -25,7 +25,7 @@ def run(code: str) -> str:
 
 def test_what_a_command_imports_is_light() -> None:
     """Also of the rooms that commands use; torch alone takes a second or more."""
-    modules = ["", ".cli.main", ".sources", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"]
+    modules = ["", ".cli.dispatch", ".sources", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"]
     found = run(f"""
         import importlib, sys
         for name in {modules}:

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .common import OK, add_command
+from .common import add_command
+from .printing import OK, write_out
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FOLDERS = frozenset({"CKPT", "SOURCE", "DST", "OUT", "A", "B", "DIR"})
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: shtab is not installed.
     """
-    print(make_script(options.shell))
+    write_out(make_script(options.shell))
     return OK
 
 
@@ -52,7 +53,7 @@ def make_script(shell: str) -> str:
         import shtab
     except ImportError as error:
         raise ConfigError(f"completion needs shtab ({error}): pip install shtab.") from None
-    from .main import build_parser
+    from .dispatch import build_parser
 
     parser = build_parser()
     for action in list_actions(parser):

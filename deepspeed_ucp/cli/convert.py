@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from .common import (
-    OK,
-    Progress,
-    add_checkpoint_options,
-    add_command,
-    emit,
-    format_bytes,
-    format_duration,
-    read_groups,
-    read_rules,
-)
+from .common import add_checkpoint_options, add_command, read_groups, read_rules
+from .figures import format_bytes, format_duration
+from .printing import OK, Progress, emit
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,5 +86,5 @@ def run(options: argparse.Namespace) -> int:
                 f"{report.destination}: {report.atoms} atoms, {format_bytes(report.bytes_written)} in "
                 f"{format_duration(report.seconds)} ({format_bytes(rate)}/s){again}."
             )
-        emit(options, report.to_json(), text)
+        emit(options, report.to_json(), [text])
     return OK

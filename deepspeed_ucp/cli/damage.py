@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UcpError
-from .common import format_bytes, format_table
-from .summary import count_of
+from .figures import count_of, format_bytes, format_table
 from .survey import VERSION
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _find_step(optim: Any) -> Any:
     return max(steps) if steps else None
 
 
-def write_damage(data: dict[str, Any]) -> str:
+def write_damage(data: dict[str, Any]) -> list[str]:
     """The report's text: first what fails, then all files."""
     folder = data["folder"]
     faults = [text for file in data["files"] for text in file["faults"]]
@@ -89,9 +88,9 @@ def write_damage(data: dict[str, Any]) -> str:
             state = "FAULT" if bad else "ok"
             rows.append((file["name"], format_bytes(file["size"]), state, file["holds"] or "not readable", step))
     rows += [(each["name"], "", "MISSING", "", "") for each in data["missing"]]
-    lines += [f"  {line}" for line in format_table(rows, right=(1,)).splitlines()]
+    lines += [f"  {line}" for line in format_table(rows, right=(1,))]
     lines += [f"  … and {count_of(whole, 'file')} ok (--json lists them)"] * (len(data["files"]) > _MANY)
     faults = [text.removeprefix(f"{folder}{os.sep}") for text in dict.fromkeys(faults)]
     if faults:
         lines += ["", "faults", *(f"  {text}" for text in faults)]
-    return "\n".join(lines)
+    return lines

@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .common import (
-    FAULT,
-    OK,
-    Progress,
-    add_checkpoint_options,
-    add_command,
-    emit,
-    format_count,
-    format_table,
-    open_index,
-    read_rules,
-)
+from .common import add_checkpoint_options, add_command, open_index, read_rules
+from .figures import format_count, format_table
+from .printing import FAULT, OK, Progress, emit
 
 if TYPE_CHECKING:
     from ..examine.diff import AtomDifference, Difference
@@ -123,7 +114,7 @@ def _tell_atom(atom: AtomDifference) -> dict[str, Any]:
     return told
 
 
-def to_text(found: Difference, *, everything: bool = False) -> str:
+def to_text(found: Difference, *, everything: bool = False) -> list[str]:
     """A difference in words."""
     lines = [f"note: {note}" for note in found.notes] + [f"unused: {rule}" for rule in found.unused]
     rows = (
@@ -132,11 +123,11 @@ def to_text(found: Difference, *, everything: bool = False) -> str:
     shown = rows if everything else rows[:ROWS]
     if shown:
         header = ("atom", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
-        lines += [format_table(shown, header, right=(3, 5, 6))]
+        lines += format_table(shown, header, right=(3, 5, 6))
     if len(shown) < len(rows):
         lines.append(f"… {len(rows) - len(shown)} more lines; --all shows all, --json too")
     lines += [_tell_value(each) for each in found.values]
-    return "\n".join([*lines, _conclude(found)])
+    return [*lines, _conclude(found)]
 
 
 def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:

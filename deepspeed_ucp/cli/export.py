@@ -8,18 +8,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .common import (
-    OK,
-    Progress,
-    add_checkpoint_options,
-    add_command,
-    emit,
-    format_bytes,
-    format_count,
-    format_duration,
-    open_index,
-    read_rules,
-)
+from .common import add_checkpoint_options, add_command, open_index, read_rules
+from .figures import format_bytes, format_count, format_duration
+from .printing import OK, Progress, emit
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
@@ -202,10 +193,10 @@ def _to_data(report: ExportReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in (*names, "nodes", "workers")}
 
 
-def _to_text(report: ExportReport) -> str:
+def _to_text(report: ExportReport) -> list[str]:
     rate = report.bytes_read / max(report.seconds, 1e-9)
-    return (
+    return [
         f"{report.folder}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
         f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
         f"{format_duration(report.seconds)} ({format_bytes(rate)}/s read)."
-    )
+    ]

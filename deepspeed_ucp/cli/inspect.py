@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm import join_launch
 from ..errors import ConfigError, shorten
-from .common import ERROR, OK, add_checkpoint_options, add_command, emit, read_groups, read_rules, resolve, tell
+from .common import add_checkpoint_options, add_command, read_groups, read_rules, resolve
+from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
     from ..sources.open import FolderReport

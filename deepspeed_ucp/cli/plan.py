@@ -7,19 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .common import (
-    FAULT,
-    OK,
-    add_checkpoint_options,
-    add_command,
-    emit,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_table,
-    open_index,
-    read_rules,
-)
+from .common import add_checkpoint_options, add_command, open_index, read_rules
+from .figures import format_bytes, format_count, format_duration, format_table
+from .printing import FAULT, OK, emit
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
@@ -189,7 +179,9 @@ def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times
     }
 
 
-def _to_text(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None, *, every: bool) -> str:
+def _to_text(
+    index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None, *, every: bool
+) -> list[str]:
     lines = [f"from   {index.topology.describe()}", f"to     {found.degrees.describe()}"]
     lines.append(f"loads  {_tell_loader(found)}")
     if found.batch.train is not None:
@@ -203,7 +195,7 @@ def _to_text(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times
         lines += ["", *_tell_seconds(found, speeds, times)]
     if found.assumed and found.totals is not None:
         lines += ["", "assumed", *(f"  - {text}" for text in found.assumed)]
-    return "\n".join(lines)
+    return lines
 
 
 def _tell_loader(found: DryRun) -> str:
@@ -236,7 +228,7 @@ def _tell_totals(found: DryRun, totals: Totals) -> list[str]:
     if totals.replicas:
         rows.append(["read to compare", _both(totals.replicas), "replicas, on top"])
     rows.append(["headers", str(totals.headers), "per rank at most"])
-    return format_table(rows).splitlines()
+    return format_table(rows)
 
 
 def _both(nbytes: int) -> str:
@@ -255,7 +247,7 @@ def _tell_ranks(found: DryRun, *, every: bool) -> list[str]:
     for key in MEASURED:
         values = spread(found.ranks, key)
         rows.append([_TITLES[key], *(_format(key, value) for value in (values.least, values.mean, values.most))])
-    lines = format_table(rows, [title, "least", "mean", "most"], right=(1, 2, 3)).splitlines()
+    lines = format_table(rows, [title, "least", "mean", "most"], right=(1, 2, 3))
     if not found.exact:
         told = ", ".join(str(rank.rank) for rank in found.ranks)
         mean = found.totals.read / world if found.totals else 0
@@ -272,7 +264,7 @@ def _list_ranks(ranks: list[RankFigures]) -> list[str]:
         [str(r.rank), str(r.stage), str(r.dp_rank), str(r.tp_rank), *(_format(k, getattr(r, k)) for k in _TITLES)]
         for r in ranks
     ]
-    return format_table(rows, header, right=range(len(header))).splitlines()
+    return format_table(rows, header, right=range(len(header)))
 
 
 def _format(key: str, value: float) -> str:
@@ -290,7 +282,7 @@ def _tell_seconds(found: DryRun, speeds: Bandwidths, times: Times) -> list[str]:
     if times.exchange is not None:
         rows.append(["exchange", _seconds(times.exchange), f"at {speeds.net:g} GB/s per rank"])
     rows.append(["resume", _seconds(times.load), "reading" if times.exchange is None else "reading and exchange"])
-    return [f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(rows, right=(1,)).splitlines())]
+    return [f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(rows, right=(1,)))]
 
 
 def _seconds(seconds: float) -> str:

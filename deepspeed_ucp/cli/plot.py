@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import ConfigError
 from .chart import COPIES, KINDS, MASTERS, OTHERS, STATES, FloatArray, Map, Row, make_map, rasterize, shade
-from .common import format_bytes, format_count
-from .summary import count_of, name_others
+from .figures import count_of, format_bytes, format_count
+from .summary import name_others
 
 if TYPE_CHECKING:
     from .survey import Survey

@@ -8,7 +8,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from .common import OK, add_command
+from .common import add_command
+from .printing import OK
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey
-from .common import format_bytes, format_count, format_table
+from ..errors import escape
+from .figures import count_of, format_bytes, format_count, format_table
 from .parameters import (
     BUFFER,
     FROZEN,
@@ -36,14 +37,14 @@ _OFTEN = 12
 """Names that a finding lists."""
 
 
-def write_summary(survey: Survey, *, unfold: bool) -> str:
+def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
     """The whole report."""
-    lines = [survey.folder, *_tell_head(survey), "", _tell_parameters(survey.parameters, unfold=unfold)]
+    lines = [survey.folder, *_tell_head(survey), "", *_tell_parameters(survey.parameters, unfold=unfold)]
     if survey.index.aliases:
         lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(survey.index.aliases.items()))]
     if survey.findings:
-        lines += ["", "findings", *(tell_finding(each) for each in survey.findings)]
-    return "\n".join(lines)
+        lines += ["", "findings", *(line for each in survey.findings for line in tell_finding(each))]
+    return lines
 
 
 def _tell_head(survey: Survey) -> list[str]:
@@ -63,9 +64,9 @@ def _tell_head(survey: Survey) -> list[str]:
     folded = [
         (key if not at else "", line)
         for key, value in rows
-        for at, line in enumerate(textwrap.wrap(value, _WIDTH, break_long_words=False, break_on_hyphens=False))
+        for at, line in enumerate(textwrap.wrap(escape(value), _WIDTH, break_long_words=False, break_on_hyphens=False))
     ]
-    return [f"  {line}" for line in format_table(folded).splitlines()]
+    return [f"  {line}" for line in format_table(folded)]
 
 
 def _tell_origin(survey: Survey) -> str:
@@ -185,7 +186,7 @@ def tell_resume(index: AtomicIndex) -> str:
     return f"by DeepSpeed itself with {where} only, by deepspeed_ucp on any topology"
 
 
-def _tell_parameters(rows: Sequence[Parameter], *, unfold: bool) -> str:
+def _tell_parameters(rows: Sequence[Parameter], *, unfold: bool) -> list[str]:
     folded = [(row.name, [row]) for row in rows] if unfold else fold_rows(rows)
     folded = [(str(ParamKey(name, group[0].instance)), group) for name, group in folded]
     header = ("parameter", "shape", "dtype", "states", "pattern", "by", "pieces", "files", "size")
@@ -222,12 +223,7 @@ def _tell_range(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def count_of(number: int, noun: str) -> str:
-    """``1 file``, ``5 files``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def tell_finding(finding: Finding) -> str:
+def tell_finding(finding: Finding) -> list[str]:
     """One finding with the names that it is about, and rules to paste."""
     names = [f"      {name}" for name in fold_names(finding.names)]
     if len(names) > _OFTEN:
@@ -235,8 +231,9 @@ def tell_finding(finding: Finding) -> str:
     rules = [f"      {json.dumps(rule)}" for rule in finding.rules if "match" in rule]
     rules = ["    rules to be checked and pasted (docs/patterns.md):", *rules] if rules else []
     faults = [f"      {rule['error']}" for rule in finding.rules if "error" in rule]
-    text = textwrap.fill(f"{finding.kind}: {finding.text}", 116, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join([text, *names, *faults, *rules])
+    text = escape(f"{finding.kind}: {finding.text}")
+    lines = textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="    ")
+    return [*lines, *names, *faults, *rules]
 
 
 # -- one parameter ----------------------------------------------------------------------------------------------------
@@ -272,7 +269,7 @@ def _locate(index: AtomicIndex, fragment: Any, dtype: str) -> dict[str, Any]:
     }
 
 
-def write_detail(detail: Mapping[str, Any]) -> str:
+def write_detail(detail: Mapping[str, Any]) -> list[str]:
     """The text of ``--param``."""
     shape = detail["shape"]
     facts = [
@@ -284,12 +281,12 @@ def write_detail(detail: Mapping[str, Any]) -> str:
         ("scalars", _join(detail["scalars"])),
         ("param group", "" if detail["group"] is None else f"{detail['group']}: {_join(detail['hyper'] or {})}"),
     ]
-    lines = [detail["name"], *(f"  {line}" for line in format_table([f for f in facts if f[1]]).splitlines())]
+    lines = [detail["name"], *(f"  {line}" for line in format_table([f for f in facts if f[1]]))]
     for state in detail["layout"]:
         what = "the model's own copy" if state["state"] == COPY else state["state"]
         lines += ["", f"  {what}: {state['dtype']}, {format_bytes(state['bytes'])}"]
         lines += [f"    {line}" for shard in state["shards"] for line in _tell_shard(shard, len(state["shards"]))]
-    return "\n".join(lines)
+    return lines
 
 
 def _tell_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:
@@ -300,4 +297,4 @@ def _tell_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:
     ]
     if not rows:
         return [*head, "no elements"]
-    return [*head, *format_table(rows, ("elements", "file", "from", "length"), right=(2, 3)).splitlines()]
+    return [*head, *format_table(rows, ("elements", "file", "from", "length"), right=(2, 3))]

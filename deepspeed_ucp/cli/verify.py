@@ -7,18 +7,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
-from .common import (
-    FAULT,
-    OK,
-    Progress,
-    add_checkpoint_options,
-    add_command,
-    emit,
-    format_bytes,
-    format_duration,
-    read_groups,
-    resolve,
-)
+from .common import add_checkpoint_options, add_command, read_groups, resolve
+from .figures import format_bytes, format_duration
+from .printing import FAULT, OK, Progress, emit
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
@@ -56,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--workers must not be negative, --window-mb must be at least 1.")
     if (dangling := find_dangling(options.checkpoint)) is not None:
         nothing = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (dangling,))
-        emit(options, to_data(nothing), _word(dangling))
+        emit(options, to_data(nothing), [_word(dangling)])
         return FAULT
     folder = resolve(options.checkpoint)
     with join_launch() as comm:
@@ -118,7 +109,7 @@ def _tell(fault: Finding) -> dict[str, Any]:
     }
 
 
-def to_text(found: Verification, *, headers_only: bool = False) -> str:
+def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     """A verification in words."""
     nbytes = sum(file.nbytes for file in found.files)
     head = f"{found.folder}: {found.kind} checkpoint{f', {found.topology}' if found.topology else ''}"
@@ -136,7 +127,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> str:
     if found.others:
         lines.append(f"{len(found.others)} other files were not looked into")
     lines += [_word(fault) for fault in found.faults]
-    return "\n".join([*lines, _conclude(found)])
+    return [*lines, _conclude(found)]
 
 
 def _word(fault: Finding) -> str:

@@ -200,7 +200,7 @@ class Builder:
                 faults.append(str(error))
         if faults:
             more = [f"… and {len(faults) - TOLD} more atoms."] if len(faults) > TOLD else []
-            raise CheckpointError("\n".join([*faults[:TOLD], *more]))
+            raise CheckpointError(*faults[:TOLD], *more)
         return atoms
 
     def _finish_atom(self, key: AtomKey, empty: Mapping[ParamKey, Mapping[int, tuple[int, ...]]]) -> Atom:

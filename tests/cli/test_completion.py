@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.cli.completion import SHELLS
-from deepspeed_ucp.cli.main import COMMANDS, main
+from deepspeed_ucp.cli.dispatch import COMMANDS, main
 
 pytest.importorskip("shtab")
 

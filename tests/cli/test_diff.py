@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli import diff as command
-from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.examine.diff import AtomDifference, Difference
 from deepspeed_ucp.examine.elements import Tally
 from deepspeed_ucp.examine.values import ValueDifference
@@ -160,10 +160,10 @@ def test_long_tables_are_cut() -> None:
         )
         for at in range(25)
     ]
-    text = command.to_text(make(*atoms))
+    text = "\n".join(command.to_text(make(*atoms)))
     assert "… 5 more lines; --all shows all" in text
     assert text.count("layer_") == 20
-    assert command.to_text(make(*atoms), everything=True).count("layer_") == 25
+    assert "\n".join(command.to_text(make(*atoms), everything=True)).count("layer_") == 25
 
 
 def test_every_kind_of_difference_has_its_words() -> None:
@@ -171,7 +171,7 @@ def test_every_kind_of_difference_has_its_words() -> None:
     padding = AtomDifference(
         "wte", "fp32", "values", dtypes, Tally(50), Tally(10, 2, 50, math.inf, math.inf), index=(5, 0), shard=1
     )
-    text = command.to_text(
+    lines = command.to_text(
         make(
             AtomDifference("a", "fp32", "only in A", dtypes),
             AtomDifference("b", "fp32", "shape", dtypes, text="shape (2,) ≠ (3,)"),
@@ -179,6 +179,7 @@ def test_every_kind_of_difference_has_its_words() -> None:
             values=(ValueDifference("hyper-parameter", "lr", 0.1, 0.2, ("a", "b", "c")),),
         )
     )
+    text = "\n".join(lines)
     assert "only in A" in text
     assert "shape (2,) ≠ (3,)" in text
     assert "padding rows" in text and "2 of 10" in text and "[5, 0] of tp rank 1" in text and "inf" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.cli.completion import list_actions
-from deepspeed_ucp.cli.main import COMMANDS, build_parser, main
+from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main
 from tests.cli.samples import make_gpt, write_sample
 from tests.synth import Topology
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.export import parse_size
-from deepspeed_ucp.cli.main import main
 from deepspeed_ucp.errors import ConfigError
 from tests.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
@@ -150,7 +150,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_neither_torch_nor_deepspeed_is_imported_for_safetensors(checkpoint: Path, tmp_path: Path) -> None:
     script = (
-        "import sys; from deepspeed_ucp.cli.main import main; code = main(sys.argv[1:]); "
+        "import sys; from deepspeed_ucp.cli.dispatch import main; code = main(sys.argv[1:]); "
         "sys.exit(code or 10 * bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", script, "export", str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.cli.chart import KINDS, MASTERS, Lane, make_map, rasterize, shade
-from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.parameters import Parameter, fold_names, fold_rows, split_layer
 from deepspeed_ucp.comm import Comm
 from tests.cli.samples import cut, make_gpt, make_pipe, write_sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import subprocess
@@ -13,23 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import deepspeed_ucp
 from deepspeed_ucp import attach, hook
-from deepspeed_ucp.cli.common import (
-    Progress,
-    emit,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_table,
-    read_rules,
-)
+from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.completion import list_actions
-from deepspeed_ucp.cli.main import COMMANDS, build_parser, main, split_launcher_arguments
+from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main, split_launcher_arguments
+from deepspeed_ucp.cli.figures import format_bytes, format_count, format_duration, format_table
+from deepspeed_ucp.cli.printing import Progress, emit
 from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 SCRIPT = """
 import json, sys, types
@@ -247,7 +244,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "code", "told"),
     [
         (CheckpointError("x.pt is damaged."), 2, "ds_ucp: error: x.pt is damaged.\n"),
-        (PermissionError(13, "Permission denied", "x.pt"), 2, "ds_ucp: error: [Errno 13] Permission denied: 'x.pt'\n"),
+        (PermissionError(13, "Permission denied", "x.pt"), 2, "ds_ucp: error: x.pt: Permission denied (EACCES)\n"),
         (KeyError("x"), 2, "ds_ucp: error: KeyError: 'x' (a fault of ds_ucp itself; --debug shows where)\n"),
         (KeyboardInterrupt(), 130, "ds_ucp: interrupted\n"),
     ],
@@ -277,12 +274,127 @@ def test_the_echo_of_another_rank_s_error_is_not_repeated(
 
 def test_a_closed_pipe_is_no_error() -> None:
     code = (
-        "import sys\nfrom deepspeed_ucp.cli import inspect\nfrom deepspeed_ucp.cli.main import main\n"
-        "inspect.run = lambda options: print('line\\n' * 100000) or 0\nsys.exit(main(['inspect', 'x']))"
+        "import sys\nfrom deepspeed_ucp.cli import inspect, printing\nfrom deepspeed_ucp.cli.dispatch import main\n"
+        "inspect.run = lambda options: printing.write_out('line\\n' * 100000) or 0\nsys.exit(main(['inspect', 'x']))"
     )
     line = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("line\n141\n", "")
+
+
+SAYING = """
+import os, sys
+from deepspeed_ucp.cli import dispatch, inspect
+from deepspeed_ucp.cli.printing import emit, tell
+def run(options):
+    opened = os.open(os.devnull, os.O_RDONLY)
+    emit(options, {"name": "\\xfc\\u2192\\U0001f600"}, ["1 \\u2192 2 \\u2026 \\xfc"])
+    tell(f"done {opened > 2}")
+    return 1
+inspect.run = run
+sys.exit(dispatch.main(["inspect", "x", *sys.argv[1:]]))
+"""
+
+
+def run_python(
+    code: str, *argv: str, redirect: str = "", encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[bytes]:
+    """A child's exit code and what it wrote; ``redirect`` as a shell has it."""
+    line = f"{shlex.join([sys.executable, '-c', code, *argv])} {redirect}"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    return subprocess.run(["bash", "-c", line], capture_output=True, check=False, env=environment)
+
+
+def test_a_closed_stdout_leaves_the_exit_code() -> None:
+    """And its number is not that of a file that is opened later, which would be written to."""
+    done = run_python(SAYING, redirect=">&-")
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"done True\n")
+    done = run_python(SAYING, redirect=">&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+
+
+def test_a_stdout_that_cannot_be_written_is_an_error() -> None:
+    done = run_python(SAYING, redirect=">/dev/full")
+    told = b"ds_ucp: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("ascii", rb"1 -> 2 ... \xfc"), ("latin-1", b"1 -> 2 ... \xfc"), ("utf-8", "1 → 2 … ü".encode())],
+)
+def test_signs_that_an_encoding_lacks_are_replaced(encoding: str, shown: bytes) -> None:
+    done = run_python(SAYING, encoding=encoding)
+    assert (done.returncode, done.stdout) == (1, shown + b"\n"), done.stderr
+    done = run_python(SAYING, "--json", encoding=encoding)
+    assert json.loads(done.stdout) == {"name": "ü→\U0001f600"}, done.stderr
+
+
+INTERRUPTED = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+from deepspeed_ucp.cli import main
+sys.exit(main(["inspect", "x"]))
+"""
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
+    done = run_python(INTERRUPTED)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"ds_ucp: interrupted\n")
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["convert"], ["plan", "--target", "dp=2"]], ids=" ".join)
+def test_an_error_is_json_where_that_is_asked_for(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], str(tmp_path / "none"), *command[1:], "--json"]) == 2
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert told["kind"] == "CheckpointError"
+    assert shown.err == f"ds_ucp: error: {told['error']}\n"
+
+
+def test_no_line_of_an_error_can_be_forged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\nFAULT forged\x1b[2J\u202e"
+    set_command(monkeypatch, fail(CheckpointError(f"{name} is damaged.", "second line")))
+    main(["inspect", "x"])
+    told = "ds_ucp: error: a\\nFAULT forged\\x1b[2J\\u202e is damaged.\n    second line\n"
+    assert capsys.readouterr().err == told
+    set_command(monkeypatch, fail(KeyError(name)))
+    main(["inspect", "x", "--debug"])
+    assert not re.search("^FAULT|\x1b|\u202e", capsys.readouterr().err, re.MULTILINE)
+
+
+HOSTILE = "a\nFAULT [forged] all is lost\x1b[2J\u202e"
+
+
+def test_no_name_in_a_checkpoint_can_forge_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model((Param(HOSTILE, (4, 3)), Param("b", (3,))), buffers={f"{HOSTILE} b": torch.ones(2)})
+    tags = []
+    for seed in (0, 1):
+        write_checkpoint(tmp_path / str(seed), model, random_state(model, seed), Topology(1, 2), tag="tag")
+        tags.append(str(tmp_path / str(seed) / "tag"))
+    first = tags[0]
+    for argv in (
+        ["inspect", first, "--all"],
+        ["inspect", first, "-p", HOSTILE],
+        ["inspect", first, "--json"],
+        ["inspect", first, "-p", "nothing"],
+        ["verify", first],
+        ["diff", *tags],
+        ["diff", *tags, "--json"],
+        ["plan", first, "--target", "dp=3"],
+        ["convert", first, str(tmp_path / "out")],
+        ["verify", str(tmp_path / "out")],
+        ["export", first, str(tmp_path / "weights"), "--dtype", "bf16", "--debug"],
+    ):
+        main(argv)
+        shown = capsys.readouterr()
+        assert not re.search("^ *FAULT|[^ -~\n…→×≠Δ·]", shown.out + shown.err, re.MULTILINE), argv
 
 
 def test_the_library_s_warnings_are_short_lines(
@@ -308,7 +420,7 @@ def test_only_rank_0_prints(key: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setenv("LOCAL_RANK", "0")
     for rank in ("1", "0"):
         monkeypatch.setenv(key, rank)
-        emit(Namespace(json=False), {}, "text\n")
+        emit(Namespace(json=False), {}, ["text"])
         assert capsys.readouterr().out == ("text\n" if rank == "0" else "")
 
 
@@ -316,13 +428,13 @@ def test_a_rank_without_a_launch_prints(monkeypatch: pytest.MonkeyPatch, capsys:
     """Clusters set RANK for containers, in which somebody may type a command."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    emit(Namespace(json=False), {}, "text")
+    emit(Namespace(json=False), {}, ["text"])
     assert capsys.readouterr().out == "text\n"
 
 
 def test_json_is_what_every_parser_reads(capsys: pytest.CaptureFixture[str]) -> None:
     data = {"a": float("nan"), 3: (1, None), "inf": [float("-inf")], "set": {"y", "x"}, "path": Path("/x"), "t": True}
-    emit(Namespace(json=True), data, "")
+    emit(Namespace(json=True), data, ())
     assert json.loads(capsys.readouterr().out) == {
         "a": "nan",
         "3": [1, None],
@@ -357,8 +469,8 @@ def test_durations_in_words(seconds: float, text: str) -> None:
 
 
 def test_tables_are_aligned() -> None:
-    assert format_table([("a", 1), ("bcd", 22)], ("x", "n"), right=(1,)) == "x     n\na     1\nbcd  22"
-    assert format_table([]) == ""
+    assert format_table([("a", 1), ("bcd", 22)], ("x", "n"), right=(1,)) == ["x     n", "a     1", "bcd  22"]
+    assert format_table([]) == []
 
 
 def test_the_bar_is_off_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,7 +491,7 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
 
 def test_parsers_cost_little() -> None:
     """`--help` and completion build all parsers: none of the commands' modules may need torch for that."""
-    code = "import sys\nfrom deepspeed_ucp.cli.main import build_parser\nbuild_parser()\n"
+    code = "import sys\nfrom deepspeed_ucp.cli.dispatch import build_parser\nbuild_parser()\n"
     code += (
         "sys.exit(' '.join(sorted({'torch', 'deepspeed', 'matplotlib', 'shtab', 'mpi4py'} & set(sys.modules))) or 0)"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.cli.dispatch import main
 from tests.huge import make_gpt, save_sparse, write_gpt
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_ends_with_2(folder: Path, plan: Plan) -> None:
 
 def test_it_needs_neither_torch_nor_deepspeed(folder: Path) -> None:
     program = (
-        "import sys; from deepspeed_ucp.cli.main import main; "
+        "import sys; from deepspeed_ucp.cli.dispatch import main; "
         f"code = main(['plan', {str(folder)!r}, '--target', 'dp=3,zero=3', '-q']); "
         "sys.exit(code or (3 if {'torch', 'deepspeed'} & set(sys.modules) else 0))"
     )

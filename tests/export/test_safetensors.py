@@ -389,7 +389,7 @@ def test_unknown_element_type(tmp_path: Path) -> None:
 
 PEAK = """
 import sys
-from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.cli.dispatch import main
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
 import deepspeed_ucp.export.{module}, deepspeed_ucp.sources.open, tqdm, yaml

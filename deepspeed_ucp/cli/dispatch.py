@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
+from ..comm import describe_os_error
 from ..errors import UcpError
-from .common import BROKEN_PIPE, ERROR, INTERRUPTED, HelpFormatter, Lines, emit, find_rank, tell
+from .common import HelpFormatter
+from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit_error, find_rank, prepare_streams, tell
 
 COMMANDS = ("run", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
@@ -73,44 +74,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: the command line is wrong, or asks for help.
     """
     launcher, ours = split_launcher_arguments(sys.argv[1:] if argv is None else argv)
-    names = tuple(name for name in COMMANDS if ours[:1] == [name])
-    options = build_parser(names or COMMANDS).parse_args(ours)
-    options.launcher = launcher
-    command: Callable[[argparse.Namespace], int] = load_command(options.command).run
-    if options.command == "run":
-        return command(options)
+    if ours[:1] == ["run"]:  # streams, errors and interrupts are the script's
+        options = _parse(ours)
+        options.launcher = launcher
+        return int(load_command("run").run(options))
+    prepare_streams()
+    return _guard(ours)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    names = tuple(name for name in COMMANDS if argv[:1] == [name])
+    return build_parser(names or COMMANDS).parse_args(argv)
+
+
+def _run_command(argv: Sequence[str]) -> int:
+    options = _parse(argv)
     with _show_warnings(quiet=getattr(options, "quiet", False)):
-        return guard(command, options)
+        try:
+            return int(load_command(options.command).run(options))
+        except (KeyboardInterrupt, BrokenPipeError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
+            _report(error, options)
+            return ERROR
 
 
-def guard(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a command; an error becomes a line on stderr and an exit code (``--debug``: a traceback too)."""
-    try:
-        code = command(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # What is left in the buffer would raise again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except KeyboardInterrupt:
-        _report("interrupted", options)
-        return INTERRUPTED
-    except (UcpError, OSError) as error:
-        if options.debug or not (isinstance(error, UcpError) and error.echo):
-            _report(f"error: {error}", options)
-            if getattr(options, "json", False):
-                emit(options, {"error": str(error), "kind": type(error).__name__}, "")
-    except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
-        hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
-        _report(f"error: {type(error).__name__}: {error}{hint}", options)
-    return ERROR
-
-
-def _report(text: str, options: argparse.Namespace) -> None:
+def _report(error: Exception, options: argparse.Namespace) -> None:
+    """An error as a line on stderr (``--debug``: behind its traceback), and as JSON where that is wanted."""
     if options.debug:
         tell(traceback.format_exc().rstrip())
-    tell(f"ds_ucp: {text}")
+    if isinstance(error, UcpError):
+        if error.echo and not options.debug:
+            return
+        text = str(error)
+    elif isinstance(error, OSError):
+        text = describe_os_error(error)
+    else:
+        hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
+        text = f"{type(error).__name__}: {error}{hint}"
+    tell(f"ds_ucp: error: {text}")
+    emit_error(options, error, text)
+
+
+def _guard(argv: Sequence[str]) -> int:
+    """Run a command whose output may be cut off, and which may be interrupted."""
+    try:
+        return _run_command(argv)
+    except KeyboardInterrupt:
+        tell(f"ds_ucp: interrupted\n{traceback.format_exc()}".rstrip() if "--debug" in argv else "ds_ucp: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
 
 
 @contextmanager

@@ -1,0 +1,167 @@
+"""What the commands print: results, lines on stderr, progress; exit codes.
+
+Nothing of a checkpoint reaches the terminal as it is: every line is escaped, so that no name can forge another line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import io
+import json
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from ..errors import StorageError, escape
+
+OK = 0
+FAULT = 1
+"""A fault or a difference was found, or a plan is impossible."""
+ERROR = 2
+"""Bad usage, unreadable files, a refusal."""
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+_PLAIN = {"→": "->", "…": "...", "·": "-", "×": "x", "≠": "!=", "Δ": "d"}
+"""Our own signs where the terminal's encoding has none of them."""
+
+
+def prepare_streams() -> None:
+    """Let stdout and stderr take every character, and be there at all.
+
+    A descriptor that was closed would be that of the next file that is opened, and be written to.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    codecs.register_error("ds_ucp", _replace)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="ds_ucp")
+
+
+def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    """A codec's handler: our signs in ASCII, anything else as its code."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    sign = _PLAIN.get(error.object[error.start])
+    return (sign, error.start + 1) if sign else codecs.backslashreplace_errors(error)
+
+
+def find_rank() -> int:
+    """This process's rank under mpirun, torchrun, srun or the deepspeed launcher; 0 without a launcher.
+
+    ``RANK`` alone is no launch: clusters set it for whole containers, in which people type commands.
+    """
+    names = (*(("RANK",) if "LOCAL_RANK" in os.environ else ()), *_MPI_RANKS)
+    return next((int(os.environ[key]) for key in names if os.environ.get(key, "").isdigit()), 0)
+
+
+def emit(options: argparse.Namespace, data: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print a result, on rank 0 only: ``data`` under ``--json``, else ``lines``."""
+    if find_rank():
+        return
+    write_out(to_json(data) if options.json else "\n".join(map(escape, lines)))
+
+
+def write_out(text: str) -> None:
+    """Write text to stdout at once.
+
+    Raises:
+        StorageError: stdout is a file for which there is no room, or the like.
+        BrokenPipeError: its reader has gone.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer would raise again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise StorageError(f"the output cannot be written: {error.strerror}") from error
+
+
+def to_json(data: Any) -> str:
+    """JSON that every parser reads: numbers that JSON has not become the strings ``nan``, ``inf``, ``-inf``."""
+    text = json.dumps(_to_plain(data), indent=2, ensure_ascii=not _takes_unicode(), allow_nan=False)
+    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
+
+
+def _takes_unicode() -> bool:
+    return codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
+
+
+def emit_error(options: argparse.Namespace, error: Exception, text: str) -> None:
+    """Under ``--json``, an error as the result; on rank 0 only."""
+    if getattr(options, "json", False):
+        emit(options, {"error": text, "kind": type(error).__name__}, ())
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_to_plain, value), key=str)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, int)):
+        return value.value if isinstance(value, Enum) else value
+    return str(value)
+
+
+class Progress:
+    """A bar of bytes with rate and time left on stderr; a context manager, and ``add`` may be called by any thread.
+
+    There is none where stderr is no terminal, on ranks other than 0, under ``--quiet`` and under ``--json``.
+    """
+
+    def __init__(self, options: argparse.Namespace, total: int, what: str, *, unit: str = "B") -> None:
+        from tqdm import tqdm
+
+        silent = options.quiet or options.json or bool(find_rank()) or not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total, desc=what, unit=unit, unit_scale=True, unit_divisor=1024 if unit == "B" else 1000,
+            disable=silent, dynamic_ncols=True, mininterval=0.2, leave=False,
+        )  # fmt: skip
+
+    def add(self, amount: int) -> None:
+        """``amount`` more is done."""
+        with self._bar.get_lock():
+            self._bar.update(amount)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+class Lines(logging.Handler):
+    """Log records as short lines on stderr: ``ds_ucp: warning: …``, around a progress bar that may be there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        tell(f"ds_ucp: {kind}{record.getMessage()}")
+
+
+def tell(text: str) -> None:
+    """A message on stderr that leaves a progress bar whole; all but its first line are indented."""
+    first, *more = map(escape, text.split("\n"))
+    shown = "\n".join([first, *(f"    {line}" for line in more)])
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(shown, file=sys.stderr)
+    else:
+        print(shown, file=sys.stderr)
