@@ -163,6 +163,21 @@ class Empty(Plain):
         return super().body(x)
 
 
+class Experts(Base):
+    """DeepSpeed's own mixture of experts, spread over `ep_size` ranks."""
+
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 6)
+        self.experts = MoE(6, nn.Linear(6, 6), num_experts=4, ep_size=ep_size, min_capacity=0)
+        self.last = nn.Linear(6, 1)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.experts(torch.tanh(self.first(x)))[0]))
+
+
 def compiled() -> nn.Module:
     """Parameter names get the prefix `_orig_mod.`; the eager backend keeps the test fast."""
     return torch.compile(Plain(), backend="eager")
@@ -190,12 +205,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "empty": Empty,
     "compiled": compiled,
     "reordered": reordered,
+    "experts1": lambda: Experts(1),
+    "experts2": lambda: Experts(2),
 }
 
 
 def param_groups(module: nn.Module, uniform: bool = False) -> list[dict[str, Any]]:
     """Matrices with weight decay, the rest without and at another learning rate; one group of them all if uniform."""
     trainable = [p for p in module.parameters() if p.requires_grad]
+    if any(hasattr(module, "deepspeed_moe") for module in module.modules()):
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        return split_params_into_different_moe_groups_for_optimizer({"params": trainable, "name": "all"})
     if uniform:
         return [{"params": trainable}]
     shapes = {id(p): getattr(p, "ds_shape", p.shape) for p in trainable}  # zero.Init leaves it an empty vector

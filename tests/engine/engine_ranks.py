@@ -275,7 +275,7 @@ def save(ds_config: dict[str, Any], folder: str, options: dict[str, Any], steps:
         engine.destroy()
 
 
-def calls_of_own_load(ds_config: dict[str, Any], folder: str) -> dict[str, Any]:
+def calls_of_own_load(ds_config: dict[str, Any], folder: str, model: str = "plain") -> dict[str, Any]:
     """How often DeepSpeed's own load ran, what was logged, and the plugin's report."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -283,7 +283,7 @@ def calls_of_own_load(ds_config: dict[str, Any], folder: str) -> dict[str, Any]:
     log = logging.getLogger("deepspeed_ucp")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    engine = make_engine(ds_config, "plain")
+    engine = make_engine(ds_config, model)
     kind = deepspeed_engine.DeepSpeedEngine
     own = mock.Mock(side_effect=kind._load_checkpoint, name="_load_checkpoint")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import engine_ranks
@@ -40,6 +41,38 @@ def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worl
         assert answer["calls"] == 0
         assert answer["direct"] is True
         assert len(answer["info"]) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("case", [Case(1, 2), Case(2, 2, "bf16"), Case(0, 2, "bf16")], ids=str)
+def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
+    case: Case, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """With another expert-parallel degree its own load would mix up the experts' states."""
+    world, folder, on = ucp_worlds.get(2), str(tmp_path), case.but(config=ON).ds_config
+    world.run(engine_ranks.save, case.ds_config, folder, {"model": "experts2"}, 2, False)
+    for answer in world.run(engine_ranks.calls_of_own_load, on, folder, "experts2"):
+        assert (answer["calls"], answer["direct"]) == (1, False)
+        assert "same topology by each rank's own files" in answer["reason"]
+    attempts = world.run(engine_ranks.attempt, on, [folder], {"model": "experts1"})
+    for attempt in attempts:
+        assert attempt.error == "UnsupportedError"
+        assert "mixture-of-experts" in attempt.message and "expert" in attempt.message.partition("Here differ")[2]
+        assert attempt.changed == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_of_every_nodes_own_are_left_to_deepspeed(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In another topology DeepSpeed's own load ends in an empty AssertionError."""
+    local = Case(stage, 2, config={"checkpoint": {"universal": True, "use_node_local_storage": True}})
+    other, folder = local.but(stage=4 - stage), str(tmp_path)
+    world = ucp_worlds.get(2)
+    world.run(engine_ranks.save, local.ds_config, folder, PLAIN, 2, True)
+    for answer in world.run(engine_ranks.calls_of_own_load, local.ds_config, folder):
+        assert (answer["calls"], answer["direct"]) == (1, False)
+    for attempt in world.run(engine_ranks.attempt, other.ds_config, [folder], PLAIN):
+        assert attempt.error == "UnsupportedError"
+        assert "use_node_local_storage off" in attempt.message
+        assert attempt.changed == []
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
