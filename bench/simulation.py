@@ -20,9 +20,10 @@ from unittest import mock
 
 from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
 from deepspeed_ucp.convert import execute
+from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
+from deepspeed_ucp.stream.reader import Reader
 from deepspeed_ucp.torchsave.torchzip import make_image
-from deepspeed_ucp.union import reading
 from deepspeed_ucp.union.wholes import Whole
 
 FP32 = "float32"
@@ -205,7 +206,7 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
                 shares[key] = shares.get(key, 0) + nbytes
 
             turns = Turns(plan.nodes[node], clock)
-            with reading.RangeReader(index, checksum=False) as reader:
+            with Reader(index, checksum=False) as reader:
                 execute.run_batches(turns, files, folder, reader, _NoJournal(), workers=workers, progress=add)
 
         with ThreadPoolExecutor(nodes) as pool:
@@ -233,7 +234,7 @@ def _make_index(wholes: Sequence[Whole], path: str) -> Any:
 def _slow_store(clock: VirtualClock, store: Store) -> Iterator[None]:
     """Reads and writes of the executor take their time and move nothing, so there is nothing to sum up."""
 
-    def fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
+    def read(file: StoredFile, views: list[memoryview], offset: int) -> None:
         clock.sleep(store.seconds(1, sum(view.nbytes for view in views)))
 
     def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
@@ -244,7 +245,7 @@ def _slow_store(clock: VirtualClock, store: Store) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module, name, stand_in in (
-            (reading, "fill", fill),
+            (StoredFile, "read", read),
             (execute, "write_at", write_at),
             (execute, "write_parts", write_parts),
             (execute, "crc32", lambda data: 0),

@@ -24,11 +24,10 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
-from deepspeed_ucp.io.checksum import join_checks, send_checks, verify_records
 from deepspeed_ucp.load import LoadArguments, direct, has_masters, join_groups
+from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.load.negotiate import negotiate
-from deepspeed_ucp.load.reader import Reader
 from deepspeed_ucp.load.replicas import check_replicas
 from deepspeed_ucp.load.sinks import TensorSink
 from deepspeed_ucp.plan import LoadPlan, Part, Request, locate
@@ -208,7 +207,7 @@ class Loaded:
     extras: list[Extra]
     comm: Comm = field(default_factory=Comm)
     plan: LoadPlan | None = None
-    reader: Reader | None = None
+    reader: CollectiveReader | None = None
     counts: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     blanks: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     counted: bool = True
@@ -294,19 +293,17 @@ def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> No
     plan = negotiate(
         job.wants, job.sinks, index, comm, options.window, block=options.chunk, min_direct=options.min_direct
     )
-    rank.plan, rank.reader = plan, Reader(index, job.sinks, job.blanks, plan, comm, options.config)
-    stats = rank.reader.read_fresh()
-    assert stats.nbytes == plan.nbytes == sum(request.nbytes for request in plan.requests)
-    assert stats.requests == len(plan.requests)
+    rank.plan, rank.reader = plan, CollectiveReader(index, job.sinks, job.blanks, plan, comm, options.config)
+    checks = rank.reader.read_fresh()
+    assert sum(check.nbytes for check in checks) == plan.nbytes == sum(request.nbytes for request in plan.requests)
+    assert len(checks) == len(plan.requests)
 
 
 def verify(index: AtomicIndex, rank: Loaded) -> None:
     """What was read is what was saved, and replicas are equal; collective."""
     comm = rank.comm
     assert rank.reader is not None
-    checks = send_checks(join_checks(*rank.reader.checked()), comm)
-    with comm.together():
-        verify_records(checks, index.records, index.files, comm.rank, comm.size)
+    assert rank.reader.checks.verify(index, comm) == 0
     check_replicas([index.atoms[key] for key in rank.work.replicated], index, comm)
 
 

@@ -32,10 +32,9 @@ from ..sources.atomic.manifest import (
     make_manifest,
     read_manifest,
 )
-from ..sources.samples import check_samples
-from ..stream.checks import verify_source
 from ..stream.progress import Bar, divide_window, no_bar
-from ..stream.reader import RangeReader
+from ..stream.reader import Reader
+from ..stream.samples import check_samples
 from ..union.wholes import Wholes, settle_wholes
 from ..version import __version__
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
@@ -257,8 +256,8 @@ def _convert(work: _Work) -> None:
     written = [w for part in comm.gather([*outcome.written, *kept.written]) for w in part]
     with report.phase("verify"):
         if work.options.verify:
-            checks = [*outcome.checks, *kept.checks]
-            report.bytes_read += verify_source(work.index, checks, comm, threads=report.workers)
+            outcome.checks.add(kept.checks.read)
+            report.bytes_read += outcome.checks.verify(work.index, comm, threads=report.workers)
             check_samples(work.index, [whole.atom for whole in work.wholes.atoms.values()], comm)
     _finish(work, sorted(written))
     report.bytes_read = sum(comm.gather(report.bytes_read))
@@ -306,7 +305,7 @@ def _write(work: _Work, done: Sequence[Range]) -> Outcome:
         report.phase("write"),
         comm.together(),
         _tell_others(halt),
-        RangeReader(work.index, checksum=options.verify) as reader,
+        Reader(work.index, checksum=options.verify) as reader,
         work.staging.journal(comm.rank) as journal,
         options.bar(plan.shares[comm.rank]) as bar,
     ):
@@ -318,9 +317,9 @@ def _write(work: _Work, done: Sequence[Range]) -> Outcome:
             journal,
             workers=report.workers,
             progress=bar.add,
-            halted=(lambda: os.path.exists(halt)) if comm.size > 1 else None,
+            halted=lambda: comm.size > 1 and os.path.exists(halt),
         )
-        report.bytes_read = reader.nbytes
+    report.bytes_read = outcome.checks.nbytes
     return outcome
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from ..io.checksum import Checked, crc32
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.journal import Journal
-from ..io.memory import allocate
-from ..io.read import fill
+from ..io.read import sum_range
+from ..io.store import StoredFile
 from ..plan.conversion import Batch, Range
-from ..stream.progress import run_threads
-from ..stream.reader import Item, RangeReader
+from ..stream.batches import ReadBatch, Source, stream
+from ..stream.checks import Checks
+from ..stream.reader import Reader
 from ..torchsave.torchzip import ZipImage
 from ..union.wholes import Whole
 
@@ -42,24 +42,24 @@ class Outcome:
     """What is done: ranges, and the checksums of the source bytes they were made from."""
 
     written: list[Written] = field(default_factory=list)
-    checks: list[Checked] = field(default_factory=list)
+    checks: Checks = field(default_factory=Checks)
 
     def add(self, written: Iterable[Written], checks: Iterable[Checked]) -> None:
-        """Note a batch."""
-        self.written += written
-        self.checks += checks
+        """Note a batch; any thread may."""
+        self.written.extend(written)
+        self.checks.add(checks)
 
 
 def run_batches(
     batches: Sequence[Batch],
     files: Sequence[OutputFile],
     folder: str,
-    reader: RangeReader,
+    reader: Reader,
     journal: Journal,
     *,
     workers: int,
     progress: Callable[[int], None] = lambda nbytes: None,
-    halted: Callable[[], bool] | None = None,
+    halted: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Carry out this node's part of a conversion.
 
@@ -74,40 +74,20 @@ def run_batches(
     Raises:
         UcpError: the first worker's error; the others stop after their batch.
     """
-    outcome, lock = Outcome(), threading.Lock()
-    largest = max((batch.nbytes for batch in batches), default=0)
+    outcome = Outcome()
 
-    def work(turn: Iterator[Batch]) -> None:
-        memory = memoryview(allocate(max(largest, 1)))
-        for batch in turn:
-            if halted is not None and halted():
-                return
-            written, checks = _run_batch(batch, files, folder, reader, memory)
-            _note(journal, files, written, checks)
-            with lock:
-                outcome.add(written, checks)
-            progress(batch.nbytes)
+    def consume(read: ReadBatch) -> None:
+        written = []
+        for each, item in zip(read.batch.ranges, read.sides[0], strict=True):
+            crc = crc32(item.into)
+            _write_range(files[each.output], each, item.into, crc, folder)
+            written.append(Written(each, crc))
+        _note(journal, files, written, read.checks)
+        outcome.add(written, read.checks)
 
-    run_threads(batches, work, workers)
+    source = Source(reader, [file.whole for file in files])
+    stream([source], batches, consume, threads=workers, progress=progress, halted=halted)
     return outcome
-
-
-def _run_batch(
-    batch: Batch, files: Sequence[OutputFile], folder: str, reader: RangeReader, memory: memoryview
-) -> tuple[list[Written], list[Checked]]:
-    items, position = [], 0
-    for each in batch.ranges:
-        whole = files[each.output].whole
-        nbytes = each.numel * whole.itemsize
-        items.append(Item(whole, each.start, each.numel, memory[position : position + nbytes]))
-        position += nbytes
-    checks = reader.read_items(items)
-    written = []
-    for each, item in zip(batch.ranges, items, strict=True):
-        crc = crc32(item.into)
-        _write_range(files[each.output], each, item.into, crc, folder)
-        written.append(Written(each, crc))
-    return written, checks
 
 
 def _write_range(file: OutputFile, each: Range, data: memoryview, crc: int, folder: str) -> None:
@@ -153,33 +133,19 @@ def is_intact(file: OutputFile, written: Written, folder: str, chunk: int = 4 <<
     path, image, size = os.path.join(folder, file.path), file.image, file.whole.itemsize
     start = image.data_offset + written.range.start * size
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        with StoredFile(path) as stored:
+            whole = written.range.numel == file.whole.numel
+            if whole and not _has_frame(stored, image, written.crc):
+                return False
+            return sum_range(stored, start, written.range.numel * size, chunk) == written.crc
+    except CheckpointError:  # not there, or shorter than it was
         return False
-    try:
-        whole = written.range.numel == file.whole.numel
-        if whole and not _has_frame(fd, image, written.crc, path):
-            return False
-        return _sum_bytes(fd, start, written.range.numel * size, path, chunk) == written.crc
-    except CheckpointError:  # shorter than it was
-        return False
-    finally:
-        os.close(fd)
 
 
-def _has_frame(fd: int, image: ZipImage, crc: int, path: str) -> bool:
+def _has_frame(file: StoredFile, image: ZipImage, crc: int) -> bool:
     for expected, offset in ((image.head, 0), (image.tail(crc), image.data_offset + image.nbytes)):
         found = bytearray(len(expected))
-        fill(fd, [memoryview(found)], offset, path)
+        file.read([memoryview(found)], offset)
         if found != expected:
             return False
     return True
-
-
-def _sum_bytes(fd: int, offset: int, nbytes: int, path: str, chunk: int) -> int:
-    scratch, crc = memoryview(bytearray(min(chunk, max(nbytes, 1)))), 0
-    for low in range(0, nbytes, chunk):
-        view = scratch[: min(chunk, nbytes - low)]
-        fill(fd, [view], offset + low, path)
-        crc = crc32(view, crc)
-    return int(crc)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from ..atoms import AtomicIndex, ParamKey
 from ..comm import Comm
-from ..errors import MismatchError
 from ..patterns import RuleSet
 from ..patterns.facts import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
-from ..stream.progress import Bar, Scratch, default_workers, no_bar, run_threads
-from ..stream.reader import Item, RangeReader
+from ..stream.batches import ReadBatch, Source, stream
+from ..stream.progress import Bar, default_workers, no_bar
+from ..stream.reader import Item, Reader
 from ..topology import find_differences
 from .elements import Tally, compare
 from .pairing import Pair, Pairs, pair_atoms
@@ -184,62 +183,28 @@ Tallies = dict[int, tuple[Tally, Tally]]
 """By pair: of the elements that mean something, and of padding rows."""
 
 
-@dataclass(slots=True)
-class _Work:
-    pairs: Sequence[Pair]
-    sizes: Sequence[int]
-    readers: tuple[RangeReader, RangeReader]
-    found: Tallies = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 def _compare_batches(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], batches: Sequence[Batch], options: DiffOptions
 ) -> Tallies:
-    sizes = [pair.left.itemsize + pair.right.itemsize for pair in pairs]
-    with (
-        RangeReader(left, checksum=False) as first,
-        RangeReader(right, checksum=False) as second,
-        options.bar(sum(_measure(batch, sizes) for batch in batches)) as bar,
-    ):
-        work = _Work(pairs, sizes, (first, second))
+    tallies: Tallies = {}
+    lock = threading.Lock()
 
-        def run(mine: Iterator[Batch]) -> None:
-            scratch = Scratch()
-            for batch in mine:
-                _compare_batch(work, batch, scratch)
-                bar.add(_measure(batch, sizes))
+    def consume(read: ReadBatch) -> None:
+        for each, mine, theirs in zip(read.batch.ranges, *read.sides, strict=True):
+            found = _tally(pairs[each.output], mine, theirs)
+            with lock:
+                _join(tallies, each.output, found)
 
-        run_threads(batches, run, options.workers)
-    return work.found
+    with Reader(left, checksum=False) as first, Reader(right, checksum=False) as second:
+        sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
+        with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as bar:
+            stream(sides, batches, consume, threads=options.workers, progress=bar.add)
+    return tallies
 
 
-def _measure(batch: Batch, sizes: Sequence[int]) -> int:
-    """Bytes of both sides."""
-    return sum(each.numel * sizes[each.output] for each in batch.ranges)
-
-
-def _compare_batch(work: _Work, batch: Batch, scratch: Scratch) -> None:
-    sides: tuple[list[Item], list[Item]] = ([], [])
-    # Every range starts at a multiple of 16 bytes, so that its elements can be looked at in place.
-    memory = scratch.take(_measure(batch, work.sizes) + 32 * len(batch.ranges))
-    used = 0
-    for each in batch.ranges:
-        pair = work.pairs[each.output]
-        for whole, items in zip((pair.left, pair.right), sides, strict=True):
-            nbytes = each.numel * whole.itemsize
-            items.append(Item(whole, each.start, each.numel, memory[used : used + nbytes]))
-            used += -(-nbytes // 16) * 16
-    for reader, items in zip(work.readers, sides, strict=True):
-        try:
-            reader.read_items(items)
-        except MismatchError as error:
-            raise MismatchError(f"{os.path.dirname(reader.index.state_file)}: {error}") from error
-    for each, mine, theirs in zip(batch.ranges, *sides, strict=True):
-        found = _tally(work.pairs[each.output], mine, theirs)
-        with work.lock:
-            known = work.found.get(each.output, (NOTHING, NOTHING))
-            work.found[each.output] = (known[0].join(found[0]), known[1].join(found[1]))
+def _join(tallies: Tallies, number: int, more: tuple[Tally, Tally]) -> None:
+    known = tallies.get(number, (NOTHING, NOTHING))
+    tallies[number] = known[0].join(more[0]), known[1].join(more[1])
 
 
 def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
@@ -254,10 +219,8 @@ def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
 
 def _merge(gathered: Sequence[Tallies]) -> Tallies:
     merged: Tallies = {}
-    for each in gathered:
-        for number, (values, padding) in each.items():
-            known = merged.get(number, (NOTHING, NOTHING))
-            merged[number] = (known[0].join(values), known[1].join(padding))
+    for number, found in (item for each in gathered for item in each.items()):
+        _join(merged, number, found)
     return merged
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey
-from ..io.read import read_bytes
+from ..io.store import read_bytes
 from ..torchsave.torchfile import ScalarRef, TorchFile, read_header
 from ..torchsave.unpickle import Opaque, TensorRef
 

@@ -20,8 +20,8 @@ from ..sources.findings import NOTE, WARNING, Finding, from_error
 from ..sources.latest import check_latest
 from ..sources.normal import Naming
 from ..sources.open import FolderReport, survey_checkpoint
-from ..sources.samples import check_samples
 from ..stream.progress import Bar, default_workers, no_bar
+from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords, list_records
 from .faults import judge_file, name_contents
 from .inventory import compare_contents, find_extra

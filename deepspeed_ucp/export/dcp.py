@@ -21,14 +21,15 @@ from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, UnsupportedError, shorten
 from ..io.cast import cast
-from ..io.checksum import Checked
 from ..io.disk import explain_full
+from ..io.memory import Scratch
+from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
-from ..sources.samples import check_samples
-from ..stream.checks import verify_source
-from ..stream.progress import Bar, Scratch, divide_window, run_threads
-from ..stream.reader import Item, RangeReader
+from ..stream.checks import Checks
+from ..stream.progress import Bar, divide_window
+from ..stream.reader import Item, Reader
+from ..stream.samples import check_samples
 from .chunks import Planner, Writer, deal
 from .output import list_sizes, stage_output
 from .statedict import LAYOUTS, make_tree
@@ -102,11 +103,9 @@ class Reading:
     """
 
     def __init__(self, index: AtomicIndex) -> None:
-        self.reader = RangeReader(index)
+        self.reader = Reader(index)
         self.bar: Bar | None = None
-        self.checks: list[Checked] = []
-        self.repeated: list[Checked] = []
-        self._lock = threading.Lock()
+        self.checks, self.repeated = Checks(), Checks()
         self._own = threading.local()
 
     def read(self, tensor: Tensor, start: int, numel: int) -> torch.Tensor:
@@ -114,20 +113,23 @@ class Reading:
         dtype = getattr(torch, tensor.dtype)
         if not numel:
             return torch.empty(0, dtype=dtype)
-        if not hasattr(self._own, "memory"):
-            self._own.memory = Scratch()
-        memory: Scratch = self._own.memory
-        data = memory.take(numel * tensor.whole.itemsize)
-        checks = self.reader.read_items((Item(tensor.whole, start, numel, data),))
-        with self._lock:
-            (self.repeated if tensor.again else self.checks).extend(checks)
+        data = self._take(0, numel * tensor.whole.itemsize)
+        checks = self.repeated if tensor.again else self.checks
+        checks.add(self.reader.read_items((Item(tensor.whole, start, numel, data),)))
         if self.bar is not None:
             self.bar.add(data.nbytes)
         if tensor.dtype != tensor.whole.dtype:
-            into = memory.take_second(numel * ITEMSIZE[tensor.dtype])
+            into = self._take(1, numel * ITEMSIZE[tensor.dtype])
             cast(data, tensor.whole.dtype, into, tensor.dtype)
             data = into
         return torch.frombuffer(data, dtype=dtype)
+
+    def _take(self, number: int, nbytes: int) -> memoryview:
+        """Memory of the calling thread."""
+        if not hasattr(self._own, "memory"):
+            self._own.memory = Scratch(), Scratch()
+        memory: tuple[Scratch, Scratch] = self._own.memory
+        return memory[number].take(nbytes)
 
     def compare(self) -> None:
         """What was read a second time, for a tied name, has to be what was read first.
@@ -135,9 +137,9 @@ class Reading:
         Raises:
             CheckpointError: a file changed in between.
         """
-        changed = set(self.repeated) - set(self.checks)
+        changed = set(self.repeated.read) - set(self.checks.read)
         if changed:
-            record = self.reader.index.records[min(check.record for check in changed)]
+            record = self.reader.index.records[min(changed).record]
             path = self.reader.index.files[record.file].path
             raise CheckpointError(f"{path}: was written to while it was exported.")
 
@@ -177,9 +179,10 @@ def _fill(
     with comm.together():
         if comm.rank == 0:
             writer.finish(metadata, written)
-    report.bytes_read = reading.reader.nbytes + verify_source(index, reading.checks, comm, threads=report.workers)
+    nbytes = reading.checks.nbytes + reading.repeated.nbytes
+    nbytes += reading.checks.verify(index, comm, threads=report.workers)
     check_samples(index, [tensor.whole.atom for tensor in tensors.values()], comm)
-    report.bytes_read = sum(comm.gather(report.bytes_read))
+    report.bytes_read = sum(comm.gather(nbytes))
 
 
 def _write(writer: FileSystemWriter, planner: Planner, plans: Iterator[SavePlan]) -> list[WriteResult]:

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
 from ..errors import UnsupportedError
 from ..io.cast import cast
-from ..io.checksum import Checked
 from ..io.disk import explain_full, write_at
+from ..io.memory import Scratch
 from ..patterns import RuleSet
-from ..plan.conversion import Batch, Output, Range, plan_conversion
-from ..sources.samples import check_samples
-from ..stream.checks import verify_source
-from ..stream.progress import Bar, Scratch, divide_window, run_threads
-from ..stream.reader import Item, RangeReader
+from ..plan.conversion import Output, Range, plan_conversion
+from ..stream.batches import ReadBatch, Source, stream
+from ..stream.checks import Checks
+from ..stream.progress import divide_window
+from ..stream.reader import Reader
+from ..stream.samples import check_samples
 from .output import copy_beside, list_sizes, stage_output
 from .tensors import ExportOptions, ExportReport, Selection, Tensor, select_tensors, warn_losses
 
@@ -144,7 +144,7 @@ def _lay_file(name: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
     return SafeFile(name, len(head) + position, head), {each: len(head) + at for each, at in offsets.items()}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Work:
     """One export under way."""
 
@@ -152,8 +152,6 @@ class _Work:
     layout: SafeLayout
     tensors: Sequence[Tensor]
     places: Sequence[tuple[Place, ...]]
-    checks: list[Checked] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def export_safetensors(
@@ -232,36 +230,25 @@ def _fill(index: AtomicIndex, work: _Work, comm: Comm, options: ExportOptions, r
     report.workers, most = divide_window(options.workers, options.window)
     outputs = [Output(tensor.numel, tensor.whole.itemsize, tensor.whole.place) for tensor in work.tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
-    with comm.together(), RangeReader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:
-        run_threads(plan.nodes[comm.rank], lambda batches: _work(work, reader, batches, bar), report.workers)
-        report.bytes_read = reader.nbytes
-    report.bytes_read += verify_source(index, work.checks, comm, threads=report.workers)
+    checks = Checks()
+
+    def consume(read: ReadBatch) -> None:
+        checks.add(read.checks)
+        for item, each in zip(read.sides[0], read.batch.ranges, strict=True):
+            _write_range(work, each, item.into, read.scratch)
+
+    with comm.together(), Reader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:
+        source = Source(reader, [tensor.whole for tensor in work.tensors])
+        stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=bar.add)
+    nbytes = checks.nbytes + checks.verify(index, comm, threads=report.workers)
     check_samples(index, [tensor.whole.atom for tensor in work.tensors], comm)
-    report.bytes_read = sum(comm.gather(report.bytes_read))
+    report.bytes_read = sum(comm.gather(nbytes))
 
 
-def _work(work: _Work, reader: RangeReader, batches: Iterator[Batch], bar: Bar) -> None:
-    """One thread: batch by batch, into memory of its own that grows to the largest."""
-    memory = Scratch()
-    for batch in batches:
-        items, position, buffer = [], 0, memory.take(batch.nbytes)
-        for each in batch.ranges:
-            whole = work.tensors[each.output].whole
-            nbytes = each.numel * whole.itemsize
-            items.append(Item(whole, each.start, each.numel, buffer[position : position + nbytes]))
-            position += nbytes
-        checks = reader.read_items(items)
-        with work.lock:
-            work.checks += checks
-        for each, item in zip(batch.ranges, items, strict=True):
-            _write_range(work, each, item.into, memory)
-        bar.add(batch.nbytes)
-
-
-def _write_range(work: _Work, each: Range, data: memoryview, memory: Scratch) -> None:
+def _write_range(work: _Work, each: Range, data: memoryview, scratch: Scratch) -> None:
     tensor = work.tensors[each.output]
     if tensor.dtype != tensor.whole.dtype:
-        into = memory.take_second(each.numel * ITEMSIZE[tensor.dtype])
+        into = scratch.take(each.numel * ITEMSIZE[tensor.dtype])
         cast(data, tensor.whole.dtype, into, tensor.dtype)
         data = into
     for place in work.places[each.output]:

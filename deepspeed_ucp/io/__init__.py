@@ -1,5 +1,1 @@
-"""Reading bytes: parallel ``preadv`` with checksums."""
-
-from .read import ReadStats, read_requests
-
-__all__ = ["ReadStats", "read_requests"]
+"""Reading bytes: parallel ``preadv`` with checksums; files that are written so that they survive a crash."""

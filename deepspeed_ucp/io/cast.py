@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 """Element types that an export casts; all others stay as they are."""
@@ -63,3 +67,14 @@ def _cast_torch(data: memoryview, source: str, into: memoryview, target: str) ->
     if data.nbytes:
         elements = torch.frombuffer(data, dtype=getattr(torch, source))
         torch.frombuffer(into, dtype=getattr(torch, target)).copy_(elements)
+
+
+def average(copies: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The mean of tensors in double precision, added in their order, so that equal copies give themselves."""
+    total, number = None, 0
+    for copy in copies:
+        total = copy.double() if total is None else total.add_(copy.double())
+        number += 1
+    if total is None:
+        raise ValueError("the mean of no tensors")
+    return total / number

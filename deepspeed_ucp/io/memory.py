@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_GROWTH = 1 << 20
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
 
@@ -16,6 +17,24 @@ def allocate(nbytes: int) -> mmap.mmap:
     malloc would keep buffers of a few MiB, in an arena for every thread: 200 MiB a rank.
     """
     return mmap.mmap(-1, nbytes)
+
+
+class Scratch:
+    """Memory that one thread uses again and again; it grows to the largest that was asked for.
+
+    Args:
+        allocate: makes the memory; plain memory by default.
+    """
+
+    def __init__(self, allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(allocate(nbytes))) -> None:
+        self._allocate, self._memory = allocate, memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """The leading ``nbytes``; what they held is lost."""
+        if self._memory.nbytes < nbytes:
+            self._memory = memoryview(b"")  # the smaller one goes back first
+            self._memory = self._allocate(-(-nbytes // _GROWTH) * _GROWTH)
+        return self._memory[:nbytes]
 
 
 def identify_host() -> str:

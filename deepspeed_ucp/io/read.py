@@ -1,24 +1,23 @@
-"""Parallel reading of requests with ``preadv``, each byte once, checksummed while it is still in the cache."""
+"""Reading of requests with ``preadv``, each byte once, checksummed while it is still in the cache."""
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, TypeVar
 
+import numpy as np
 from isal import isal_zlib
 
 from ..atoms import FileRef, Record
-from ..errors import CheckpointError
 from ..plan.requests import DISCARD, Part, Request
+from .checksum import Checked
+from .memory import Scratch
+from .store import StoredFile, allow_open_files
+from .threads import run_threads
 
-_SPARE_FILES = 256
-"""What a process has open besides."""
+R = TypeVar("R", bound="RecordReader")
 
 
 class Sink(Protocol):
@@ -31,115 +30,120 @@ class Sink(Protocol):
         """Take a part's bytes, which were read into other memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStats:
-    """What a reading pass did: bytes, requests, and each request's CRC32 (empty when not asked for)."""
+class MemorySink:
+    """Plain memory, whose elements have ``itemsize`` bytes."""
 
-    nbytes: int
-    requests: int
-    crcs: list[int]
+    def __init__(self, memory: memoryview, itemsize: int = 1) -> None:
+        self.memory, self.itemsize = memory, itemsize
 
-    def join(self, other: ReadStats) -> ReadStats:
-        """Both together."""
-        return ReadStats(self.nbytes + other.nbytes, self.requests + other.requests, [*self.crcs, *other.crcs])
+    def view(self, position: int, nbytes: int) -> memoryview | None:
+        """The memory from element ``position`` on."""
+        low = position * self.itemsize
+        return self.memory[low : low + nbytes]
 
-
-@dataclass(slots=True)
-class _Job:
-    requests: Sequence[Request]
-    records: Sequence[Record]
-    files: Sequence[FileRef]
-    sinks: Sequence[Sink | None]
-    fds: dict[int, int]
-    checksum: bool
-    crcs: list[int]
+    def store(self, part: Part, data: memoryview) -> None:
+        """Copy rows to their places."""
+        base = np.frombuffer(self.memory, np.uint8)[part.position * self.itemsize :]
+        rows = np.frombuffer(data, np.uint8).reshape(-1, part.run)
+        np.lib.stride_tricks.as_strided(base, rows.shape, (part.stride * self.itemsize, 1))[:] = rows
 
 
-def read_requests(
-    requests: Sequence[Request],
-    records: Sequence[Record],
-    files: Sequence[FileRef],
-    sinks: Sequence[Sink | None],
-    *,
-    threads: int,
-    make_scratch: Callable[[int], memoryview],
-    checksum: bool,
-) -> ReadStats:
-    """Carry out requests with several threads.
+class RecordReader:
+    """Reads byte ranges of records; several threads may use it at once.
+
+    Files are opened when something of them is read, and closed together.
 
     Args:
-        requests: each thread takes the next one.
-        sinks: per buffer number where its bytes go; None discards them (they are still checksummed).
-        threads: how many read at once; each holds scratch memory of the largest request's size.
-        make_scratch: allocates scratch memory of so many bytes.
-        checksum: compute each request's CRC32.
-
-    Raises:
-        CheckpointError: a file cannot be read or is shorter than its header says.
+        records, files: of the source.
+        checksum: form the CRC32 of what is read.
+        allocate: makes the memory for bytes that cannot be read straight to their places.
     """
-    if not requests:
-        return ReadStats(0, 0, [])
-    largest = max(request.nbytes for request in requests)
-    turn = iter(range(len(requests)))
-    lock = threading.Lock()
-    stop = threading.Event()
 
-    with ExitStack() as stack:
-        job = _Job(requests, records, files, sinks, {}, checksum, [0] * len(requests))
-        needed = sorted({records[request.record].file for request in requests})
-        allow_open_files(len(needed))
-        for number in needed:
-            job.fds[number] = _open(files[number].path)
-            stack.callback(os.close, job.fds[number])
+    def __init__(
+        self,
+        records: Sequence[Record],
+        files: Sequence[FileRef],
+        *,
+        checksum: bool = True,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        self.records, self.files, self.checksum = records, files, checksum
+        self._make_scratch = Scratch if allocate is None else lambda: Scratch(allocate)
+        self._open: dict[int, StoredFile] = {}
+        self._lock = threading.Lock()
+        self._own = threading.local()
+        allow_open_files(len(files))
 
-        def work() -> None:
-            scratch = make_scratch(largest)
-            try:
-                while not stop.is_set():
-                    with lock:
-                        index = next(turn, None)
-                    if index is None:
-                        return
-                    _read_one(job, index, scratch)
-            except BaseException:
-                stop.set()
-                raise
+    def __enter__(self: R) -> R:
+        return self
 
-        with ThreadPoolExecutor(max_workers=max(threads, 1), thread_name_prefix="ucp-read") as pool:
-            futures = [pool.submit(work) for _ in range(max(threads, 1))]
-        for future in futures:
-            future.result()
-    nbytes = sum(request.nbytes for request in requests)
-    return ReadStats(nbytes, len(requests), job.crcs if checksum else [])
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
+    def close(self) -> None:
+        """Close the files; no thread may be reading."""
+        while self._open:
+            self._open.popitem()[1].close()
 
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened ({error.strerror or error}).") from error
+    def read(self, requests: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
+        """Carry out requests, one after the other.
 
+        Args:
+            sinks: per buffer number where its bytes go; None discards them (they are still checksummed).
 
-def _read_one(job: _Job, index: int, scratch: memoryview) -> None:
-    request = job.requests[index]
-    record = job.records[request.record]
-    views, staged = _arrange(request.parts, job.sinks, scratch)
-    fill(job.fds[record.file], list(views), record.offset + request.offset, job.files[record.file].path)
-    if job.checksum:
+        Returns:
+            What was read; CRC32s are 0 where none are formed.
+
+        Raises:
+            CheckpointError: a file cannot be read or is shorter than its header says.
+        """
+        return [self._read_one(request, sinks) for request in requests]
+
+    def read_parallel(self, requests: Sequence[Request], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
+        """The same by several threads, each of which takes the next request; in any order."""
+        checks: list[Checked] = []
+
+        def work(turn: Iterator[Request]) -> None:
+            checks.extend([self._read_one(request, sinks) for request in turn])
+
+        if requests:
+            run_threads(requests, work, threads)
+        return checks
+
+    def _read_one(self, request: Request, sinks: Sequence[Sink | None]) -> Checked:
+        record = self.records[request.record]
+        views, staged = _arrange(request, sinks, self._scratch.take(request.nbytes))
+        self._file(record.file).read(list(views), record.offset + request.offset)
         crc = 0
-        for view in views:
-            crc = isal_zlib.crc32(view, crc)
-        job.crcs[index] = crc
-    for sink, part, view in staged:
-        sink.store(part, view)
+        if self.checksum:
+            for view in views:
+                crc = isal_zlib.crc32(view, crc)
+        for sink, part, view in staged:
+            sink.store(part, view)
+        return Checked(request.record, request.offset, request.nbytes, crc)
+
+    @property
+    def _scratch(self) -> Scratch:
+        """The calling thread's."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = self._make_scratch()
+        return self._own.scratch  # type: ignore[no-any-return]
+
+    def _file(self, number: int) -> StoredFile:
+        with self._lock:
+            if number not in self._open:
+                self._open[number] = StoredFile(self.files[number].path)
+            return self._open[number]
 
 
 def _arrange(
-    parts: Sequence[Part], sinks: Sequence[Sink | None], scratch: memoryview
+    request: Request, sinks: Sequence[Sink | None], scratch: memoryview
 ) -> tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]:
     """Memory for each part: the buffer itself where possible, else scratch."""
     views, staged, used = [], [], 0
-    for part in parts:
+    for part in request.parts:
         sink = None if part.buffer == DISCARD else sinks[part.buffer]
         view = sink.view(part.position, part.nbytes) if sink is not None and not part.run else None
         if view is None:
@@ -151,63 +155,15 @@ def _arrange(
     return views, staged
 
 
-def fill(fd: int, views: list[memoryview], offset: int, path: str) -> None:
-    """``preadv`` from byte ``offset`` until every view is full; ``views`` is used up.
-
-    Raises:
-        CheckpointError: the file cannot be read, or ends before.
-    """
-    while views:
-        try:
-            got = os.preadv(fd, views, offset)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read at byte {offset} ({error.strerror or error}).") from error
-        if got == 0:
-            size = os.fstat(fd).st_size
-            raise CheckpointError(f"{path}: ends at byte {size}; it was truncated since its header was read.")
-        offset += got
-        while views and got >= views[0].nbytes:
-            got -= views[0].nbytes
-            views.pop(0)
-        if got:
-            views[0] = views[0][got:]
-
-
-def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files where ``count`` more may not fit; as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if most > soft:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
-    """A few bytes, without read-ahead.
+def sum_range(file: StoredFile, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
+    """CRC32 of bytes of a file, which are read one part after the other.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    fd = _open(path)
-    try:
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_RANDOM)
-        data = bytearray(nbytes)
-        fill(fd, [memoryview(data)], offset, path)
-    finally:
-        os.close(fd)
-    return bytes(data)
-
-
-def read_whole_crc(path: str, record: Record, chunk: int = 4 << 20) -> int:
-    """CRC32 of a record, read sequentially."""
-    scratch = memoryview(bytearray(min(chunk, max(record.nbytes, 1))))
-    fd, crc = _open(path), 0
-    try:
-        for low in range(0, record.nbytes, chunk):
-            view = scratch[: min(chunk, record.nbytes - low)]
-            fill(fd, [view], record.offset + low, path)
-            crc = isal_zlib.crc32(view, crc)
-    finally:
-        os.close(fd)
+    scratch, crc = Scratch().take(min(chunk, nbytes)), 0
+    for low in range(0, nbytes, chunk):
+        view = scratch[: min(chunk, nbytes - low)]
+        file.read([view], offset + low)
+        crc = isal_zlib.crc32(view, crc)
     return crc

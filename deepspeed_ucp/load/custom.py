@@ -10,12 +10,12 @@ import torch
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..io.checksum import join_checks, verify_records
+from ..io.read import MemorySink
 from ..plan import Want
+from ..stream.checks import Checks
+from ..stream.reader import Reader
 from ..targets import Target
-from .negotiate import negotiate
-from .reader import Reader
-from .sinks import Buffer, TensorSink
+from .exchange import default_threads
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
@@ -30,21 +30,20 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     weights: dict[str, Atom] = {}
     for state in (MASTER, COPY, MODULE):  # later ones win
         weights.update({k.name: atom for k, atom in index.atoms.items() if k.state == state and not k.instance})
-    tensors, sinks, wants = {}, [], []
-    for number, (name, atom) in enumerate(weights.items()):
-        flat = torch.empty(atom.numel, dtype=getattr(torch, atom.dtype))
-        tensors[name] = flat.view(atom.shape)
-        sinks.append(TensorSink(Buffer(flat, fresh=True), atom.dtype))
-        wants.append(Want(atom, 0, atom.numel, number, 0))
-    alone = Comm()
-    plan = negotiate(wants, sinks, index, alone, config.window_mb << 20)
-    reader = Reader(index, sinks, (), plan, alone, config)
-    reader.read_fresh()
-    requests, crcs = reader.checked()
-    if reader.checksum:
-        verify_records(join_checks(requests, crcs), index.records, index.files, 0, 1)
+    tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
+    sinks = [_make_sink(tensor) for tensor in tensors.values()]
+    wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
+    checks, threads = Checks(), config.threads or default_threads()
+    with Reader(index, checksum=config.verify == "crc") as reader:
+        checks.add(reader.read_all(wants, sinks, threads))
+        if reader.checksum:
+            checks.verify(index, Comm(), threads=threads)
     tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
     return tensors
+
+
+def _make_sink(tensor: torch.Tensor) -> MemorySink:
+    return MemorySink(memoryview(tensor.view(-1).view(torch.uint8).numpy()), tensor.element_size())
 
 
 def run_custom_load(

@@ -22,10 +22,10 @@ from ..collection import pause_collection
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
-from ..io.checksum import join_checks, send_checks, verify_records, verify_whole
-from ..io.read import ReadStats
+from ..io.checksum import Checked
 from ..plan.match import Match, match_groups, match_parameters
-from ..sources.samples import check_samples
+from ..stream.checks import Checks
+from ..stream.samples import check_samples
 from ..targets import Extra, Target
 from ..targets.finish import (
     find_extra_states,
@@ -41,9 +41,9 @@ from .apart import guard_engine, set_apart
 from .census import Layouts, check_alike, find_renamed, read_rules, settle_layouts, take_census
 from .client import EXTRA_STATES, read_client_objects
 from .custom import run_custom_load
+from .exchange import CollectiveReader
 from .job import Job, make_job
 from .negotiate import negotiate
-from .reader import Reader
 from .replicas import check_instances, check_replicas
 from .report import LoadReport
 
@@ -101,12 +101,12 @@ def load_direct(
     extra = saved.pop(EXTRA_STATES, {})
     with comm.together():
         modules = _match_extra_states(engine, extra, arguments)
-    reader = Reader(index, job.sinks, job.blanks, plan, comm, config)
+    reader = CollectiveReader(index, job.sinks, job.blanks, plan, comm, config)
     with report.phase("read"):
         first = reader.read_fresh()
-    report.bytes_read, report.requests = first.nbytes, first.requests
+    report.count(first)
     with report.phase("verify"):
-        _verify(index, reader, work, comm)
+        report.bytes_read += _verify(index, reader, work, comm)
     with guard_engine(engine):
         with report.phase("finish"), comm.together():  # others' code, which may fail: before the buffers change
             if not arguments.load_module_only:
@@ -117,7 +117,7 @@ def load_direct(
             with report.phase("custom"):
                 run_custom_load(arguments.custom_load_fn, index, target, comm, config, masters_follow=not work.touched)
         with report.phase("fill"):
-            again = ReadStats(0, 0, []) if apart else reader.fill_live()
+            again: list[Checked] = [] if apart else reader.fill_live()
             job.commit()
         with report.phase("copies"):
             if work.touched:
@@ -127,9 +127,9 @@ def load_direct(
                 _attach(index, target, job, work.match)
             _finish(engine, index, saved, arguments, with_states=with_states)
     if config.verify == "crc":
-        report.bytes_again = again.nbytes
+        report.bytes_again = sum(check.nbytes for check in again)
     else:  # pass 1 has left these bytes alone
-        report.bytes_read, report.requests = report.bytes_read + again.nbytes, report.requests + again.requests
+        report.count(again)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,
@@ -258,9 +258,10 @@ def _read_saved(index: AtomicIndex, comm: Comm, config: UniversalConfig, argumen
     Raises:
         CheckpointError: it is damaged, or no save of an engine.
     """
-    with comm.together():
-        if config.verify == "crc" and comm.rank == 0:
-            verify_whole(index.client_records, index.records, index.files)
+    if config.verify == "crc":
+        checks = Checks()
+        checks.touch(index.client_records if comm.rank == 0 else ())
+        checks.verify(index, comm)
     saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
     if "global_steps" not in saved and not arguments.load_module_only:  # the same on every rank
         raise CheckpointError(
@@ -270,19 +271,21 @@ def _read_saved(index: AtomicIndex, comm: Comm, config: UniversalConfig, argumen
     return saved
 
 
-def _verify(index: AtomicIndex, reader: Reader, work: _Work, comm: Comm) -> None:
+def _verify(index: AtomicIndex, reader: CollectiveReader, work: _Work, comm: Comm) -> int:
     """Hold what was read against what training wrote, and replicas against each other; collective.
+
+    Returns:
+        Bytes that this rank has read in addition for the records' checksums.
 
     Raises:
         CheckpointError: bytes are damaged, or of another run.
         MismatchError: replicas differ.
     """
-    checks = send_checks(join_checks(*reader.checked()), comm)
-    with comm.together():
-        verify_records(checks, index.records, index.files, comm.rank, comm.size)
+    nbytes = reader.checks.verify(index, comm, threads=reader.threads) if reader.checksum else 0
     check_replicas([index.atoms[key] for key in work.replicated], index, comm)
     if reader.checksum:
         check_samples(index, [index.atoms[key] for key in work.touched], comm)
+    return nbytes
 
 
 def _attach(index: AtomicIndex, target: Target, job: Job, match: Match) -> None:

@@ -12,6 +12,7 @@ import torch
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from ..errors import MismatchError, shorten
 from ..flat import Cut
+from ..io.cast import average
 from ..patterns import Layout
 from ..plan import View, Want
 from ..plan.locate import find_shards
@@ -63,9 +64,8 @@ class Mean:
     copies: tuple[torch.Tensor, ...]
 
     def settle(self) -> None:
-        """Take the mean; in double precision, so that equal copies give themselves."""
-        total = torch.stack([copy.double() for copy in self.copies]).sum(0) / len(self.copies)
-        self.buffer.memory[self.low : self.high].copy_(total)
+        """Take the mean."""
+        self.buffer.memory[self.low : self.high].copy_(average(self.copies))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
-from ..sources.samples import read_elements
+from ..stream.reader import Reader
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -37,9 +37,9 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
         MismatchError: naming the parameter, the ranks and the largest difference.
     """
     found: list[_Gap] = []
-    with comm.together():
+    with comm.together(), Reader(index, checksum=False) as reader:
         for atom, rank, low, high in _list_parts(atoms)[comm.rank :: comm.size]:
-            found += _compare(atom, rank, low, high, index)
+            found += _compare(atom, rank, low, high, reader)
     gaps = sorted(gap for part in comm.gather(_keep_largest(found)) for gap in part)
     with comm.together():
         if gaps:
@@ -56,8 +56,8 @@ def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
     return parts
 
 
-def _compare(atom: Atom, rank: int, low: int, high: int, index: AtomicIndex) -> list[_Gap]:
-    first, other = (read_elements(atom, shard, low, high, index) for shard in (0, rank))
+def _compare(atom: Atom, rank: int, low: int, high: int, reader: Reader) -> list[_Gap]:
+    first, other = (reader.read_elements(atom, shard, low, high) for shard in (0, rank))
     if first == other:
         return []
     dtype = getattr(torch, atom.dtype)
@@ -114,17 +114,18 @@ def look_equal(name: str, index: AtomicIndex) -> bool:
     """Whether the stages' copies of a parameter agree at some elements of each shard."""
     found = [index.find(name, MASTER, instance) for instance in range(index.instances[name])]
     atoms = [atom for atom in found if atom]
-    return all(_sample(atoms[0], atom, index) for atom in atoms[1:])
+    with Reader(index, checksum=False) as reader:
+        return all(_sample(atoms[0], atom, reader) for atom in atoms[1:])
 
 
-def _sample(first: Atom, other: Atom, index: AtomicIndex) -> bool:
+def _sample(first: Atom, other: Atom, reader: Reader) -> bool:
     if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
         return False
     for shard, held in enumerate(first.shards):
         count = min(held.numel, _SAMPLES)
         for number in range(count):
             place = number * (held.numel - 1) // max(count - 1, 1)
-            pair = [read_elements(atom, shard, place, place + 1, index) for atom in (first, other)]
+            pair = [reader.read_elements(atom, shard, place, place + 1) for atom in (first, other)]
             if pair[0] != pair[1]:
                 return False
     return True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..io.checksum import Checked
 
 
 @dataclass(slots=True)
@@ -32,6 +34,11 @@ class LoadReport:
     requests: int = 0
     state_bytes: int = 0
     converted: Any = None
+
+    def count(self, checks: Sequence[Checked]) -> None:
+        """Note what was read for the first time."""
+        self.bytes_read += sum(check.nbytes for check in checks)
+        self.requests += len(checks)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -17,13 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..atoms import Record
-from .locate import Piece, cut_blocks
-from .requests import MAX_PARTS, Part
+from .locate import Piece, Want, cut_blocks, locate
+from .requests import MAX_PARTS, Part, Request
 
 Table = npt.NDArray[np.int64]
 """Claims as rows (record, offset, run, step, count, fresh)."""
 
 COLUMNS = 6
+_ENDLESS = 1 << 62
+"""Bytes of a block where there are none."""
+
 GRANTED = -1
 """Answer to a claim: read it yourself. Other answers are the round in which the owner sends the bytes."""
 
@@ -72,6 +75,13 @@ def make_claims(pieces: Iterable[Piece], is_fresh: Callable[[int], bool], block:
     claims = [claim for (record, fresh, _), held in found.items() for claim in _join(record, fresh, held)]
     claims.sort(key=lambda claim: (claim.record, claim.offset, claim.fresh))
     return claims
+
+
+def list_requests(wants: Iterable[Want], block: int = _ENDLESS) -> list[Request]:
+    """How one rank alone reads what it wants: neighbours in a block of a record are one request."""
+    pieces = (part for want in wants for piece in locate(want) for part in piece.split())
+    claims = make_claims(pieces, lambda buffer: True, block)
+    return [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in claims]
 
 
 def _join(record: int, fresh: bool, pieces: list[Piece]) -> Iterable[Claim]:

@@ -30,7 +30,7 @@ class View:
 class Want:
     """Elements [start, start + numel) of a flattened target shard go to ``buffer`` at element ``offset``.
 
-    Without a view the target shard is the source's only one.
+    Without a view the target shard is the source's shard ``shard``.
     """
 
     atom: Atom
@@ -39,6 +39,7 @@ class Want:
     buffer: int
     offset: int
     view: View | None = None
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,16 @@ class Piece:
     def is_contiguous(self) -> bool:
         """The runs follow each other in the record."""
         return self.run.count == 1 or self.run.src_step == self.run.width
+
+    def split(self) -> Iterator[Piece]:
+        """The same with every piece contiguous in the record."""
+        run = self.run
+        if self.is_contiguous:
+            yield self
+            return
+        for number in range(run.count):
+            one = Run(run.src + number * run.src_step, run.dst + number * run.dst_step, run.width)
+            yield Piece(self.record, self.buffer, self.itemsize, one)
 
 
 def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
@@ -87,7 +98,7 @@ def locate(want: Want) -> Iterator[Piece]:
 def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
     view, end = want.view, want.start + want.numel
     if view is None:
-        yield 0, (Run(want.start, want.start, want.numel),)
+        yield want.shard, (Run(want.start, want.start, want.numel),)
         return
     for shard in view.shards:
         yield shard, copy_runs(view.source, shard, view.target, view.rank, want.start, end)

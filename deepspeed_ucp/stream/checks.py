@@ -1,63 +1,106 @@
-"""Holds what a whole conversion has read against the checksums that training wrote."""
+"""Holds everything that was read of a checkpoint against the checksums that training wrote."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from ..atoms import AtomicIndex, Record
 from ..comm import Comm
-from ..io.checksum import Checked, merge_checks, send_checks, verify_records
-from ..io.memory import allocate
-from ..io.read import read_requests
+from ..errors import CheckpointError
+from ..io.checksum import Checked, merge_checks
+from ..io.read import RecordReader
 from ..plan.requests import DISCARD, Part, Request
 
 CHUNK = 4 << 20
 
 
-def verify_source(index: AtomicIndex, checks: Iterable[Checked], comm: Comm, *, threads: int = 4) -> int:
-    """Read what the records hold besides the atoms (padding), and compare every record's CRC32; collective.
+class Checks:
+    """CRC32s of what this rank has read; any thread may add to them."""
 
-    Args:
-        checks: of the source bytes that this rank has read.
-        threads: how many read at once.
+    def __init__(self) -> None:
+        self.read: list[Checked] = []
 
-    Returns:
-        Bytes that this rank has read in addition.
+    def add(self, checks: Iterable[Checked]) -> None:
+        """Note what was read."""
+        self.read.extend(checks)
 
-    Raises:
-        CheckpointError: a record's bytes are not what was saved; the same on every rank.
-    """
-    mine = send_checks(merge_checks(checks), comm)
-    nbytes = 0
-    with comm.together():
-        rest = list(find_gaps(mine, index.records))
-        stats = read_requests(
-            rest,
-            index.records,
-            index.files,
-            (),
-            threads=min(threads, max(len(rest), 1)),
-            make_scratch=lambda size: memoryview(allocate(max(size, 1))),
-            checksum=True,
-        )
-        nbytes = stats.nbytes
-        mine += [Checked(r.record, r.offset, r.nbytes, crc) for r, crc in zip(rest, stats.crcs, strict=True)]
-        verify_records(mine, index.records, index.files, comm.rank, comm.size)
-    return nbytes
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read."""
+        return sum(check.nbytes for check in self.read)
+
+    def touch(self, records: Iterable[int]) -> None:
+        """Have whole records verified, of which nothing need be read before."""
+        self.read.extend(Checked(record, 0, 0, 0) for record in records)
+
+    def verify(self, index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
+        """Read what all ranks have left out of the records that they read of, and compare every CRC32; collective.
+
+        Each rank answers for every ``size``-th record.
+
+        Returns:
+            Bytes that this rank has read in addition.
+
+        Raises:
+            CheckpointError: a record's bytes are not what was saved; the same on every rank.
+        """
+        mine = _group(send_checks(merge_checks(self.read), comm), index.records)
+        return comm.run(lambda: _complete(mine, index, threads))
 
 
-def find_gaps(checks: Iterable[Checked], records: Sequence[Record]) -> Iterator[Request]:
-    """Reads of what no check covers of the records that some check belongs to, where their CRC32 is known."""
-    by_record: dict[int, list[Checked]] = defaultdict(list)
+def send_checks(checks: Sequence[Checked], comm: Comm) -> list[Checked]:
+    """The checks of the records that this rank answers for (every ``size``-th), from all ranks; collective."""
+    rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
+    tables = comm.swap_tables([rows[rows[:, 0] % comm.size == rank] for rank in range(comm.size)])
+    return [Checked(*row) for table in tables for row in table.tolist()]
+
+
+def _group(checks: Iterable[Checked], records: Sequence[Record]) -> dict[int, list[Checked]]:
+    """By record, joined; what two tensors share was read twice and does not add up: nothing is left of it then."""
+    found: dict[int, list[Checked]] = defaultdict(list)
     for check in checks:
-        by_record[check.record].append(check)
-    for number, held in sorted(by_record.items()):
-        if records[number].crc is None:
-            continue
-        position = 0
-        for check in [*merge_checks(held), Checked(number, records[number].nbytes, 0, 0)]:
-            for low in range(position, check.offset, CHUNK):
-                size = min(CHUNK, check.offset - low)
-                yield Request(number, low, size, (Part(size, DISCARD, 0),))
-            position = max(position, check.offset + check.nbytes)
+        if records[check.record].crc is not None:
+            found[check.record].append(check)
+    joined = {number: merge_checks(parts) for number, parts in sorted(found.items())}
+    return {number: [] if _overlap(parts) else parts for number, parts in joined.items()}
+
+
+def _overlap(checks: Sequence[Checked]) -> bool:
+    return any(one.offset + one.nbytes > two.offset for one, two in pairwise(checks))
+
+
+def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: int) -> int:
+    gaps = [
+        gap for number, checks in by_record.items() for gap in find_gaps(number, checks, index.records[number].nbytes)
+    ]
+    with RecordReader(index.records, index.files) as reader:
+        for check in reader.read_parallel(gaps, (), threads):
+            by_record[check.record].append(check)
+    for number, checks in by_record.items():
+        (whole,) = merge_checks(checks) or [Checked(number, 0, 0, 0)]
+        _compare(index, number, whole.crc)
+    return sum(gap.nbytes for gap in gaps)
+
+
+def find_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
+    """Reads of what no check covers of a record."""
+    position = 0
+    for check in [*checks, Checked(record, nbytes, 0, 0)]:
+        for low in range(position, check.offset, CHUNK):
+            size = min(CHUNK, check.offset - low)
+            yield Request(record, low, size, (Part(size, DISCARD, 0),))
+        position = check.offset + check.nbytes
+
+
+def _compare(index: AtomicIndex, number: int, crc: int) -> None:
+    record = index.records[number]
+    if crc != record.crc:
+        raise CheckpointError(
+            f"{index.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the "
+            f"writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the file from a copy, "
+            "or take another tag."
+        )

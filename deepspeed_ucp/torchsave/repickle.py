@@ -19,8 +19,8 @@ from typing import IO, Any, Final
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.read import read_bytes
 from ..io.regular import open_regular
+from ..io.store import read_bytes
 from .opcodes import PROTOCOL, Global, Node, write_pickle
 from .records import list_records
 from .torchfile import Blob, check_crc, is_zip, read_header

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from isal import isal_zlib
 
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io import ReadStats, read_requests
-from deepspeed_ucp.io import read as reading
-from deepspeed_ucp.io.read import read_whole_crc
+from deepspeed_ucp.io.checksum import Checked
+from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
+from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan import DISCARD, Part, Request
 
 DATA = random.Random(0).randbytes(4000)
@@ -42,47 +43,40 @@ def file(tmp_path: Path) -> FileRef:
 
 
 def read(
-    requests: list[Request], file: FileRef, sinks: list[Bytes | None], threads: int = 1, checksum: bool = True
-) -> ReadStats:
-    return read_requests(
-        requests,
-        [Record(0, 100, 3900, None)],
-        [file],
-        sinks,
-        threads=threads,
-        make_scratch=lambda nbytes: memoryview(bytearray(nbytes)),
-        checksum=checksum,
-    )
+    requests: list[Request], file: FileRef, sinks: list[Any], threads: int = 1, checksum: bool = True
+) -> list[Checked]:
+    with RecordReader([Record(0, 100, 3900, None)], [file], checksum=checksum) as reader:
+        return sorted(reader.read_parallel(requests, sinks, threads))
 
 
 def test_bytes_go_where_the_parts_say(file: FileRef) -> None:
     direct, staged = Bytes(10), Bytes(10, staged=True)
     parts = (Part(4, 0, 6), Part(3, DISCARD, 0), Part(5, 1, 2), Part(2, 0, 0))
-    stats = read([Request(0, 50, 14, parts)], file, [direct, staged])
+    checks = read([Request(0, 50, 14, parts)], file, [direct, staged])
     got = DATA[150:164]
     assert bytes(direct.data) == got[12:14] + bytes(4) + got[:4]
     assert bytes(staged.data) == bytes(2) + got[7:12] + bytes(3)
-    assert stats == ReadStats(14, 1, [isal_zlib.crc32(got)])
+    assert checks == [Checked(0, 50, 14, isal_zlib.crc32(got))]
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
     """A buffer's rows are apart: its memory is not one view."""
     sink = Bytes(20, staged=staged)
-    stats = read([Request(0, 0, 9, (Part(6, 0, 1, run=2, stride=5), Part(3, 0, 17)))], file, [sink])
+    checks = read([Request(0, 0, 9, (Part(6, 0, 1, run=2, stride=5), Part(3, 0, 17)))], file, [sink])
     got = DATA[100:109]
     assert bytes(sink.data) == (bytes(1) + got[:2] + bytes(3) + got[2:4] + bytes(3) + got[4:6] + bytes(4) + got[6:9])
-    assert stats.crcs == [isal_zlib.crc32(got)]
+    assert [check.crc for check in checks] == [isal_zlib.crc32(got)]
 
 
 def test_discarded_buffers_are_checksummed_all_the_same(file: FileRef) -> None:
-    stats = read([Request(0, 0, 20, (Part(20, 0, 0),))], file, [None])
-    assert stats.crcs == [isal_zlib.crc32(DATA[100:120])]
+    checks = read([Request(0, 0, 20, (Part(20, 0, 0),))], file, [None])
+    assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[100:120])]
 
 
 def test_without_checksums_there_are_none(file: FileRef) -> None:
     sink = Bytes(20)
-    assert read([Request(0, 0, 20, (Part(20, 0, 0),))], file, [sink], checksum=False) == ReadStats(20, 1, [])
+    assert read([Request(0, 0, 20, (Part(20, 0, 0),))], file, [sink], checksum=False) == [Checked(0, 0, 20, 0)]
     assert bytes(sink.data) == DATA[100:120]
 
 
@@ -91,26 +85,28 @@ def test_without_checksums_there_are_none(file: FileRef) -> None:
 def test_threads_share_the_requests(file: FileRef, threads: int, staged: bool) -> None:
     sink = Bytes(3900, staged=staged)
     requests = [Request(0, low, 100, (Part(60, 0, low), Part(40, 0, low + 60))) for low in range(0, 3900, 100)]
-    stats = read(requests, file, [sink], threads)
+    checks = read(requests, file, [sink], threads)
     assert bytes(sink.data) == DATA[100:]
-    assert stats.crcs == [isal_zlib.crc32(DATA[100 + low : 200 + low]) for low in range(0, 3900, 100)]
+    assert [check.crc for check in checks] == [
+        isal_zlib.crc32(DATA[100 + low : 200 + low]) for low in range(0, 3900, 100)
+    ]
 
 
 def test_nothing_to_do_opens_nothing(tmp_path: Path) -> None:
-    assert read([], FileRef(str(tmp_path / "absent.pt"), 0), []) == ReadStats(0, 0, [])
+    assert read([], FileRef(str(tmp_path / "absent.pt"), 0), []) == []
 
 
 def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = reading.os.preadv
+    whole = os.preadv
 
     def some(fd: int, views: list[memoryview], offset: int) -> int:
         return whole(fd, [views[0][: max(views[0].nbytes // 3, 1)]], offset)
 
-    monkeypatch.setattr(reading.os, "preadv", some)
+    monkeypatch.setattr(os, "preadv", some)
     sink = Bytes(50)
-    stats = read([Request(0, 5, 50, (Part(20, 0, 0), Part(30, 0, 20)))], file, [sink])
+    checks = read([Request(0, 5, 50, (Part(20, 0, 0), Part(30, 0, 20)))], file, [sink])
     assert bytes(sink.data) == DATA[105:155]
-    assert stats.crcs == [isal_zlib.crc32(DATA[105:155])]
+    assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[105:155])]
 
 
 def test_several_files(tmp_path: Path) -> None:
@@ -119,15 +115,9 @@ def test_several_files(tmp_path: Path) -> None:
         (tmp_path / f"{number}.pt").write_bytes(bytes([number]) * 10)
         files.append(FileRef(str(tmp_path / f"{number}.pt"), 10))
     sink = Bytes(12)
-    read_requests(
-        [Request(number, 2, 4, (Part(4, 0, 4 * number),)) for number in range(3)],
-        [Record(number, 1, 9, None) for number in range(3)],
-        files,
-        [sink],
-        threads=2,
-        make_scratch=lambda nbytes: memoryview(bytearray(nbytes)),
-        checksum=False,
-    )
+    requests = [Request(number, 2, 4, (Part(4, 0, 4 * number),)) for number in range(3)]
+    with RecordReader([Record(number, 1, 9, None) for number in range(3)], files, checksum=False) as reader:
+        reader.read_parallel(requests, [sink], 2)
     assert bytes(sink.data) == bytes(4) + b"\1" * 4 + b"\2" * 4
 
 
@@ -149,7 +139,7 @@ def test_a_read_error_is_told_with_its_place(file: FileRef, monkeypatch: pytest.
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(reading.os, "preadv", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CheckpointError, match=r"x.pt: cannot be read at byte 107 \(Input/output error\)"):
         read([Request(0, 7, 4, (Part(4, 0, 0),))], file, [Bytes(4)])
 
@@ -173,10 +163,18 @@ def test_no_file_stays_open(file: FileRef) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 5000])
-def test_a_whole_records_checksum(file: FileRef, chunk: int) -> None:
-    assert read_whole_crc(file.path, Record(0, 10, 300, None), chunk) == isal_zlib.crc32(DATA[10:310])
+def test_the_checksum_of_a_range(file: FileRef, chunk: int) -> None:
+    with StoredFile(file.path) as stored:
+        assert sum_range(stored, 10, 300, chunk) == isal_zlib.crc32(DATA[10:310])
+        with pytest.raises(CheckpointError, match="ends at byte 4000"):
+            sum_range(stored, 10, 4000, chunk)
 
 
-def test_a_whole_record_that_is_cut_off_is_refused(file: FileRef) -> None:
-    with pytest.raises(CheckpointError, match="ends at byte 4000"):
-        read_whole_crc(file.path, Record(0, 10, 4000, None))
+@pytest.mark.parametrize("itemsize", [1, 4])
+def test_plain_memory_takes_rows(file: FileRef, itemsize: int) -> None:
+    memory = bytearray(20 * itemsize)
+    part = Part(6 * itemsize, 0, 1, run=2 * itemsize, stride=5)
+    read([Request(0, 0, 6 * itemsize, (part,))], file, [MemorySink(memoryview(memory), itemsize)])
+    rows = [DATA[100 + low : 100 + low + 2 * itemsize] for low in range(0, 6 * itemsize, 2 * itemsize)]
+    gap = bytes(3 * itemsize)
+    assert bytes(memory) == bytes(itemsize) + gap.join(rows) + bytes(7 * itemsize)

@@ -16,10 +16,10 @@ from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
-from deepspeed_ucp.load import LoadArguments, LoadReport, apart, direct, load_direct, reader
+from deepspeed_ucp.load import LoadArguments, LoadReport, apart, direct, exchange, load_direct
+from deepspeed_ucp.load.exchange import CollectiveReader, default_threads
 from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
-from deepspeed_ucp.load.reader import Reader, default_threads
 from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.plan.match import Match
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
@@ -338,13 +338,14 @@ def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]
     """Do something once everything has been read and verified."""
     check = direct._verify
 
-    def check_and_go_on(*args: Any) -> None:
-        check(*args)
+    def check_and_go_on(*args: Any) -> int:
+        nbytes = check(*args)
         then()
+        return nbytes
 
     monkeypatch.setattr(direct, "_verify", check_and_go_on)
-    monkeypatch.setattr(reader, "_PAUSE", 0.0)
-    monkeypatch.setattr(reader, "_ATTEMPTS", 1)
+    monkeypatch.setattr(exchange, "_PAUSE", 0.0)
+    monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
 
 
 def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
@@ -415,7 +416,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
     have_memory(monkeypatch, much)
     path, state = write(tmp_path, Topology(1, 3))
     config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(reader, "_ATTEMPTS", 1)
+    monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
     marked = 0
     for number in range(1, 999):
         targets = make_targets(PLAIN, Topology(3, 2))
@@ -429,7 +430,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         results = World(2).run(lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank]))  # noqa: B023
         monkeypatch.undo()
         have_memory(monkeypatch, much)
-        monkeypatch.setattr(reader, "_ATTEMPTS", 1)
+        monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
         if failing.count < number:
             break
         texts = {str(result) for result in results}
@@ -450,7 +451,7 @@ def test_what_fails_for_a_moment_in_the_second_pass_is_read_again(
     targets = make_targets(PLAIN, Topology(3, 2))
     index, failing = open_for(path, targets[0]), FailingReads(monkeypatch, 2, once=True)
     after_verification(monkeypatch, failing.arm)
-    monkeypatch.setattr(reader, "_ATTEMPTS", 2)
+    monkeypatch.setattr(exchange, "_ATTEMPTS", 2)
     run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
     check_loaded(targets, state)
     assert "trying again" in caplog.text
@@ -553,14 +554,14 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
     path, _ = write(tmp_path, Topology(1, 3))
     targets = make_targets(PLAIN, Topology(3, 3))
     index = open_for(path, targets[0])
-    read = Reader._read
+    read = CollectiveReader._read
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.sinks and self.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].master.data_ptr():
             raise OSError(5, "Input/output error")
         return read(self, *args, **kwargs)
 
-    monkeypatch.setattr(Reader, "_read", fail)
+    monkeypatch.setattr(CollectiveReader, "_read", fail)
     results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
     assert {type(result) for result in results} == {StorageError}
     assert {str(result) for result in results} == {f"[rank {culprit}] a file: Input/output error (EIO)"}
@@ -581,16 +582,9 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = Reader(open_for(path, rank), (), (), NO_PLAN, Comm(), config)
+    made = CollectiveReader(open_for(path, rank), (), (), NO_PLAN, Comm(), config)
     assert 1 <= made.threads <= (threads or default_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
-
-
-def test_scratch_memory_is_plain_bytes(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
-    scratch = Reader(open_for(path, rank), (), (), NO_PLAN, Comm(), UniversalConfig())._make_scratch(100)
-    assert (scratch.nbytes, scratch.readonly, scratch.itemsize) == (100, False, 1)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -630,7 +624,7 @@ def test_a_damaged_client_tensor_is_found(tmp_path: Path) -> None:
     (number,) = index.client_records
     record = index.records[number]
     flip(Path(index.files[record.file].path), record.offset + 17)
-    with pytest.raises(CheckpointError, match="Nothing was loaded"):
+    with pytest.raises(CheckpointError, match="Nothing was changed"):
         run_load(index, target)
     check_untouched(target)
     run_load(index, target, config=UniversalConfig(verify="off"))

@@ -17,7 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.samples import check_samples
+from deepspeed_ucp.stream.samples import check_samples
 from tests.reshard import check_content, load, make_targets, open_for
 from tests.synth import Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 

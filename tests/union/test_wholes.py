@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
-from deepspeed_ucp.stream.checks import find_gaps, verify_source
-from deepspeed_ucp.stream.reader import Item, RangeReader
+from deepspeed_ucp.stream.checks import Checks
+from deepspeed_ucp.stream.reader import Item, Reader
 from deepspeed_ucp.union.wholes import Whole, settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder
@@ -37,20 +38,28 @@ def rules_of(held: Held) -> Any:
     return from_config(make_config(held.model).patterns)
 
 
-def read_whole(reader: RangeReader, whole: Whole, step: int | None = None) -> torch.Tensor:
+def read_whole(reader: Reader, whole: Whole, step: int | None = None, checks: Checks | None = None) -> torch.Tensor:
     """A logical tensor, read in ranges of ``step`` elements."""
+    checks = checks or Checks()
     data = bytearray(whole.nbytes)
     view = memoryview(data)
     step = step or max(whole.numel, 1)
     for start in range(0, whole.numel, step):
         numel = min(step, whole.numel - start)
-        reader.read(whole, start, numel, view[start * whole.itemsize : (start + numel) * whole.itemsize])
+        into = view[start * whole.itemsize : (start + numel) * whole.itemsize]
+        checks.add(reader.read_items([Item(whole, start, numel, into)]))
     if not data:
         return torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
     return torch.frombuffer(data, dtype=getattr(torch, whole.dtype)).view(whole.shape)
 
 
-def check_atoms(reader: RangeReader, wholes: Mapping[tuple[str, str], Whole], held: Held, step: int | None) -> int:
+def check_atoms(
+    reader: Reader,
+    wholes: Mapping[tuple[str, str], Whole],
+    held: Held,
+    step: int | None,
+    checks: Checks | None = None,
+) -> int:
     """Every atom that the run holds and the files keep is there, to the bit."""
     seen = 0
     for name, states in held.state.atoms.items():
@@ -58,7 +67,7 @@ def check_atoms(reader: RangeReader, wholes: Mapping[tuple[str, str], Whole], he
             whole = wholes.get(AtomKey(*atom_key(name, state)))
             if whole is None or not value.numel():
                 continue
-            found = read_whole(reader, whole, step)
+            found = read_whole(reader, whole, step, checks)
             assert found.shape == value.shape, (name, state)
             assert torch.equal(found.view(torch.uint8), value.contiguous().view(torch.uint8)), (name, state)
             seen += 1
@@ -72,10 +81,10 @@ def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
         index = open_held(trip.source, folder)
         wholes = settle_wholes(index, rules_of(trip.source))
         assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.atoms)
-        with RangeReader(index) as reader:
-            assert check_atoms(reader, wholes.atoms, trip.source, step) > 0
-            checks = reader.take_checks()
-        verify_source(index, checks, Comm())
+        with Reader(index) as reader:
+            checks = Checks()
+            assert check_atoms(reader, wholes.atoms, trip.source, step, checks) > 0
+        checks.verify(index, Comm())
 
 
 def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "column")) -> Held:
@@ -86,14 +95,13 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     held = make_plain_source(2)
     index = open_held(held, tmp_path)
     wholes = settle_wholes(index, rules_of(held))
-    with RangeReader(index) as reader:
+    checks = Checks()
+    with Reader(index) as reader:
         for whole in wholes.atoms.values():
-            read_whole(reader, whole, 7)
-        checks = reader.take_checks()
-        touched = {check.record for check in checks}
-        rest = sum(request.nbytes for request in find_gaps(checks, index.records))
-        assert reader.nbytes == sum(check.nbytes for check in checks)
-        assert reader.nbytes + rest == sum(index.records[number].nbytes for number in touched)
+            read_whole(reader, whole, 7, checks)
+    touched = {check.record for check in checks.read}
+    rest = checks.verify(index, Comm())
+    assert checks.nbytes + rest == sum(index.records[number].nbytes for number in touched)
 
 
 def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,16 +110,14 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
     index = open_held(held, tmp_path)
     wholes = settle_wholes(index)
     calls: list[int] = []
-    from deepspeed_ucp.union import reading
-
-    real = reading.fill
-    monkeypatch.setattr(reading, "fill", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])
     items = [
         Item(whole, 0, whole.numel, memoryview(bytearray(whole.nbytes)))
         for whole in sorted(wholes.atoms.values(), key=lambda whole: whole.place)
         if whole.state == MASTER
     ]
-    with RangeReader(index) as reader:
+    with Reader(index) as reader:
         reader.read_items(items)
     groups = len({(index.records[item.whole.place[0]].file, item.whole.place[0]) for item in items})
     assert len(calls) == groups < len(items)
@@ -126,7 +132,7 @@ def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
     wholes = settle_wholes(index, rules_of(held))
     with (
-        RangeReader(index) as reader,
+        Reader(index) as reader,
         pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
     ):
         read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
@@ -145,7 +151,7 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
         for rule in patterns["rules"]
     ]
     wholes = settle_wholes(index, from_config(patterns))
-    with RangeReader(index) as reader:
+    with Reader(index) as reader:
         found = read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
     both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
     assert torch.equal(found, torch.stack(both).double().mean(0).float())
@@ -186,11 +192,11 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     data = bytearray(path.read_bytes())
     data[record.offset + offset] ^= 1
     path.write_bytes(data)
-    with RangeReader(index) as reader:
-        read_whole(reader, whole)
-        checks = reader.take_checks()
+    checks = Checks()
+    with Reader(index) as reader:
+        read_whole(reader, whole, checks=checks)
     with pytest.raises(CheckpointError, match="CRC32"):
-        verify_source(index, checks, Comm())
+        checks.verify(index, Comm())
 
 
 def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.cast import cast
-from ..io.read import read_bytes
+from .reader import Reader
 
 _PER_FILE = 48
 _TOLERATED = 0.1
@@ -40,8 +40,9 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
                 for fragment in shard.fragments:
                     entry = _Entry(atom, twin, rank, fragment)
                     by_file.setdefault(index.records[fragment.record].file, []).append(entry)
-        for file in sorted(by_file)[comm.rank :: comm.size]:
-            _check_file(index, file, by_file[file])
+        with Reader(index, checksum=False) as reader:
+            for file in sorted(by_file)[comm.rank :: comm.size]:
+                _check_file(reader, file, by_file[file])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class _Entry:
     fragment: Fragment
 
 
-def _check_file(index: AtomicIndex, file: int, entries: list[_Entry]) -> None:
-    differing, first, total = 0, "", 0
+def _check_file(reader: Reader, file: int, entries: list[_Entry]) -> None:
+    index, differing, first, total = reader.index, 0, "", 0
     for entry, position in _spread(entries):
         total += 1
         atoms = (entry.master, entry.copy)
-        master, copy = (read_elements(atom, entry.shard, position, position + 1, index) for atom in atoms)
+        master, copy = (reader.read_elements(atom, entry.shard, position, position + 1) for atom in atoms)
         if _cast(master, entry.master.dtype, entry.copy.dtype) != copy:
             differing += 1
             values = [_show(data, atom.dtype) for data, atom in zip((master, copy), atoms, strict=True)]
@@ -93,16 +94,3 @@ def _cast(data: bytearray, source: str, target: str) -> bytearray:
 
 def _show(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
-
-
-def read_elements(atom: Atom, shard: int, low: int, high: int, index: AtomicIndex) -> bytearray:
-    """Elements [low, high) of a flattened shard."""
-    itemsize = ITEMSIZE[atom.dtype]
-    data = bytearray()
-    for fragment in atom.shards[shard].fragments:
-        first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
-        if first < last:
-            record = index.records[fragment.record]
-            offset = record.offset + fragment.offset + (first - fragment.start) * itemsize
-            data += read_bytes(index.files[record.file].path, offset, (last - first) * itemsize)
-    return data

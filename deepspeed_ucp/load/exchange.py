@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError
-from ..io import ReadStats, read_requests
+from ..io.checksum import Checked
 from ..io.memory import allocate
+from ..io.read import MemorySink, RecordReader, Sink
+from ..io.threads import count_threads
 from ..plan import Claim, LoadPlan, Request, Round, Send
+from ..stream.checks import Checks
 from .job import Blank
 from .negotiate import BLOCK
-from .sinks import Buffer, TensorSink
+from .sinks import TensorSink
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -29,14 +31,17 @@ _PAUSE = 0.2
 """Seconds before the second attempt; each further pause is a second longer."""
 
 
-class Reader:
-    """Reads what one rank's plan says.
+class CollectiveReader:
+    """Reads what one rank's plan says, together with the other ranks.
 
     Args:
         sinks: where each buffer number's bytes go.
         blanks: what is zeroed first.
         plan: of this rank.
         config: window, threads, verification.
+
+    Attributes:
+        checks: of what pass 1 has read.
     """
 
     def __init__(
@@ -54,17 +59,18 @@ class Reader:
         self.checksum = config.verify == "crc"
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in sinks)
         self.stage: torch.Tensor | None = None
-        self.crcs: dict[tuple[int, int], int] = {}
-        """CRC32 of what pass 1 read, by record and offset."""
+        self.checks = Checks()
 
-    def read_fresh(self) -> ReadStats:
+    def read_fresh(self) -> list[Checked]:
         """Pass 1: fresh memory is filled, everything is checksummed; collective.
 
         Without checksums only what fresh memory needs is read.
         """
-        return self._run_pass(fresh=True, everything=self.checksum)
+        read = self._run_pass(fresh=True, everything=self.checksum)
+        self.checks.add(read)
+        return read
 
-    def fill_live(self) -> ReadStats:
+    def fill_live(self) -> list[Checked]:
         """Pass 2: the live buffers; collective. Their bytes have to be the ones that were verified.
 
         What cannot be read is tried again: storage over a network may fail for a moment.
@@ -74,25 +80,42 @@ class Reader:
         """
         for attempt in range(_ATTEMPTS - 1):
             try:
-                return self._run_pass(fresh=False, everything=False)
+                return self._fill_live()
             except UcpError as error:  # the same on every rank
                 logger.warning("reading into the engine's buffers failed, trying again: %s", error)
                 time.sleep(attempt + _PAUSE)
-        return self._run_pass(fresh=False, everything=False)
+        return self._fill_live()
 
-    def checked(self) -> tuple[list[Request], list[int]]:
-        """Requests of pass 1 and the CRC32 of each."""
-        requests = [r for r in self.plan.requests if (r.record, r.offset) in self.crcs]
-        return requests, [self.crcs[r.record, r.offset] for r in requests]
+    def _fill_live(self) -> list[Checked]:
+        read = self._run_pass(fresh=False, everything=False)
+        self.comm.run(lambda: self._compare(read))
+        return read
 
-    def _run_pass(self, *, fresh: bool, everything: bool) -> ReadStats:
-        stats = ReadStats(0, 0, [])
+    def _compare(self, again: Sequence[Checked]) -> None:
+        """What pass 2 has read is what was verified."""
+        if not self.checksum:
+            return
+        changed = set(again) - set(self.checks.read)
+        if changed:
+            path = self.index.files[self.index.records[min(changed).record].file].path
+            raise CheckpointError(f"{path}: was written to while it was being loaded.")
+
+    def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
+        with self._open_files() as reader:
+            return self._read_rounds(reader, fresh, everything)
+
+    def _open_files(self) -> RecordReader:
+        allocate = (lambda nbytes: memoryview(_allocate(nbytes, True).numpy())) if self.pinned else None
+        return RecordReader(self.index.records, self.index.files, checksum=self.checksum, allocate=allocate)
+
+    def _read_rounds(self, reader: RecordReader, fresh: bool, everything: bool) -> list[Checked]:
+        checks: list[Checked] = []
         with self.comm.together():
             for blank in self.blanks:
                 if blank.buffer.fresh == fresh:
                     blank.zero()
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
-            stats = self._read(direct, fresh)
+            checks += self._read(reader, direct, fresh)
         arrived = _Arrived((), memoryview(b""))
         for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
             packed = torch.empty(0, dtype=torch.uint8)
@@ -100,55 +123,33 @@ class Reader:
                 self._scatter(arrived)
                 if step == 0:
                     reads = each.reads if everything else _pick_reads(each, fresh)
-                    stats = stats.join(self._read(reads, fresh, staged=each.staged))
+                    checks += self._read(reader, reads, fresh, staged=each.staged)
                 sends, claims = self._pick_step(each, fresh, step)
                 packed = self._pack(sends)
             arrived = _Arrived([claim for one in claims for claim in one], self._swap(packed, sends, claims))
-        with self.comm.together():
-            self._scatter(arrived)
+        self.comm.run(lambda: self._scatter(arrived))
         self.stage = None
-        return stats
+        return checks
 
     def _feeds(self, request: Request, fresh: bool) -> bool:
         """Whether some of the request's bytes go to fresh memory, or to live buffers."""
         return any(part.buffer >= 0 and self.sinks[part.buffer].fresh == fresh for part in request.parts)
 
-    def _read(self, requests: Sequence[Request], fresh: bool, *, staged: int = 0) -> ReadStats:
+    def _read(
+        self, reader: RecordReader, requests: Sequence[Request], fresh: bool, *, staged: int = 0
+    ) -> list[Checked]:
         if self.pinned:  # the threads copy on the default stream
             torch.cuda.synchronize()
-        sinks: list[TensorSink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
-        stats = read_requests(
-            requests,
-            self.index.records,
-            self.index.files,
-            [*sinks, self._make_stage(staged)],
-            threads=self.threads,
-            make_scratch=self._make_scratch,
-            checksum=self.checksum,
-        )
-        self._compare(requests, stats.crcs, first=fresh)
-        return stats
+        sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
+        return reader.read_parallel(requests, [*sinks, self._make_stage(staged)], self.threads)
 
-    def _compare(self, requests: Sequence[Request], crcs: Sequence[int], *, first: bool) -> None:
-        for request, crc in zip(requests, crcs, strict=False):
-            key = request.record, request.offset
-            if first:
-                self.crcs[key] = crc
-            elif self.crcs[key] != crc:
-                path = self.index.files[self.index.records[request.record].file].path
-                raise CheckpointError(f"{path}: was written to while it was being loaded.")
-
-    def _make_scratch(self, nbytes: int) -> memoryview:
-        """Scratch memory of one thread; page-locked where it is copied to a GPU."""
-        return memoryview(_allocate(nbytes, self.pinned).numpy())
-
-    def _make_stage(self, nbytes: int) -> TensorSink | None:
+    def _make_stage(self, nbytes: int) -> MemorySink | None:
         if not nbytes:
             return None
         if self.stage is None or self.stage.numel() < nbytes:
             most = max(each.staged for each in self.plan.rounds)
             self.stage = _allocate(most)
-        return TensorSink(Buffer(self.stage, fresh=True), "uint8")
+        return MemorySink(memoryview(self.stage.numpy()))
 
     def _pick_step(self, each: Round, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
         """What is sent to each rank and comes from it in one of a round's steps.
@@ -218,8 +219,5 @@ def _pick_reads(each: Round, fresh: bool) -> list[Request]:
 
 
 def default_threads() -> int:
-    """Reading threads per rank: four times its share of the cores, 8 to 32; most of their time is waiting."""
-    cores = len(os.sched_getaffinity(0))
-    told = [os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")]
-    ranks = max(int(next((value for value in told if value), "1")), 1)
-    return min(max(4 * cores // ranks, 8), 32)
+    """Reading threads per rank."""
+    return count_threads(4, 8, 32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.load.reader import Reader, _pick_reads
+from deepspeed_ucp.load.exchange import CollectiveReader, _pick_reads
 from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
 from tests.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -53,7 +53,7 @@ def test_what_many_replicas_want_travels_in_parts(
     In a step two ranks' parts may come together, none of which is larger than the share.
     """
     sizes: list[int] = []
-    pack, scatter = Reader._pack, Reader._scatter
+    pack, scatter = CollectiveReader._pack, CollectiveReader._scatter
 
     def note_sent(self: Any, sends: Any) -> torch.Tensor:
         data = pack(self, sends)
@@ -64,8 +64,8 @@ def test_what_many_replicas_want_travels_in_parts(
         sizes.append(arrived.data.nbytes)
         scatter(self, arrived)
 
-    monkeypatch.setattr(Reader, "_pack", note_sent)
-    monkeypatch.setattr(Reader, "_scatter", note_received)
+    monkeypatch.setattr(CollectiveReader, "_pack", note_sent)
+    monkeypatch.setattr(CollectiveReader, "_scatter", note_received)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     targets = make_targets(MODEL, Topology(0, size))

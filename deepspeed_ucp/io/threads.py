@@ -1,0 +1,67 @@
+"""Threads that take jobs one by one, and how many of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def count_threads(per_core: int, least: int, most: int) -> int:
+    """So many for each core of this rank's share of the machine, within bounds; most of their time is waiting."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    ranks = max(int(next((value for value in map(os.environ.get, names) if value), "1")), 1)
+    return min(max(per_core * len(os.sched_getaffinity(0)) // ranks, least), most)
+
+
+def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:
+    """Let threads take jobs one by one, in order; all of them have ended when this returns or raises.
+
+    Args:
+        work: what each thread does, with the jobs that it gets.
+
+    Raises:
+        BaseException: the first thread's error, or an interrupt; the others stop after their job.
+    """
+    turn, lock, stop = iter(jobs), threading.Lock(), threading.Event()
+
+    def take() -> Iterator[T]:
+        while not stop.is_set():
+            with lock:
+                job = next(turn, stop)
+            if job is stop:
+                return
+            yield job  # type: ignore[misc]
+
+    def run() -> None:
+        try:
+            work(take())
+        except BaseException:
+            stop.set()
+            raise
+
+    count = max(min(threads, len(jobs)), 1)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="ucp-work")
+    try:
+        for future in [pool.submit(run) for _ in range(count)]:
+            future.result()
+    finally:
+        stop.set()
+        _wait_for_end(pool)
+
+
+def _wait_for_end(pool: ThreadPoolExecutor) -> None:
+    """However often it is interrupted: what the threads work on is freed afterwards."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            pool.shutdown()
+            break
+        except KeyboardInterrupt as again:
+            interrupt = again
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,72 @@
+"""Threads that take jobs: in order, each once; errors and interrupts end all of them before anybody goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deepspeed_ucp.io.threads import count_threads, run_threads
+
+
+@pytest.mark.parametrize("threads", [1, 3, 20])
+def test_every_job_is_taken_once(threads: int) -> None:
+    taken: list[int] = []
+    run_threads(range(10), taken.extend, threads)
+    assert sorted(taken) == list(range(10))
+
+
+def test_no_jobs_are_no_work() -> None:
+    run_threads([], list, 4)
+
+
+def test_the_first_error_is_raised_and_the_rest_left() -> None:
+    taken: list[int] = []
+
+    def work(turn: Iterator[int]) -> None:
+        for job in turn:
+            taken.append(job)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_threads(range(100), work, 2)
+    assert len(taken) <= 2
+
+
+def test_an_interrupt_waits_for_the_threads() -> None:
+    """What they work on (open files, memory) may be freed afterwards. The second interrupt comes while it waits."""
+    ended: list[int] = []
+    begun, release = threading.Event(), threading.Event()
+
+    def work(turn: Iterator[int]) -> None:
+        for job in turn:
+            begun.set()
+            release.wait()
+            ended.append(job)
+
+    def interrupt() -> None:
+        begun.wait()
+        time.sleep(0.2)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        release.set()
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_threads(range(100), work, 2)
+    assert len(ended) == 2
+    helper.join()
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert count_threads(4, 8, 32) == 32
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (count_threads(4, 8, 32), count_threads(1, 8, 32), count_threads(1, 1, 32)) == (16, 8, 4)

@@ -1,0 +1,111 @@
+"""Records are held against their checksums, whoever has read which parts of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from isal import isal_zlib
+
+from deepspeed_ucp.atoms import FileRef, Record
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.io.checksum import Checked
+from deepspeed_ucp.stream.checks import Checks
+from tests.ranks import World, run_ranks
+from tests.reshard import examples
+
+DATA = random.Random(1).randbytes(1000)
+ABSENT = FileRef("absent.pt", 0)
+
+
+def check(record: int, low: int, high: int, base: int = 0) -> Checked:
+    return Checked(record, low, high - low, isal_zlib.crc32(DATA[base + low : base + high]))
+
+
+def record_of(low: int, high: int) -> Record:
+    return Record(0, low, high - low, isal_zlib.crc32(DATA[low:high]))
+
+
+def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
+    return SimpleNamespace(records=records, files=[file])
+
+
+def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:
+    checks = Checks()
+    checks.add(parts)
+    return checks.verify(index, comm or Comm())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> FileRef:
+    (tmp_path / "x.pt").write_bytes(DATA)
+    return FileRef(str(tmp_path / "x.pt"), len(DATA))
+
+
+@examples(100)
+@given(cuts=st.lists(st.integers(1, 499), max_size=12), size=st.integers(1, 5), seed=st.integers(0, 5))
+def test_any_cut_over_any_ranks_adds_up(cuts: list[int], size: int, seed: int) -> None:
+    """Two records, each cut anywhere, the parts in any order on any rank; a wrong part is found on every rank."""
+    index = make_index([record_of(0, 500), record_of(500, 1000)])
+    edges = [0, *sorted(set(cuts)), 500]
+    parts = [check(number, *span, 500 * number) for number in (0, 1) for span in pairwise(edges)]
+    wrong = [replace(parts[0], crc=parts[0].crc ^ 1), *parts[1:]]
+    random.Random(seed).shuffle(parts)
+    assert run_ranks(size, lambda rank, comm: verify(parts[rank::size], index, comm)) == [0] * size
+    found = World(size).run(lambda rank, comm: verify(wrong[rank::size], index, comm))
+    assert len({str(error) for error in found}) == 1
+    assert "absent.pt: the 500 bytes at 0 have CRC32" in str(found[0])
+
+
+def test_the_message_names_file_place_and_both_checksums(file: FileRef) -> None:
+    stored = isal_zlib.crc32(DATA[30:50])
+    with pytest.raises(CheckpointError) as error:
+        verify([Checked(0, 0, 20, 0x1234)], make_index([record_of(30, 50)], file))
+    assert f"{file.path}: the 20 bytes at 30 have CRC32 00001234, the writer stored {stored:08x}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spans", "more"),
+    [
+        ([(0, 30), (20, 50)], 50),
+        ([(0, 50), (0, 50)], 50),
+        ([(0, 30)], 20),
+        ([(10, 50)], 10),
+        ([(0, 20), (30, 50)], 10),
+        ([(0, 0)], 50),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_gaps_are_read_and_what_overlaps_is_read_once_more(
+    file: FileRef, spans: list[tuple[int, int]], more: int, size: int
+) -> None:
+    """By the rank that answers for the record; the first two ranks have read something."""
+    record = record_of(100, 150)
+    parts = [check(0, low, high, 100) for low, high in spans]
+    index = make_index([record], file)
+    assert run_ranks(size, lambda rank, comm: verify(parts[rank::size], index, comm)) == [more, 0, 0][:size]
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        verify(parts, make_index([replace(record, crc=1)], file))
+
+
+def test_whole_records_can_be_asked_for(file: FileRef) -> None:
+    checks, index = Checks(), make_index([record_of(0, 10), record_of(10, 40), record_of(40, 50)], file)
+    checks.touch([0, 1])
+    assert (checks.verify(index, Comm()), checks.nbytes) == (40, 0)
+
+
+def test_records_without_a_checksum_pass() -> None:
+    assert verify([Checked(0, 0, 20, 5)], make_index([Record(0, 0, 20, None)])) == 0
+
+
+def test_records_that_nobody_read_are_no_ones_business() -> None:
+    assert verify([], make_index([record_of(0, 10)])) == 0
