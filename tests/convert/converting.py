@@ -14,7 +14,7 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, execute
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.io.disk import explain_full
 from deepspeed_ucp.plan import conversion
-from deepspeed_ucp.union import progress
+from deepspeed_ucp.stream import progress
 
 
 def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
