@@ -31,6 +31,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                     mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json""",
     )
     add_checkpoint_options(parser, patterns=False)
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        help="hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself "
+        "or of one that was converted from it), which proves that they are the ones",
+    )
     parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
     parser.add_argument(
         "--workers", type=int, default=0, metavar="N", help="reads under way at once (default: from the cores)"
@@ -58,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
             window=options.window_mb << 20,
             headers_only=options.headers_only,
             groups=read_groups(options.groups),
+            against=options.against,
             bar=lambda total: Progress(options, total, "verify"),
         )
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))

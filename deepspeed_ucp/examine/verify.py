@@ -25,6 +25,7 @@ from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords, list_records
 from .faults import judge_file, name_contents
 from .inventory import compare_contents, find_extra
+from .proof import compare_proof, read_proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def verify_checkpoint(
     window: int = 64 << 20,
     headers_only: bool = False,
     groups: Any = None,
+    against: str | None = None,
     bar: Callable[[int], AbstractContextManager[Bar]] = no_bar,
 ) -> Verification:
     """Look at every file of a checkpoint; collective, the same result on every rank.
@@ -116,11 +118,13 @@ def verify_checkpoint(
         window: bytes of memory for them.
         headers_only: leave the tensors' bytes alone.
         groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
+        against: path of a seal, or of an atomic checkpoint's manifest, that the files are held against: it proves that
+            they are the ones that were sealed, converted, or written.
         bar: makes a progress bar of so many bytes.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds nothing that could be looked at.
-        ConfigError: ``groups`` are of another form.
+        ConfigError: ``groups`` are of another form, or ``against`` is neither a seal nor a manifest.
     """
     comm, begin = comm or Comm(), time.perf_counter()
     threads = threads or default_workers()
@@ -139,6 +143,9 @@ def verify_checkpoint(
     index = report.index
     manifest, told = _look_at_manifest(folder, comm, sizes, listed)
     faults += told
+    if against is not None:
+        proof = comm.once(lambda: read_proof(against))
+        faults += compare_proof(folder, proof, report, sizes, listed, first=comm.rank == 0)
     for name, scan in zip(mine, scans, strict=False):
         faults += name_contents(folder, name, judge_file(name, listed.get(name), scan), index)
     reports = [_report(name, sizes[name], listed.get(name)) for name in mine]

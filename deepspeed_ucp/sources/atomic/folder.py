@@ -59,7 +59,10 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
 
 def _list_files(manifest: Manifest) -> list[tuple[str, int, bool]]:
     """(name, bytes that it has at least, whether exactly) of every file."""
-    atoms = {atom.file: (atom.size or atom.offset + atom.nbytes, bool(atom.size)) for atom in manifest.atoms}
+    atoms: dict[str, tuple[int, bool]] = {}
+    for atom in manifest.atoms:
+        least, exact = atoms.get(atom.file, (0, False))
+        atoms[atom.file] = (max(least, atom.size or atom.offset + atom.nbytes), exact or bool(atom.size))
     return [
         *((name, *told) for name, told in sorted(atoms.items())),
         *((state.name, state.size, True) for state in manifest.states),

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, get_type_hints
+
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ...atoms import ITEMSIZE, AtomicIndex, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
+from ...io.regular import open_regular
 from ...patterns import Pattern, record_pattern
+from ...topology import Topology
 from ...version import __version__
 from ..files import MANIFEST
 from .plainjson import dump_json, load_json
 
 FORMAT = 2
 _KIND = "deepspeed_ucp atomic checkpoint"
+
+
+Text = Annotated[str, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+Number = StrictBool | StrictInt | StrictFloat | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +43,44 @@ class AtomRecord:
         size: of the file, or 0 where that is not known.
     """
 
-    name: str
-    state: str
-    dtype: str
-    shape: tuple[int, ...]
-    vocab: int | None
-    file: str
-    offset: int
-    nbytes: int
-    crc: int
-    size: int = 0
-    instance: int = 0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Text
+    state: Text
+    dtype: Text
+    shape: tuple[Count, ...]
+    vocab: Count | None
+    file: Text
+    offset: Count
+    nbytes: Count
+    crc: Count
+    size: Count = 0
+    instance: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StateRecord:
     """A state file: path relative to the folder, bytes, CRC32 of its zip directory."""
 
-    name: str
-    size: int
-    crc: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Text
+    size: Count
+    crc: Count
+
+
+class GroupRecord(TypedDict):
+    """A param group: its parameters, and hyper-parameters as far as they are plain data."""
+
+    members: tuple[ParamKey, ...]
+    hyper: dict[str, Any]
+
+
+class PatternRecord(TypedDict):
+    """How a parameter was united: the pattern as data, and what told it."""
+
+    pattern: dict[str, Any]
+    origin: str
 
 
 class StateLike(Protocol):
@@ -82,29 +111,31 @@ class Manifest:
         verified: every byte of the source was held against its checksum.
     """
 
-    version: int
-    package: str
-    fingerprint: dict[str, Any]
-    source: dict[str, Any]
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: Count
+    package: Text
+    fingerprint: dict[Text, Any]
+    source: dict[Text, Any]
     atoms: tuple[AtomRecord, ...]
     states: tuple[StateRecord, ...]
-    state_file: str
-    patterns: dict[str, dict[str, Any]]
-    scalars: dict[ParamKey, dict[str, Any]]
-    scalar_dtypes: dict[str, str]
-    groups: tuple[dict[str, Any], ...]
-    aliases: dict[str, str]
-    buffers: tuple[str, ...]
-    counters: dict[str, Any]
-    scaler: dict[str, Any]
-    clip_grad: float | None
-    optimizer: str | None
-    instances: dict[str, int]
-    hints: dict[str, Any]
-    view: str
-    verified: bool
-    dropped: str = ""
-    kind: str = field(default=_KIND)
+    state_file: Text
+    patterns: dict[Text, PatternRecord]
+    scalars: dict[ParamKey, dict[Text, Number]]
+    scalar_dtypes: dict[Text, Text]
+    groups: tuple[GroupRecord, ...]
+    aliases: dict[Text, Text]
+    buffers: tuple[Text, ...]
+    counters: dict[Text, Number]
+    scaler: dict[Text, Number]
+    clip_grad: Number
+    optimizer: Text | None
+    instances: dict[Text, Count]
+    hints: dict[Text, Any]
+    view: Text
+    verified: Annotated[bool, Field(strict=True)]
+    dropped: Text = ""
+    kind: Text = field(default=_KIND)
 
     def to_json(self) -> str:
         """One line of ASCII, the same for equal manifests; its ``digest`` is the SHA-256 of the rest."""
@@ -113,6 +144,9 @@ class Manifest:
         told["states"] = [asdict(state) for state in self.states]
         told["digest"] = _sum(told)
         return dump_json(told) + "\n"
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def _sum(told: Mapping[str, Any]) -> str:
@@ -127,16 +161,16 @@ def parse_manifest(text: str, path: str) -> Manifest:
     """
     try:
         told = load_json(text)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: is not the manifest that was written ({error}); the file is damaged."
-        ) from error
-    _check_form(told, path)
-    try:
-        found = _build(told)
-        _check_entries(found, path)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: an entry is of another form than expected ({error}).") from error
+        _check_form(told, path)
+        found = _MANIFEST.validate_python(told)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise CheckpointError(f"{path}: {where} is of another form than expected ({fault['msg']}).") from None
+    except (ValueError, RecursionError) as error:
+        text = f"{path}: is not the manifest that was written ({error}); the file is damaged."
+        raise CheckpointError(text) from error
+    _check_entries(found, path)
     return found
 
 
@@ -170,31 +204,35 @@ def _check_entries(found: Manifest, path: str) -> None:
         raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
     if found.state_file not in {state.name for state in found.states}:
         raise CheckpointError(f"{path}: lists no state file {found.state_file}.")
-    tables = (found.scalars, found.aliases, found.counters, found.hints, found.instances, found.scaler, found.patterns)
-    if not all(isinstance(table, dict) for table in tables):
-        raise CheckpointError(f"{path}: an entry is of another form than expected.")
     if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
         raise CheckpointError(f"{path}: aliases of aliases: {shorten(loops)}.")
     if unfit := [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]:
         raise CheckpointError(f"{path}: shape, dtype and bytes contradict each other: {shorten(unfit)}.")
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for each in found.atoms:
+        sizes[each.file].add(each.size)
+    if two := sorted(name for name, held in sizes.items() if len(held) > 1):
+        raise CheckpointError(f"{path}: gives a file two sizes: {shorten(two)}.")
+    kinds = get_type_hints(Topology)
+    if odd := [name for name, value in found.source.items() if type(value) is not kinds.get(name)]:
+        raise CheckpointError(f"{path}: source: {shorten(odd)} is of another form than expected, or unknown.")
 
 
 def _fits(atom: AtomRecord) -> bool:
-    return (
-        atom.offset >= 0 and atom.nbytes == count(atom.shape) * ITEMSIZE[atom.dtype] and min(atom.shape, default=0) >= 0
-    )
+    """Whether shape, dtype and bytes agree, and lie in the file as far as its size is told."""
+    itemsize = ITEMSIZE.get(atom.dtype)
+    if itemsize is None or atom.nbytes != count(atom.shape) * itemsize:
+        return False
+    return not atom.size or atom.offset + atom.nbytes <= atom.size
 
 
 def _leads_out(name: str) -> bool:
     """Whether a path of the manifest, which anybody may have written, is not one inside of the folder."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return True
     return "\0" in name or any(part in ("", ".", "..") for part in name.replace(os.sep, "/").split("/"))
-
-
-def _build(told: dict[str, Any]) -> Manifest:
-    told["atoms"] = tuple(AtomRecord(**atom) for atom in told["atoms"])
-    told["scalars"] = {ParamKey(*param): held for param, held in told["scalars"].items()}
-    told["states"] = tuple(StateRecord(**state) for state in told["states"])
-    return Manifest(**told)
 
 
 def read_manifest(folder: str) -> Manifest | None:
@@ -203,12 +241,24 @@ def read_manifest(folder: str) -> Manifest | None:
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
-    path = os.path.join(folder, MANIFEST)
     try:
-        with open(path, encoding="utf-8") as stream:
-            return parse_manifest(stream.read(), path)
+        return read_manifest_file(os.path.join(folder, MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def read_manifest_file(path: str) -> Manifest:
+    """A manifest from its file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    try:
+        with open_regular(path) as stream:
+            return parse_manifest(stream.read().decode("utf-8"), path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}).") from error
 
@@ -254,9 +304,7 @@ def make_manifest(
         },
         scalars=index.scalars,
         scalar_dtypes=index.scalar_dtypes,
-        groups=tuple(
-            {"members": tuple(map(tuple, group.members)), "hyper": _keep_plain(group.hyper)} for group in index.groups
-        ),
+        groups=tuple({"members": group.members, "hyper": _keep_plain(group.hyper)} for group in index.groups),
         aliases=index.aliases,
         buffers=tuple(sorted(index.buffers)),
         counters=index.counters,

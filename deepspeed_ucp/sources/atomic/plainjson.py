@@ -25,9 +25,18 @@ def load_json(text: str) -> Any:
     """What :func:`dump_json` was given.
 
     Raises:
-        ValueError: the text is no such JSON.
+        ValueError: the text is no such JSON, or nested too deeply.
     """
-    return json.loads(text, object_hook=_decode)
+    try:
+        return json.loads(text, object_hook=_decode, parse_constant=_refuse)
+    except (TypeError, struct.error) as error:
+        raise ValueError(f"a marked value is of another form than expected: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def encode(value: Any, where: str) -> Any:
