@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.cli.main import main
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import ConfigError
