@@ -28,6 +28,9 @@ class UniversalConfig(BaseModel):
             family, the path of a YAML file, or rules written out.
         seal: after each save write ``ucp_seal.json`` beside its files, with their sizes and checksums. A load refuses
             files that are not those that were sealed, which nothing else may tell (another run's at the same step).
+        param_groups: ``saved`` gives every param group the hyper-parameters of the saved group with its parameters.
+            ``live`` keeps this run's groups with their hyper-parameters, however the saved run had grouped its
+            parameters (Megatron-DeepSpeed makes other groups at ZeRO 3).
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
 
@@ -41,6 +44,7 @@ class UniversalConfig(BaseModel):
     preserve_batch_size: bool = False
     patterns: str | dict[str, Any] | list[Any] | None = None
     seal: bool = False
+    param_groups: Literal["saved", "live"] = "saved"
     trust_pickle: bool = False
 
 
@@ -48,13 +52,13 @@ def parse_config(ds_config: Mapping[str, Any], default_on: bool = False) -> Univ
     """Read ``checkpoint.universal`` from a ds_config dict; None means that the plugin is off for this engine.
 
     Raises:
-        ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is on as well.
+        ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is written out as well.
     """
     section = ds_config.get("checkpoint") or {}
     value = section.get("universal", default_on)
     if value is False or value is None:
         return None
-    if section.get("load_universal"):
+    if section.get("load_universal") and "universal" in section:  # by default both serve, each its own folders
         raise ConfigError(
             'ds_config: "checkpoint.load_universal" (DeepSpeed\'s offline universal checkpoint) and '
             f'"{SECTION}" are both on; keep one of them.'

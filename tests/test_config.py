@@ -51,6 +51,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "preserve_batch_size": False,
         "patterns": None,
         "seal": False,
+        "param_groups": "saved",
         "trust_pickle": False,
     }
 
@@ -65,6 +66,7 @@ def test_every_key_can_be_set() -> None:
         "preserve_batch_size": True,
         "patterns": "bloom",
         "seal": True,
+        "param_groups": "live",
         "trust_pickle": True,
     }
     found = parse(given)
@@ -111,6 +113,13 @@ def test_both_universal_checkpoints_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match="load_universal.*both on"):
         parse(True, load_universal=True)
     assert parse(False, load_universal=True) is None
+
+
+def test_by_default_the_plugin_is_on_beside_load_universal() -> None:
+    """A script that knows nothing of the plugin: an atomic tag is DeepSpeed's, a normal one ours."""
+    assert parse_config({"checkpoint": {"load_universal": True}}, default_on=True) == UniversalConfig()
+    with pytest.raises(ConfigError, match="both on"):
+        parse_config({"checkpoint": {"load_universal": True, "universal": {}}}, default_on=True)
 
 
 def test_several_faults_are_told_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
@@ -24,6 +25,8 @@ class Match:
         groups: live param group → saved one.
         skipped: what a lenient load passes over.
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
+        hyper: live param group → the hyper-parameters that it takes over.
+        notes: what is restored otherwise than it was saved, in words.
         resized: live names with another number of rows than the saved, in words: a vocabulary's padding, or a fault.
     """
 
@@ -31,6 +34,8 @@ class Match:
     groups: dict[int, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     resized: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -63,7 +68,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
 
     Args:
         strict: refuse missing and extra names (as ``load_module_strict``).
-        with_states: optimizer states are loaded as well, so that trained and frozen may not be swapped.
+        with_states: optimizer states are loaded as well.
 
     Raises:
         MismatchError: listing every parameter that is missing or extra; or of another shape, where no tensor is cut.
@@ -72,6 +77,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     for alias, name in live.aliases.items():
         others.setdefault(name, []).append(alias)
     match, faults = Match(), []
+    missing: list[tuple[str, bool]] = []
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
         names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
         found = _find(index, names, wants_master, with_states)
@@ -79,8 +85,11 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
             match.kept.append(name)
             continue
         if found is None:
-            match.skipped.append(f"{name} {shapes[0]}: not in the checkpoint{_explain(index, names[0], wants_master)}")
+            match.skipped.append(f"{name} {shapes[0]}: not in the checkpoint")
+            missing.append((name, wants_master))
             continue
+        if with_states:
+            match.notes += _tell_swap(name, wants_master, found)
         match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shards) == 1:
             faults += _compare_shapes(match, name, found.shape, shapes[0])
@@ -95,11 +104,32 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         faults += match.skipped
     if faults:
         faults += match.resized.values()
-        hint = (
-            "" if not strict or not match.skipped else " load_module_strict=False passes missing and extra ones over."
-        )
+        hint = "" if not strict or not match.skipped else _advise(index, missing, len(match.skipped))
         raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
     return match
+
+
+def _tell_swap(name: str, wants_master: bool, found: Atom) -> list[str]:
+    """A parameter that was frozen or thawed between the runs."""
+    if wants_master and found.state == MODULE:
+        return [f"{name} is trained here and was not in the saved run: its weight is restored, its states begin anew"]
+    if not wants_master and found.state in (COPY, MASTER):
+        return [f"{name} was trained in the saved run and is not here: its weight is restored, its states are left out"]
+    return []
+
+
+def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: int) -> str:
+    """What to do where one side lacks names."""
+    lenient = " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's value."
+    lacks_frozen = not any(key.state == MODULE and key.name not in index.buffers for key in index.atoms)
+    if not lacks_frozen or not missing or skipped > len(missing) or any(trained for _, trained in missing):
+        return lenient
+    return (
+        " All that are missing are frozen here or buffers: the checkpoint was saved without them "
+        "(exclude_frozen_parameters). Where the model has them already, as from its pretrained weights, pass "
+        "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: strict_loading "
+        "= False in the module)."
+    )
 
 
 def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[str]:
@@ -142,26 +172,29 @@ def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_sta
 
 
 def pick_weight(index: AtomicIndex, param: ParamKey, wants_master: bool, with_states: bool) -> Atom | None:
-    """The atom that holds a parameter's weight: the master for trained ones, the module's tensor for others.
+    """The atom that holds a parameter's weight: the master where optimizer states go on from it, else the module's.
 
-    Without optimizer states a trained parameter may start from a frozen one's weight and the other way round.
+    DeepSpeed's own load of the weights alone takes the module's as well: they may have been edited before the save.
+    A trained parameter may start from a frozen one's weight and the other way round.
     """
-    order = (MASTER, MODULE, COPY) if wants_master else (MODULE, MASTER, COPY)
-    for state in order[:1] if with_states else order:
+    order: tuple[str, ...] = (MODULE, COPY, MASTER)
+    if wants_master:
+        order = (MASTER, MODULE) if with_states else (COPY, MASTER, MODULE)
+    for state in order:
         if atom := index.find(param.name, state, param.instance):
             return atom
     return None
 
 
-def _explain(index: AtomicIndex, name: str, wants_master: bool) -> str:
-    other = MODULE if wants_master else MASTER
-    if not index.find(index.resolve(name), other):
-        return ""
-    return " as a trained parameter, there it is frozen" if wants_master else " as a frozen one, there it is trained"
+def match_groups(
+    index: AtomicIndex, members: Mapping[int, tuple[str, ...]], match: Match, *, keep_live: bool = False
+) -> None:
+    """Find for each of this rank's param groups the saved one with its parameters; fills ``groups`` and ``hyper``.
 
+    Parameters that were frozen in the saved run are in no group there.
 
-def match_groups(index: AtomicIndex, members: Mapping[int, tuple[str, ...]], match: Match) -> None:
-    """Find for each of this rank's param groups the saved one with its parameters; fills ``match.groups``.
+    Args:
+        keep_live: the live groups keep their hyper-parameters, however the saved run had grouped its parameters.
 
     Raises:
         MismatchError: the groups are cut differently; both are listed.
@@ -172,17 +205,33 @@ def match_groups(index: AtomicIndex, members: Mapping[int, tuple[str, ...]], mat
     taken: dict[int, int] = {}
     for number, names in members.items():
         saved = [match.params[name] for name in names if name in match.params]
-        found = {owner.get(param, -1) for param in saved}
-        if not saved:
+        found = {owner.get(param, -1) for param in saved if param in owner or not _was_frozen(index, param)}
+        if not found:
+            continue
+        if keep_live:
+            match.hyper[number] = _join_steps(index, found)
             continue
         if len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number:
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
                 f"{_list_groups([group.names for group in index.groups])}. This run: {_list_groups(members.values())}. "
-                "Make the groups of the saved run (hyper-parameters may differ), or load with "
+                'Make the groups of the saved run (hyper-parameters may differ), or set "checkpoint": {"universal": '
+                '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
                 "load_optimizer_states=False."
             )
         match.groups[number] = min(found)
+        match.hyper[number] = index.groups[min(found)].hyper
+
+
+def _was_frozen(index: AtomicIndex, param: ParamKey) -> bool:
+    return index.find(param.name, MASTER, param.instance) is None
+
+
+def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
+    """The step that some optimizers count in their param groups (DeepSpeed's FusedAdam), where the groups agree."""
+    saved = [index.groups[number].hyper for number in groups if number >= 0]
+    steps = [hyper["step"] for hyper in saved if "step" in hyper]
+    return {"step": steps[0]} if steps and all(step == steps[0] for step in steps) else {}
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:
