@@ -52,7 +52,7 @@ def parse_config(ds_config: Mapping[str, Any], default_on: bool = False) -> Univ
     """Read ``checkpoint.universal`` from a ds_config dict; None means that the plugin is off for this engine.
 
     Raises:
-        ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is written out as well.
+        ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is written too.
     """
     section = ds_config.get("checkpoint") or {}
     value = section.get("universal", default_on)

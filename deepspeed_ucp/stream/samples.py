@@ -71,7 +71,7 @@ def _check_file(reader: Reader, file: int, entries: list[_Entry]) -> None:
             f"{index.files[file].path}: its fp32 weights are not those of the model states in {index.state_file} "
             f"({differing} of {total} elements compared differ; {first}). The file belongs to another run or step; put "
             "the right one back. If the copies were changed on purpose (averaged or merged weights), take them with "
-            "load_optimizer_states=False or load_module_only=True; training that goes on with its optimizer states goes "
+            "load_optimizer_states=False or load_module_only=True; training that goes on with optimizer states goes "
             'on from the fp32 weights, which "verify": "off" loads.'
         )
 
