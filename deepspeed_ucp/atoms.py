@@ -6,7 +6,7 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -231,6 +231,16 @@ def count(shape: tuple[int, ...]) -> int:
     for size in shape:
         total *= size
     return total
+
+
+def are_alike(tensors: Iterable[tuple[tuple[int, ...], str, int, int, int | None]]) -> bool:
+    """Whether tensors hold the same bytes, as far as checksums prove it; without a checksum nothing is proven.
+
+    Args:
+        tensors: of each (shape, dtype, byte offset in its record, the record's bytes, the record's CRC32 or None).
+    """
+    told = set(tensors)
+    return len(told) == 1 and None not in told.pop()
 
 
 def check_coverage(atom: Atom, files: Callable[[Fragment], str]) -> None:

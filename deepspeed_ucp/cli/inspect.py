@@ -106,15 +106,17 @@ def make_survey(report: FolderReport, rules: Sequence[Any] = ()) -> Survey:
     Raises:
         CheckpointError: the state file is damaged.
     """
+    from ..plan.settling import settle_index
     from ..sources.findings import WARNING, Finding
-    from .parameters import list_parameters, settle_patterns
+    from .parameters import find_families, list_parameters
     from .survey import Survey, count_totals, find_findings, list_files, read_client_keys, tell_origin
 
     folder, index = report.folder, report.index or report.require()
-    settling = settle_patterns(index, rules)
-    rows = list_parameters(index, settling)
+    settled = settle_index(index, rules)
+    families = [] if settled.is_complete else find_families(index, rules)
+    rows = list_parameters(index, settled)
     client, version = read_client_keys(index)
-    findings = find_findings(report, index, rows, settling)
+    findings = find_findings(report, index, rows, families, settled.unused)
     for unnamed in (each for each in report.findings if each.kind == "unnamed"):
         text = f"the optimizer's states have no names; give --groups ({unnamed.text})"
         findings.append(Finding("unnamed", unnamed.file, text, WARNING))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
-from ..errors import MismatchError
-from ..patterns import Pattern, Replicate, RuleSet, Unique, list_families, load_family, settle
+from ..patterns import Pattern, RuleSet, Settled, Unique, list_families, load_family
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
-from ..patterns.rules import suggest_rule
-from ..patterns.settle import EQUAL
-from ..union.wholes import is_replica, list_rules, list_weights, settle_wholes
+from ..plan.settling import settle_index
 
 T = TypeVar("T")
 
@@ -88,25 +84,7 @@ class Parameter:
         return {**asdict(self), "numel": self.numel, "pattern": None if self.pattern == UNSETTLED else self.pattern}
 
 
-@dataclass(frozen=True, slots=True)
-class Settling:
-    """How parameters are cut, as far as anything tells: by name.
-
-    Attributes:
-        open: what nothing settles, with a rule to be completed.
-        unused: rules of the user's that match nothing.
-        families: the package's families that would settle what is open.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    patterns: dict[str, Pattern]
-    origin: dict[str, str]
-    open: dict[str, dict[str, Any]]
-    unused: tuple[str, ...] = ()
-    families: tuple[str, ...] = ()
-
-
-def list_parameters(index: AtomicIndex, settling: Settling) -> list[Parameter]:
+def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
     """All parameters and buffers in the model's order."""
     atoms: dict[ParamKey, dict[str, Atom]] = {}
     for key, atom in index.atoms.items():
@@ -116,14 +94,14 @@ def list_parameters(index: AtomicIndex, settling: Settling) -> list[Parameter]:
     for alias, name in index.aliases.items():
         aliases.setdefault(name, []).append(alias)
     return [
-        _make_row(index, settling, param, atoms[param], groups.get(param), tuple(aliases.get(param.name, ())))
+        _make_row(index, settled, param, atoms[param], groups.get(param), tuple(aliases.get(param.name, ())))
         for param in order_params(index)
     ]
 
 
 def _make_row(
     index: AtomicIndex,
-    settling: Settling,
+    settled: Settled,
     param: ParamKey,
     atoms: Mapping[str, Atom],
     group: int | None,
@@ -132,7 +110,7 @@ def _make_row(
     plain, copy = param.name, atoms.get(COPY)
     states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
     main = next(iter(states.values()))
-    pattern = settling.patterns.get(plain)
+    pattern, origin = _tell_pattern(index, settled, plain)
     unowned = FROZEN if knows_optimizer(index) else WEIGHTS
     kind = TRAINED if MODULE not in states else BUFFER if plain in index.buffers else unowned
     used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
@@ -141,13 +119,13 @@ def _make_row(
         name=param.name,
         instance=param.instance,
         kind=kind,
-        shape=settling.shapes.get(plain),
+        shape=settled.layouts[plain][0].shape if plain in settled.layouts else None,
         shards=tuple(shard.shape for shard in main.shards),
         dtype=main.dtype,
         copy=copy.dtype if copy else None,
         states={state: atom.dtype for state, atom in states.items()},
-        pattern=UNSETTLED if plain in settling.open else name_pattern(pattern),
-        origin="" if pattern is None else settling.origin.get(plain, ""),
+        pattern=UNSETTLED if pattern is None else name_pattern(pattern),
+        origin=origin,
         group=group,
         scalars=dict(index.scalars.get(param, {})),
         aliases=aliases,
@@ -155,8 +133,23 @@ def _make_row(
         files=tuple(sorted(shorten_path(index, path) for path in paths)),
         nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
         copy_bytes=copy.nbytes if copy else 0,
-        why=settling.open.get(plain, {}),
+        why=_explain(settled, plain),
     )
+
+
+def _tell_pattern(index: AtomicIndex, settled: Settled, name: str) -> tuple[Pattern | None, str]:
+    """How a parameter is cut, and what told it; of an atomic checkpoint, how its source was."""
+    if name in index.recorded:
+        return read_pattern(index.recorded[name]), ORIGIN
+    pattern = settled.patterns.get(name)
+    return pattern, "" if pattern == Unique() else settled.origin.get(name, "")
+
+
+def _explain(settled: Settled, name: str) -> dict[str, Any]:
+    """Why a parameter is not settled: the rule to give, or what is wrong."""
+    if name in settled.wrong:
+        return {"error": f"{name}: {settled.wrong[name]}"}
+    return settled.open[name].suggest() if name in settled.open else {}
 
 
 def knows_optimizer(index: AtomicIndex) -> bool:
@@ -176,56 +169,17 @@ def shorten_path(index: AtomicIndex, path: str) -> str:
     return path.removeprefix(f"{folder}/")
 
 
-def name_pattern(pattern: Pattern | None) -> str:
+def name_pattern(pattern: Pattern) -> str:
     """A pattern as rules write it, with what differs from its defaults: ``shard-h``, ``shard-nc parts=(1,1)``."""
-    if pattern is None:
-        return "unique"
     told = record_pattern(pattern)
     kind = told.pop("kind")
     plain = {key: value for key, value in told.items() if not isinstance(value, dict)}
     return " ".join((kind, *(f"{key}={value}".replace(" ", "") for key, value in plain.items())))
 
 
-def settle_patterns(index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> Settling:
-    """How every parameter is cut; what nothing settles is in ``open`` with the rule that would."""
-    try:
-        wholes = settle_wholes(index, rules)
-    except MismatchError:
-        return replace(_settle_each(index, rules), families=_find_families(index, rules))
-    shapes = {key.name: whole.shape for key, whole in wholes.atoms.items()}
-    recorded = {name: read_pattern(told) for name, told in index.recorded.items()}
-    origin = {**wholes.origin, **dict.fromkeys(recorded, ORIGIN)}
-    return Settling(shapes, {**wholes.patterns, **recorded}, origin, {}, tuple(wholes.unused))
-
-
-def _find_families(index: AtomicIndex, rules: Sequence[RuleSet]) -> tuple[str, ...]:
-    found = []
-    for family in list_families():
-        with suppress(MismatchError):
-            settle_wholes(index, [*rules, load_family(family)])
-            found.append(family)
-    return tuple(found)
-
-
-def _settle_each(index: AtomicIndex, rules: Sequence[RuleSet]) -> Settling:
-    """The same, one parameter at a time, for those that can be settled."""
-    weights = list_weights(index)
-    held = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    found, ordered = Settling({}, {}, {}, {}), list_rules(index, rules)
-    for name, shapes in held.items():
-        if name in index.buffers and is_replica(index, weights[name]):
-            found.shapes[name], found.patterns[name], found.origin[name] = shapes[0], Replicate(), EQUAL
-            continue
-        try:
-            settled = settle([name], held, None, ordered, index.hints)
-        except MismatchError as error:
-            contradicted = "cannot be brought together" in str(error)
-            found.open[name] = {"error": str(error)} if contradicted else suggest_rule(name, shapes, None)
-            continue
-        found.shapes[name] = settled.layouts[name][0].shape
-        found.patterns[name] = settled.patterns.get(name, Unique())
-        found.origin[name] = settled.origin.get(name, "")
-    return found
+def find_families(index: AtomicIndex, rules: Sequence[RuleSet]) -> list[str]:
+    """The package's families that would settle what is open."""
+    return [name for name in list_families() if settle_index(index, [*rules, load_family(name)]).is_complete]
 
 
 def order_params(index: AtomicIndex) -> list[ParamKey]:

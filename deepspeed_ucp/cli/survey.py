@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
 from ..patterns import list_families
-from .parameters import BUFFER, FROZEN, Parameter, Settling, shorten_path
+from .parameters import BUFFER, FROZEN, Parameter, shorten_path
 
 if TYPE_CHECKING:
     from ..sources.findings import Finding
@@ -205,18 +205,27 @@ def tell_origin(index: AtomicIndex, folder: str, version: str) -> dict[str, Any]
     return {"tool": f"deepspeed_ucp {manifest.package}", "deepspeed": version or None, "source": source}
 
 
-def _advise(settling: Settling) -> str:
+def _advise(families: Sequence[str]) -> str:
     """Which patterns to give."""
-    if settling.families:
-        known = "; ".join(settling.families)
+    if families:
+        known = "; ".join(families)
         return f"families with rules for all of them: {known} (which one is the model's is for you to say), or rules"
     return f"a family ({', '.join(list_families())}) or rules"
 
 
 def find_findings(
-    report: FolderReport, index: AtomicIndex, rows: Iterable[Parameter], settling: Settling
+    report: FolderReport,
+    index: AtomicIndex,
+    rows: Iterable[Parameter],
+    families: Sequence[str] = (),
+    idle: Iterable[str] = (),
 ) -> list[Finding]:
-    """What is missing, odd or to be decided."""
+    """What is missing, odd or to be decided.
+
+    Args:
+        families: of patterns, that would settle what nothing settles.
+        idle: rules of the user's that match nothing.
+    """
     from ..sources.findings import WARNING, Finding
 
     found: list[Finding] = []
@@ -224,7 +233,7 @@ def find_findings(
     if unsettled:
         text = (
             "nothing tells how tensor parallelism cuts these; to convert, or to resume with another degree, give "
-            f"--patterns: {_advise(settling)}"
+            f"--patterns: {_advise(families)}"
         )
         rules = {row.why.get("match", row.name): row.why for row in unsettled}
         names = tuple(row.name for row in unsettled)
@@ -236,7 +245,7 @@ def find_findings(
         found += [Finding(kind, "", f"{_FAULTS[kind]}: {t}", WARNING, tuple(held)) for t, held in by_text.items()]
     if index.dropped:
         found.append(Finding("dropped", "", index.dropped, WARNING))
-    found += [Finding("rules", "", text, WARNING) for text in settling.unused]
+    found += [Finding("rules", "", text, WARNING) for text in idle]
     return [*found, *_look_around(report, index)]
 
 

@@ -35,7 +35,7 @@ from ..sources.atomic.manifest import (
 from ..stream.progress import Bar, divide_window, no_bar
 from ..stream.reader import Reader
 from ..stream.samples import check_samples
-from ..union.wholes import Wholes, settle_wholes
+from ..stream.wholes import Wholes, settle_wholes
 from ..version import __version__
 from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
 from .outputs import (

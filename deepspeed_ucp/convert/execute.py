@@ -16,8 +16,8 @@ from ..plan.conversion import Batch, Range
 from ..stream.batches import ReadBatch, Source, stream
 from ..stream.checks import Checks
 from ..stream.reader import Reader
+from ..stream.wholes import Whole
 from ..torchsave.torchzip import ZipImage
-from ..union.wholes import Whole
 
 
 @dataclass(frozen=True, slots=True)

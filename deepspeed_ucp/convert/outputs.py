@@ -13,8 +13,8 @@ from ..io.disk import explain_full, write_at
 from ..io.staging import MANIFEST, OutputKind
 from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
+from ..stream.wholes import Whole, Wholes
 from ..torchsave.torchzip import ScalarTensor, dump_value, make_image
-from ..union.wholes import Whole, Wholes
 from .execute import OutputFile, create
 from .states import OPTIMIZER_STATE
 from .upstream import upstream_keys

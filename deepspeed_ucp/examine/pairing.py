@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, count
-from ..errors import MismatchError
 from ..patterns import Kept, Layout, Pattern, RuleSet, Settled, rename_names, settle
 from ..patterns.layout import Shape
-from ..union.wholes import Whole, is_remade, list_rules, make_whole
-
-Shapes = Mapping[str, tuple[Shape, ...]]
+from ..plan.settling import Shapes, order_rules
+from ..stream.wholes import Whole, is_remade, make_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,9 @@ def pair_atoms(
             found.shapes.append((left.atoms[a], layouts.wrong[name]))
         else:
             have, want = layouts.layouts[name]
-            kept = have.local_shapes if name in layouts.kept else ()
-            pair = Pair(make_whole(left.atoms[a], have), make_whole(right.atoms[b], want), layouts.vocab[name], kept)
+            pattern = layouts.patterns[name]
+            kept = have.local_shapes if isinstance(pattern, Kept) else ()
+            pair = Pair(make_whole(left.atoms[a], have), make_whole(right.atoms[b], want), pattern.vocab, kept)
             found.both.append(pair)
     return found
 
@@ -151,45 +150,32 @@ def _find_partner(key: AtomKey, index: AtomicIndex, names: Mapping[str, str]) ->
 
 @dataclass(slots=True)
 class _Layouts:
-    """Per name of A: both sides' layouts, the vocabulary, and what is wrong with the shapes."""
+    """Per name of A: both sides' layouts and the pattern, or what is wrong with the shapes; the user's idle rules."""
 
-    layouts: dict[str, tuple[Layout, Layout]] = field(default_factory=dict)
-    vocab: dict[str, int | None] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
-    wrong: dict[str, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-
-    def take(self, settled: Settled) -> None:
-        for name, (have, want) in settled.layouts.items():
-            self.store(name, have, want or have, settled.patterns[name])
-
-    def store(self, name: str, have: Layout, want: Layout, pattern: Pattern) -> None:
-        self.layouts[name], self.vocab[name] = (have, want), pattern.vocab
-        if isinstance(pattern, Kept):
-            self.kept.add(name)
-        else:
-            self.kept.discard(name)
+    layouts: dict[str, tuple[Layout, Layout]]
+    patterns: dict[str, Pattern]
+    wrong: dict[str, str]
+    unused: list[str]
 
 
 def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> _Layouts:
-    """Layouts of all names; alike on both sides, or by patterns."""
+    """Layouts of all names; alike on both sides, or by patterns.
+
+    Raises:
+        MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
+    """
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
     source = {a.name: _local(left.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.atoms[b]) for a, b in keys}
-    theirs = [replace(each, side="target") for each in list_rules(right, ())]
-    both = [*list_rules(left, rules), *theirs]
-    found = _Layouts()
-    try:
-        settled = settle(sorted(source), source, target, both, left.hints)
-        found.take(settled)
-        found.unused = settled.unused
-    except MismatchError:
-        _settle_each(found, source, target, both, left)
-    alike = [name for name in sorted(found.layouts) if source[name] == target[name]]
-    for index, own in ((left, list_rules(left, rules)), (right, list_rules(right, rules))):
-        _refine(found, [name for name in alike if name in found.kept or found.vocab[name] is None], source, index, own)
+    theirs = [replace(each, side="target") for each in order_rules(right, ())]
+    both = [*order_rules(left, rules), *theirs]
+    settled = settle(sorted(source), source, target, both, left.hints)
+    wrong = _compare_shapes(settled, source, target, both, left)
+    found = _Layouts(settled.pairs, settled.patterns, wrong, settled.unused)
+    _refine(found, source, target, left, order_rules(left, rules))
+    _refine(found, source, target, right, order_rules(right, rules))
     return found
 
 
@@ -200,49 +186,28 @@ def _local(atom: Atom) -> tuple[Shape, ...]:
     return tuple(shard.shape for shard in atom.shards)
 
 
-def _settle_each(found: _Layouts, source: Shapes, target: Shapes, rules: Sequence[RuleSet], left: AtomicIndex) -> None:
-    """One parameter after the other: logical shapes that differ are a finding, unknown patterns an error."""
-    unknown = []
-    for name in sorted(source):
-        try:
-            found.take(settle([name], source, target, rules, left.hints))
-        except MismatchError as error:
-            sides = _find_logical(name, source, target, rules, left)
-            if sides is None:
-                unknown.append(name)
-            else:
-                found.wrong[name] = f"shape {sides[0]} ≠ {sides[1]}" if sides[0] != sides[1] else str(error)
-    if unknown:
-        settle(unknown, source, target, rules, left.hints)
+def _compare_shapes(
+    settled: Settled, source: Shapes, target: Shapes, rules: Sequence[RuleSet], left: AtomicIndex
+) -> dict[str, str]:
+    """What is wrong with parameters whose logical shapes are known: a finding of the comparison, not an error."""
+    names = sorted({*settled.open, *settled.wrong})
+    mine, theirs = (settle(names, side, None, rules, left.hints).layouts for side in (source, target))
+    wrong = {}
+    for name in (name for name in names if name in mine and name in theirs):
+        shapes = [side[name][0].shape for side in (mine, theirs)]
+        told = settled.wrong.get(name) or str(settled.open[name])
+        wrong[name] = f"shape {shapes[0]} ≠ {shapes[1]}" if shapes[0] != shapes[1] else told
+    unknown = {name: each for name, each in settled.open.items() if name not in wrong}
+    contradicted = {name: text for name, text in settled.wrong.items() if name not in wrong}
+    replace(settled, open=unknown, wrong=contradicted).require()
+    return wrong
 
 
-def _find_logical(
-    name: str, source: Shapes, target: Shapes, rules: Sequence[RuleSet], left: AtomicIndex
-) -> tuple[Shape, Shape] | None:
-    """Logical shapes of both sides, each taken for itself; None where they are not known."""
-    try:
-        have, want = (settle([name], side, None, rules, left.hints).layouts[name][0] for side in (source, target))
-    except MismatchError:
-        return None
-    return have.shape, want.shape
-
-
-def _refine(
-    found: _Layouts, names: Sequence[str], shapes: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]
-) -> None:
+def _refine(found: _Layouts, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """What is cut alike on both sides needs no pattern; with one, places and padding rows can be told all the same."""
-    for settled in _try_settle([name for name in names if name not in index.buffers], shapes, index, rules):
-        for name, (have, _) in settled.layouts.items():
-            if not have.replicated and have.claims is None:  # replicas are compared rank by rank
-                found.store(name, have, have, settled.patterns[name])
-
-
-def _try_settle(
-    names: Sequence[str], shapes: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]
-) -> Iterator[Settled]:
-    """Together, or one by one those that can be settled."""
-    try:
-        yield settle(names, shapes, None, rules, index.hints)
-    except MismatchError:
-        for name in names if len(names) > 1 else ():
-            yield from _try_settle([name], shapes, index, rules)
+    alike = [name for name in found.layouts if source[name] == target[name] and name not in index.buffers]
+    names = [name for name in alike if isinstance(found.patterns[name], Kept) or found.patterns[name].vocab is None]
+    settled = settle(sorted(names), source, None, rules, index.hints)
+    for name, (have, _) in settled.layouts.items():
+        if not have.replicated and have.claims is None:  # replicas are compared rank by rank
+            found.layouts[name], found.patterns[name] = (have, have), settled.patterns[name]

@@ -14,7 +14,7 @@ from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..stream.progress import Bar, no_bar
-from ..union.wholes import Whole, Wholes, settle_wholes
+from ..stream.wholes import Whole, Wholes, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
 

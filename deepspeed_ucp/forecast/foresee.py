@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..atoms import COPY, MASTER, MODULE, AtomicIndex
-from ..patterns import Layout, Replicate, RuleSet, from_universal_info, settle
-from ..patterns.recorded import from_recorded
-from ..plan.match import Shape
+from ..atoms import COPY, AtomicIndex
+from ..patterns import Layout, RuleSet
+from ..plan.settling import Shapes, list_weights, settle_index
 from .degrees import Degrees
 from .split import Stages, place_stages
 from .virtual import VirtualTarget, list_extras, list_groups, make_virtual
 
-Shapes = Mapping[str, tuple[Shape, ...]]
-"""Per name the local shape on each tensor-parallel rank."""
 Layouts = Mapping[str, tuple[Layout, Layout]]
 
 EQUAL = "Tensor-parallel ranks hold equal parts; the live model's own shapes count in the load."
@@ -80,39 +77,10 @@ def _settle(
     index: AtomicIndex, degrees: Degrees, names: Sequence[str], rules: Sequence[RuleSet], shapes: Shapes | None
 ) -> tuple[Shapes, Layouts, dict[str, int]]:
     """Local shapes of the target, how both sides cut each parameter, and what settled that."""
-    source = {name: _local_shapes(index, name) for name in names}
     if index.topology.tp == degrees.tp == 1:
-        return shapes or source, {}, {}
-    equal = {name for name in names if name in index.buffers and _is_equal(index, name, degrees.tp)}
-    asked = sorted(name for name in names if name not in equal)
+        weights = list_weights(index)
+        return shapes or {name: (weights[name].shape,) for name in names}, {}, {}
     degree = degrees.tp if shapes is None else None
-    settled = settle(asked, source, shapes, _list_rules(index, rules), index.hints, degree=degree)
-    layouts = {name: (have, want) for name, (have, want) in settled.layouts.items() if want is not None}
-    for name in equal:
-        have = source[name]
-        layouts[name] = (Replicate().join(have), Replicate().cut(have[0], have[:1] * degrees.tp))
-    local = {name: want.local_shapes for name, (_, want) in layouts.items()}
-    return local, layouts, dict(Counter(settled.origin.values()))
-
-
-def _list_rules(index: AtomicIndex, rules: Sequence[RuleSet]) -> list[RuleSet]:
-    """The user's rules, then the checkpoint's own."""
-    found = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
-    if info := index.hints.get("universal_checkpoint_info"):
-        found.append(from_universal_info(info, index.topology.tp))
-    return found
-
-
-def _local_shapes(index: AtomicIndex, name: str) -> tuple[Shape, ...]:
-    atom = index.find(name, MASTER) or index.find(name, MODULE)
-    return tuple(shard.shape for shard in atom.shards) if atom else ()
-
-
-def _is_equal(index: AtomicIndex, name: str, tp: int) -> bool:
-    """A buffer with the same bytes on all ranks is held whole by every rank of another degree."""
-    atom = index.find(name, MODULE)
-    shards = atom.shards if atom else ()
-    records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
-    sums = {(record.nbytes, record.crc) for record in records}
-    alike = len({shard.shape for shard in shards}) == 1 and len(records) == len(shards)
-    return len(shards) != tp and alike and len(sums) == 1 and None not in next(iter(sums))
+    settled = settle_index(index, rules, shapes, names=names, degree=degree).require()
+    local = {name: want.local_shapes for name, (_, want) in settled.pairs.items()}
+    return local, settled.pairs, dict(Counter(settled.origin.values()))

@@ -13,17 +13,15 @@ from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..patterns import (
     Layout,
-    Replicate,
     RuleSet,
     find_idle,
     from_attributes,
     from_config,
-    from_recorded,
     from_universal_info,
     rename_names,
-    settle,
 )
 from ..plan.match import Live, Match, Shape
+from ..plan.settling import settle_index
 from ..sources.naming import CHANGING
 from ..targets import Extra, Target
 from ..targets.parallel import live_attributes, live_universal_info
@@ -217,63 +215,29 @@ def settle_layouts(
     whole = index.topology.tp == census.tp == 1
     if whole and not match.resized:
         return {}
-    source, target, equal = {}, {}, {}
-    for live, saved in match.saved.items():
-        shapes = census.owned.get(live) or census.extras[live]
-        held = tuple(shard.shape for shard in _weight(index, saved, live in census.owned).shards)
-        if live in census.buffers and len(held) != len(shapes) and _is_equal(index, saved, {*held, *shapes}):
-            equal[saved] = (Replicate().join(held), Replicate().cut(held[0], shapes))
-        else:
-            source[saved], target[saved] = held, shapes
-    names = [match.params[live].name for live in match.resized] if whole else source
-    settled = settle(sorted(names), source, target, _list_rules(index, census, match, rules), index.hints)
+    target = {saved: census.owned.get(live) or census.extras[live] for live, saved in match.saved.items()}
+    names = [match.params[live].name for live in match.resized] if whole else None
+    live = list_live_rules(census, match.saved)
+    settled = settle_index(index, rules, target, live, names=names).require()
     if tell and not whole:
         for text in settled.notes:
             logger.info("%s", text)
         if settled.unused:
             logger.warning("patterns: rules that match no parameter: %s", shorten(settled.unused))
-    found = {name: (have, want) for name, (have, want) in settled.layouts.items() if want is not None}
-    return {**found, **equal}
+    return settled.pairs
 
 
-def _weight(index: AtomicIndex, name: str, owned: bool) -> Any:
-    order = (MASTER, MODULE) if owned else (MODULE, MASTER)
-    return next(atom for state in order if (atom := index.find(name, state)))
+def list_live_rules(census: Census, saved: Mapping[str, str]) -> list[RuleSet]:
+    """What the live engine tells of its parameters: AutoTP's maps, then Megatron's attributes.
 
-
-def _is_equal(index: AtomicIndex, name: str, shapes: set[Shape]) -> bool:
-    """A buffer of one shape everywhere, with the same checksum in every file: a replica, and compared as one later."""
-    atom = index.find(name, MODULE)
-    shards = atom.shards if atom else ()
-    records = [index.records[fragment.record] for shard in shards for fragment in shard.fragments]
-    sums = {(record.nbytes, record.crc) for record in records}
-    return len(shapes) == 1 and len(records) == len(shards) and len(sums) == 1 and None not in sums
-
-
-def _list_rules(index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet]) -> list[RuleSet]:
-    """Rule sets in the order in which they count: the user's, the checkpoint's, AutoTP's, the live attributes."""
-    found = list(rules)
-    if index.recorded:
-        found.append(from_recorded(index.recorded))
-    info = index.hints.get("universal_checkpoint_info")
-    if info:
-        found.append(from_universal_info(info, index.topology.tp))
-    saved = match.saved
-    if census.info:
-        found.append(from_universal_info(census.info, census.tp, side="target"))
-    if census.attributes:
-        found.append(from_attributes({saved[n]: told for n, told in census.attributes.items() if n in saved}))
-    return found
-
-
-def list_live_rules(index: AtomicIndex, census: Census, rules: Sequence[RuleSet]) -> list[RuleSet]:
-    """What the live engine tells of its parameters, by saved names, for a conversion before a load."""
+    Args:
+        saved: live name → the name that the checkpoint has for it; attributes of others are left out.
+    """
     found: list[RuleSet] = []
     if census.info:
         found.append(from_universal_info(census.info, census.tp, side="target"))
     if census.attributes:
-        renamed = find_renamed(index, census, rules, tell=False)
-        found.append(from_attributes({renamed.get(name, name): told for name, told in census.attributes.items()}))
+        found.append(from_attributes({saved[n]: told for n, told in census.attributes.items() if n in saved}))
     return found
 
 

@@ -14,6 +14,7 @@ from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, ConvertReport, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..patterns import RuleSet
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import is_atomic
 from ..sources.ownfiles import compare_own_files
@@ -22,7 +23,7 @@ from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files,
 from ..targets.finish import refresh_after_own_load
 from ..targets.guard import release, seal
 from ..topology import ATOMIC, find_differences
-from .census import join_groups, list_live_rules, read_rules, take_census
+from .census import Census, find_renamed, join_groups, list_live_rules, read_rules, take_census
 from .direct import LoadArguments, has_masters, load_direct
 from .report import LoadReport
 
@@ -212,7 +213,7 @@ def convert_first(
     """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
     rules = read_rules(config.patterns)
     census = take_census(target, (), comm)
-    live = comm.run(lambda: list_live_rules(index, census, rules))
+    live = comm.run(lambda: list_live_rules(census, _find_saved_names(index, census, rules)))
     parent, tag = os.path.split(os.path.abspath(folder))
     destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
     options = ConvertOptions(
@@ -222,3 +223,9 @@ def convert_first(
     if comm.rank == 0:
         logger.info("%s: %s", destination, "taken as it is" if converted.reused else f"{converted.atoms} atoms written")
     return open_checkpoint(destination, comm), converted
+
+
+def _find_saved_names(index: AtomicIndex, census: Census, rules: Sequence[RuleSet]) -> dict[str, str]:
+    """Live name → saved name, of the parameters that carry attributes."""
+    renamed = find_renamed(index, census, rules, tell=False)
+    return {name: renamed.get(name, name) for name in census.attributes}

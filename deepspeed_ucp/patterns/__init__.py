@@ -7,7 +7,7 @@ from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, find_idle, parse_renames, rename_names
 from .rules import Rule, RuleSet, from_attributes, from_config, load_family
-from .settle import Settled, settle
+from .settle import Settled, Unsettled, settle
 
 __all__ = [
     "Kept",
@@ -25,6 +25,7 @@ __all__ = [
     "ShardNC",
     "ShardV",
     "Unique",
+    "Unsettled",
     "align",
     "check_shapes",
     "copy_runs",

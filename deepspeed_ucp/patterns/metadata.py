@@ -110,9 +110,8 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
     unsupported = info.get(UNSUPPORTED) or {}
     affine = _read_affine(info)
     rules = [*affine[0], *_read_parts(info, tp), *_read_lists(info)]
-    if UNSUPPORTED in info and AFFINE not in info:
-        # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
-        rules.append(_make_rule("", ShardV(), rank=4))
+    # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
+    fallback = ShardV() if UNSUPPORTED in info and AFFINE not in info else None
     vocab = info.get(VOCAB_SIZE)
     literal: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -124,6 +123,7 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
         literal={whole_name: tuple(group) for whole_name, group in literal.items()},
         refused=(*((_make_rule(text), str(reason)) for text, reason in unsupported.items()), *affine[1]),
         vocab=vocab if isinstance(vocab, int) else None,
+        fallback=fallback,
         side=side,
         shared=tuple(_make_rule(text) for text in _get_list(info, SHARED)),
     )

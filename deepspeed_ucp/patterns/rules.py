@@ -105,6 +105,7 @@ class RuleSet:
         renames: saved names → live names.
         side: "target" where a live engine describes its own shards, of its own degree.
         shared: parameters that several pipeline stages hold alike, by the checkpoint's word.
+        fallback: the pattern of parameters (not buffers) that none of the rules names.
         reported: each rule that matches nothing is reported; else only that none does.
         user: the user's own; comes before what either side says of itself.
     """
@@ -120,6 +121,7 @@ class RuleSet:
     renames: tuple[Rename, ...] = ()
     side: str | None = None
     shared: tuple[Rule, ...] = ()
+    fallback: Pattern | None = None
     reported: bool = True
     user: bool = False
 

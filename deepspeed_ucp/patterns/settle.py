@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ class Settled:
         layouts: name → (source layout, target layout or None).
         patterns: name → pattern of the source.
         origin: name → what settled it.
+        open: what nothing settles.
+        wrong: name → in words: shapes that differ or contradict a rule, rules that disagree.
         unused: rules of the user's that match no parameter.
         notes: the same of the checkpoint's; often a script lists what a variant of its model would have.
     """
@@ -40,18 +42,51 @@ class Settled:
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
     patterns: dict[str, Pattern] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
+    open: dict[str, Unsettled] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def is_complete(self) -> bool:
+        """Everything is settled, and nothing is wrong."""
+        return not (self.open or self.wrong)
+
+    @property
+    def pairs(self) -> dict[str, tuple[Layout, Layout]]:
+        """Name → both layouts, of those that have two."""
+        return {name: (have, want) for name, (have, want) in self.layouts.items() if want is not None}
+
+    def require(self) -> Settled:
+        """Itself.
+
+        Raises:
+            MismatchError: something is wrong or open; all in one message, with rules to paste.
+        """
+        if not self.is_complete:
+            raise MismatchError(" ".join((*_tell_wrong(self.wrong), *_tell_open(self.open))))
+        return self
+
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A parameter that nothing settles, with what sets had to say about that."""
+class Unsettled:
+    """A parameter that nothing settles: local shapes on both sides, and what rule sets had to say about that."""
 
     name: str
     source: tuple[Shape, ...]
     target: tuple[Shape, ...] | None
     why: tuple[str, ...]
+
+    def suggest(self) -> dict[str, Any]:
+        """A rule to be completed and pasted."""
+        rule = suggest_rule(self.name, self.source, self.target)
+        return {**rule, "vocab": True} if _TABLE.search(self.name) else rule
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {_tell_side(self.source)} in the checkpoint"
+        if self.target is not None:
+            text += f", {_tell_side(self.target)} in the model"
+        return "; ".join((text, *self.why))
 
 
 def settle(
@@ -64,7 +99,7 @@ def settle(
     degree: int | None = None,
     replicas: Collection[str] = (),
 ) -> Settled:
-    """Layouts of all parameters on both sides.
+    """Layouts of all parameters on both sides, as far as something settles them.
 
     Args:
         names: the parameters.
@@ -74,10 +109,6 @@ def settle(
         hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
         replicas: what every rank holds alike, and is a replica where no rule says otherwise (equal buffers).
         degree: of a target whose shapes are not known (then ``target`` is None): the ones that the patterns give it.
-
-    Raises:
-        MismatchError: shapes that differ or contradict a rule, rules that disagree, and everything that nothing
-            settles, in one message, with rules to paste.
     """
     orders = {side: _order(rule_sets, side) for side in ("source", "target")}
     return _Settler(source, target, rule_sets, orders, hints or {}, degree, replicas).run(names)
@@ -93,8 +124,6 @@ class _Settler:
     degree: int | None = None
     replicas: Collection[str] = ()
     settled: Settled = field(default_factory=Settled)
-    faults: list[str] = field(default_factory=list)
-    opened: list[_Open] = field(default_factory=list)
     checked: set[str] = field(default_factory=set)
     facts: Facts = field(default_factory=Facts)
 
@@ -107,8 +136,6 @@ class _Settler:
         )
         for name in names:
             self._settle(name)
-        if self.faults or self.opened:
-            raise MismatchError(" ".join((*self._tell_faults(), *self._tell_open())))
         for each in self.rule_sets:
             (self.settled.unused if each.user else self.settled.notes).extend(each.find_unused(names))
         return self.settled
@@ -125,7 +152,7 @@ class _Settler:
             else:
                 self._look_up(name, source, target)
         except MismatchError as error:
-            self.faults.append(f"{name}: {error}")
+            self.settled.wrong[name] = str(error)
 
     def _note(self, name: str, source: tuple[Shape, ...]) -> None:
         """What is whole needs no pattern; what a rule says of it is kept for whoever cuts it later."""
@@ -147,12 +174,12 @@ class _Settler:
             return
         self.facts = replace(self.facts, values=self._measure(source))
         found = self._find(name)
-        if found:
-            (have, origin), (want, other) = found
-            target = spread_shapes(want, have.join(source).shape, degree, self._pad_unit())
-            self._store(name, (have, want), origin if origin == other else f"{origin}; {other}", source, target)
-        else:
+        if not found and name not in self.replicas:
             self._open(name, source, None)
+            return
+        (have, origin), (want, other) = found or ((Replicate(), EQUAL), (Replicate(), EQUAL))
+        target = spread_shapes(want, have.join(source).shape, degree, self._pad_unit())
+        self._store(name, (have, want), origin if origin == other else f"{origin}; {other}", source, target)
 
     def _pad_unit(self) -> int | None:
         """What Megatron pads the vocabulary to, times the degree."""
@@ -161,7 +188,7 @@ class _Settler:
 
     def _open(self, name: str, source: tuple[Shape, ...], target: tuple[Shape, ...] | None) -> None:
         why = tuple(f"{each.name}: {each.hints[name]}" for each in self.rule_sets if name in each.hints)
-        self.opened.append(_Open(name, source, target, why))
+        self.settled.open[name] = Unsettled(name, source, target, why)
 
     def _keep(
         self, name: str, pattern: Pattern, origin: str, source: Sequence[Shape], target: Sequence[Shape] | None
@@ -195,7 +222,7 @@ class _Settler:
             (have, origin), (want, other) = found
             told = origin if origin == other else f"{origin}; {other}"
             self._store(name, (have, want), told, source, target)
-        elif name in self.replicas:
+        elif name in self.replicas and len({*source, *(target or ())}) == 1:
             self._keep(name, Replicate(), EQUAL, source, target)
         elif _prove_replicated(name, source, target):
             self._keep(name, Replicate(), SHAPES, source, target)
@@ -223,30 +250,32 @@ class _Settler:
 
     def _ask(self, rule_set: RuleSet, name: str) -> Pattern | None:
         pattern = rule_set.find(name, self.facts)
+        if pattern is None and name not in self.replicas:
+            pattern = rule_set.fallback
         if pattern is not None and rule_set.name not in self.checked:
             rule_set.check(self.facts)
             self.checked.add(rule_set.name)
         return pattern
 
-    def _tell_faults(self) -> Iterable[str]:
-        if self.faults:
-            yield f"The model and the checkpoint cannot be brought together: {'; '.join(_group(self.faults))}."
 
-    def _tell_open(self) -> Iterable[str]:
-        if not self.opened:
-            return
-        lines = [_tell(each) for each in self.opened]
-        rules: dict[str, None] = {}
-        for each in self.opened:
-            rule = suggest_rule(each.name, each.source, each.target)
-            rules.setdefault(json.dumps({**rule, "vocab": True} if _TABLE.search(each.name) else rule))
-        yield (
-            f"How tensor parallelism cuts the following is not known ({len(lines)} "
-            f"parameter{'s' * (len(lines) > 1)}): {'; '.join(_group(lines))}. Name the "
-            'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
-            f"{', '.join(list_families())}), or give rules; to be checked and pasted: "
-            f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
-        )
+def _tell_wrong(wrong: Mapping[str, str]) -> Iterator[str]:
+    if wrong:
+        lines = _group([f"{name}: {text}" for name, text in wrong.items()])
+        yield f"The model and the checkpoint cannot be brought together: {'; '.join(lines)}."
+
+
+def _tell_open(unsettled: Mapping[str, Unsettled]) -> Iterator[str]:
+    if not unsettled:
+        return
+    lines = [str(each) for each in unsettled.values()]
+    rules = dict.fromkeys(json.dumps(each.suggest()) for each in unsettled.values())
+    yield (
+        f"How tensor parallelism cuts the following is not known ({len(lines)} "
+        f"parameter{'s' * (len(lines) > 1)}): {'; '.join(_group(lines))}. Name the "
+        'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
+        f"{', '.join(list_families())}), or give rules; to be checked and pasted: "
+        f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
+    )
 
 
 def _order(rule_sets: Sequence[RuleSet], side: str) -> list[RuleSet]:
@@ -281,13 +310,6 @@ def _prove_replicated(name: str, source: Sequence[Shape], target: Sequence[Shape
     if target is None or len(source) == len(target) or _TABLE.search(name):
         return False
     return len({*source, *target}) == 1
-
-
-def _tell(opened: _Open) -> str:
-    text = f"{opened.name}: {_tell_side(opened.source)} in the checkpoint"
-    if opened.target is not None:
-        text += f", {_tell_side(opened.target)} in the model"
-    return "; ".join((text, *opened.why))
 
 
 def _tell_side(shapes: Sequence[Shape]) -> str:

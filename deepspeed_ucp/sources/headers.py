@@ -32,6 +32,11 @@ class Piece:
         """Bytes of the tensor's elements."""
         return self.numel * ITEMSIZE[self.dtype]
 
+    @property
+    def contents(self) -> tuple[tuple[int, ...], str, int, int, int | None]:
+        """What tells whether two tensors hold the same bytes, for :func:`~deepspeed_ucp.atoms.are_alike`."""
+        return self.shape, self.dtype, self.offset, self.blob.nbytes, self.blob.crc
+
     def narrow(self, start: int, numel: int) -> Piece:
         """Elements [start, start + numel) of the flattened tensor."""
         return Piece(self.blob, self.offset + start * ITEMSIZE[self.dtype], (numel,), self.dtype, self.fault)

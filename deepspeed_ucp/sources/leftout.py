@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-from ..atoms import MODULE, strip_compiled
+from ..atoms import MODULE, are_alike, strip_compiled
 from ..errors import shorten
 from .atomic.paramfile import Part
 from .builder import Builder, Seat
-from .headers import Piece
 from .hints import INFO
 from .module import add_modules
 from .zero import add_frozen_zero3
@@ -51,18 +49,12 @@ def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
     for name, piece in ranks[0].items():
         if name in others or (part.is_sharded and name not in buffers):
             continue
-        if name in buffers and _is_equal(held.get(name) for held in ranks):
+        held = [rank[name] for rank in ranks if name in rank]
+        if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
             builder.add(Seat(), name, MODULE, piece.shape, builder.file(part.save.main), piece)
         elif name not in lost:
             lost.append(name)
     return lost
-
-
-def _is_equal(pieces: Iterable[Piece | None]) -> bool:
-    held = list(pieces)
-    known = [piece for piece in held if piece is not None and piece.blob.crc is not None]
-    told = {(piece.shape, piece.dtype, piece.offset, piece.blob.nbytes, piece.blob.crc) for piece in known}
-    return len(known) == len(held) and len(told) == 1
 
 
 def tell_copies(part: Part) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ..atoms import COPY, MODULE, strip_compiled
+from ..atoms import COPY, MODULE, are_alike, strip_compiled
 from ..errors import CheckpointError, UnsupportedError, shorten
 from .builder import Builder, Seat
 from .family import Save
@@ -205,9 +205,10 @@ class _TiedFiles:
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
         """Whether files have the same buffers and frozen parameters, by the checksums of their bytes."""
         for held in self.save.layers:
-            others = [self._list_others(key, held[layer]) for layer in layers]
-            told = [[(n, p.shape, p.dtype, p.blob.nbytes, p.blob.crc) for n, p in tensors] for tensors in others]
-            if any(tensors != told[0] for tensors in told) or any(p.blob.crc is None for _, p in others[0]):
+            others = [dict(self._list_others(key, held[layer])) for layer in layers]
+            if any(others[0].keys() != each.keys() for each in others):
+                return False
+            if not all(are_alike(each[name].contents for each in others) for name in others[0]):
                 return len(layers) == 1
         return True
 

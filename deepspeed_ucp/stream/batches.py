@@ -9,8 +9,8 @@ from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.threads import run_threads
 from ..plan.conversion import Batch, Range
-from ..union.wholes import Whole
 from .reader import Item, Reader
+from .wholes import Whole
 
 _ALIGNMENT = 16
 """Bytes; ranges begin at multiples of it, so that their elements can be looked at in place."""

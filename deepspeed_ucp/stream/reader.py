@@ -17,7 +17,7 @@ from ..io.read import MemorySink, RecordReader, Sink
 from ..plan.claims import list_requests
 from ..plan.locate import Want
 from ..plan.resolve import BLOCK
-from ..union.wholes import Whole
+from .wholes import Whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.reader import Reader
-from deepspeed_ucp.union.wholes import settle_wholes
+from deepspeed_ucp.stream.wholes import settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, temporary_folder
 from tests.reshard3d import Held, draw_state, make_plain, trips
+from tests.stream.test_wholes import check_atoms, open_held, read_whole, rules_of
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
-from tests.union.test_wholes import check_atoms, open_held, read_whole, rules_of
 
 OPTIONS = ConvertOptions(workers=2)
 

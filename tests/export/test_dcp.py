@@ -37,8 +37,8 @@ from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, measure
 from tests.ranks import run_ranks
 from tests.reshard import examples
 from tests.reshard3d import VOCAB, draw_state, make_plain
+from tests.stream.test_wholes import open_held, rules_of
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
-from tests.union.test_wholes import open_held, rules_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

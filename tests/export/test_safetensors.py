@@ -31,8 +31,8 @@ from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.reshard3d import VOCAB, Held, draw_state, make_plain, trips
+from tests.stream.test_wholes import open_held, rules_of
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
-from tests.union.test_wholes import open_held, rules_of
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = Model(

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepspeed_ucp.patterns import copy_runs, from_attributes, from_config, from_universal_info, settle
+from deepspeed_ucp.patterns import copy_runs, from_attributes, from_config, from_universal_info
+from tests.patterns.settling import settle
 
 from .shards import follow
 

@@ -17,8 +17,8 @@ from deepspeed_ucp.patterns import (
     from_config,
     list_families,
     load_family,
-    settle,
 )
+from tests.patterns.settling import settle
 
 from . import models
 

@@ -19,10 +19,10 @@ from deepspeed_ucp.patterns import (
     from_attributes,
     from_config,
     from_universal_info,
-    settle,
     whole,
 )
 from deepspeed_ucp.patterns.affine import read_map
+from tests.patterns.settling import settle
 
 from . import models
 from .shards import cut_array, reshard

@@ -22,11 +22,11 @@ from deepspeed_ucp.patterns import (
     from_recorded,
     read_pattern,
     record_pattern,
-    settle,
 )
 from deepspeed_ucp.patterns.affine import Mapped, generalise
 from deepspeed_ucp.patterns.layout import Layout
 from deepspeed_ucp.patterns.metadata import Viewed
+from tests.patterns.settling import settle
 from tests.reshard import examples
 
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])

@@ -20,8 +20,8 @@ from deepspeed_ucp.patterns import (
     from_config,
     from_universal_info,
     load_family,
-    settle,
 )
+from tests.patterns.settling import settle
 
 SOURCE = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6)), "norm.weight": ((6,), (6,))}
 TARGET = {"1.a.weight": ((8, 6),), "2.a.weight": ((8, 6),), "norm.weight": ((6,),)}

@@ -18,10 +18,10 @@ from deepspeed_ucp.patterns import (
     Unique,
     from_config,
     from_universal_info,
-    settle,
 )
 from deepspeed_ucp.patterns.metadata import Viewed
 from deepspeed_ucp.patterns.spread import spread_shapes
+from tests.patterns.settling import settle
 
 
 @pytest.mark.parametrize(

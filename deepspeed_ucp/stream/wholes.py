@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, count
-from ..patterns import Layout, Pattern, RuleSet, Unique, from_universal_info, settle
+from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
+from ..patterns import Layout, Pattern, RuleSet, Unique
 from ..patterns.layout import Shape
-from ..patterns.recorded import from_recorded
 from ..plan import View
 from ..plan.locate import Want
+from ..plan.settling import settle_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +114,14 @@ def settle_wholes(
     Raises:
         MismatchError: parameters whose pattern nothing settles, or shapes that contradict it; all in one message.
     """
-    weights = list_weights(index)
-    shapes = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    equal = {name for name in shapes if name in index.buffers and is_replica(index, weights[name])}
-    rule_sets = list_rules(index, rules, live)
-    settled = settle(sorted(shapes), shapes, None, rule_sets, index.hints, replicas=equal)
-    layouts = {name: have for name, (have, _) in settled.layouts.items()}
+    settled = settle_index(index, rules, live=live).require()
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
-    found = Wholes(patterns=patterns, origin=settled.origin, unused=settled.unused)
-    for key, atom in index.atoms.items():
-        if (states is None or states(key.state)) and not is_remade(key, index):
-            found.atoms[key] = make_whole(atom, layouts[key.name])
-    return found
-
-
-def list_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
-    """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's."""
-    found = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
-    info = index.hints.get("universal_checkpoint_info")
-    if info:
-        found.append(from_universal_info(info, index.topology.tp))
-    return [*found, *live]
+    atoms = {
+        key: make_whole(atom, settled.layouts[key.name][0])
+        for key, atom in index.atoms.items()
+        if (states is None or states(key.state)) and not is_remade(key, index)
+    }
+    return Wholes(atoms, patterns, settled.origin, settled.unused)
 
 
 def make_whole(atom: Atom, layout: Layout) -> Whole:
@@ -150,22 +137,3 @@ def make_whole(atom: Atom, layout: Layout) -> Whole:
 def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
     """Whether an atom is a copy of a parameter that has a master: a load makes it from that."""
     return key.state == COPY and index.find(key.name, MASTER, key.instance) is not None
-
-
-def list_weights(index: AtomicIndex) -> dict[str, Atom]:
-    """One atom per name: its master, else the module's own tensor, else whatever there is."""
-    order = {MASTER: 0, MODULE: 1, COPY: 2}
-    best: dict[str, Atom] = {}
-    for key, atom in index.atoms.items():
-        known = best.get(key.name)
-        if known is None or order.get(key.state, 3) < order.get(known.state, 3):
-            best[key.name] = atom
-    return best
-
-
-def is_replica(index: AtomicIndex, atom: Atom) -> bool:
-    """A buffer that every tensor-parallel rank has in one shape with one checksum: a replica."""
-    records = [index.records[fragment.record] for shard in atom.shards for fragment in shard.fragments]
-    sums = {(record.nbytes, record.crc) for record in records}
-    alike = len({shard.shape for shard in atom.shards}) == 1 and len(records) == len(atom.shards)
-    return len(atom.shards) > 1 and alike and len(sums) == 1 and None not in {crc for _, crc in sums}

@@ -18,7 +18,7 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
 from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.reader import Item, Reader
-from deepspeed_ucp.union.wholes import Whole, settle_wholes
+from deepspeed_ucp.stream.wholes import Whole, settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder
 from tests.reshard3d import Held, draw_state, make_config, make_plain, trips

@@ -1,0 +1,72 @@
+"""How tensor parallelism cuts every parameter of a checkpoint: what is settled, what is open, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
+from ..patterns import RuleSet, Settled, from_recorded, from_universal_info, settle
+from ..patterns.layout import Shape
+
+Shapes = Mapping[str, tuple[Shape, ...]]
+"""Per name the local shape on each tensor-parallel rank."""
+
+INFO = "universal_checkpoint_info"
+
+
+def settle_index(
+    index: AtomicIndex,
+    rules: Sequence[RuleSet] = (),
+    target: Shapes | None = None,
+    live: Sequence[RuleSet] = (),
+    *,
+    names: Collection[str] | None = None,
+    degree: int | None = None,
+) -> Settled:
+    """How a checkpoint and a target cut each parameter.
+
+    The user's rules count first, then what the checkpoint tells of itself, then what a live engine tells. A buffer that
+    all ranks hold alike is a replica where none of them says otherwise.
+
+    Args:
+        rules: the user's.
+        target: saved name → local shape per tensor-parallel rank; None without a target (converting).
+        live: rule sets of a live engine, by saved names.
+        names: what is asked for; None: everything, or what the target has.
+        degree: of a target whose shapes are not known.
+    """
+    weights = list_weights(index)
+    source = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
+    replicas = {name for name in index.buffers if name in weights and is_replica(index, weights[name])}
+    asked = sorted(names if names is not None else source if target is None else target)
+    ordered = order_rules(index, rules, live)
+    return settle(asked, source, target, ordered, index.hints, degree=degree, replicas=replicas)
+
+
+def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
+    """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's."""
+    found = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
+    if info := index.hints.get(INFO):
+        found.append(from_universal_info(info, index.topology.tp))
+    return [*found, *live]
+
+
+def list_weights(index: AtomicIndex) -> dict[str, Atom]:
+    """One atom per name: its master, else the module's own tensor, else whatever there is."""
+    order = {MASTER: 0, MODULE: 1, COPY: 2}
+    best: dict[str, Atom] = {}
+    for key, atom in index.atoms.items():
+        known = best.get(key.name)
+        if known is None or order.get(key.state, 3) < order.get(known.state, 3):
+            best[key.name] = atom
+    return best
+
+
+def is_replica(index: AtomicIndex, atom: Atom) -> bool:
+    """Whether every tensor-parallel rank holds the same bytes, told by checksums; one rank does."""
+    if len(atom.shards) == 1:
+        return True
+    if any(len(shard.fragments) != 1 for shard in atom.shards):
+        return False
+    pieces = ((shard.shape, shard.fragments[0], index.records[shard.fragments[0].record]) for shard in atom.shards)
+    return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in pieces)

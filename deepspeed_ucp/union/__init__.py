@@ -1,1 +1,0 @@
-"""Whole atoms: how a source's shards make up each, and ranges of them, read once with their checksums."""
