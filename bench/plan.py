@@ -28,15 +28,15 @@ from meters import peak_resident_bytes, reset_peak, resident_bytes
 from ranks import release_free_memory
 from synthetic import TIED, Parameter, Sizes, Source, pad_flat, split_groups
 
-from deepspeed_ucp.atoms import COPY, ITEMSIZE, AtomicIndex, count
+from deepspeed_ucp.atoms import COPY, ITEMSIZE, AtomicIndex, AtomKey, count
 from deepspeed_ucp.collection import pause_collection
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
 from deepspeed_ucp.forecast.virtual import cut_sub_groups
 from deepspeed_ucp.load.census import check_alike, find_renamed, read_rules, settle_layouts, take_census
-from deepspeed_ucp.load.job import make_job
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
+from deepspeed_ucp.load.prepare import make_work
 from deepspeed_ucp.patterns import copy_runs
 from deepspeed_ucp.plan import Blocks, Want, address_claims, locate, make_claims
 from deepspeed_ucp.plan.claims import GRANTED
@@ -336,13 +336,13 @@ class Peers:
         self.mine: dict[int, list[int]] = defaultdict(list)
         for record, number in self.blocks.owned(owner, np.flatnonzero(touched)):
             self.mine[record].append(number * BLOCK)
-        self._spans: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+        self._spans: dict[tuple[AtomKey, int], list[tuple[int, int]]] = {}
 
     def claims_of(self, target: FakeTarget) -> Any:
         """Claims of a rank on these blocks, as a table."""
-        job = make_job(self.index, target, self.match_for(target), [], self.layouts, with_states=True)
-        pieces = [piece for want in job.wants for part in self._narrow(want) for piece in locate(part)]
-        claims = make_claims(pieces, lambda buffer: job.sinks[buffer].fresh, BLOCK)
+        wants = make_work(self.index, target, self.match_for(target), [], self.layouts, with_states=True).wants
+        pieces = [piece for want in wants.wants for part in self._narrow(want) for piece in locate(part)]
+        claims = make_claims(pieces, wants.is_fresh, BLOCK)
         return address_claims(claims, self.blocks)[0][self.owner]
 
     def match_for(self, target: FakeTarget) -> Match:
@@ -362,7 +362,7 @@ class Peers:
 
     def _find_spans(self, want: Want) -> list[tuple[int, int]]:
         """Elements of the target shard, as ranges, among which are all that the blocks hold."""
-        key = want.atom.name, want.atom.state, 0 if want.view is None else want.view.rank
+        key = want.atom.key, 0 if want.view is None else want.view.rank
         if key not in self._spans:
             self._spans[key] = join_spans(self._trace(want))
         return self._spans[key]
@@ -406,9 +406,9 @@ def plan_one(script: Script) -> Planned:
             comm = ScriptedComm(rank, grid.ranks, [lambda _: _load(script.returns)])
             match, layouts = planner.relate(index, target, comm)
         with planner.phase("wants"):
-            job = make_job(index, target, match, [], layouts, with_states=True)
+            work = make_work(index, target, match, [], layouts, with_states=True)
         with planner.phase("claims, judgement, plan"):
-            plan = negotiate(job.wants, job.sinks, index, answers.comm(), WINDOW)
+            plan = negotiate(work.wants.wants, work.into.sinks, index, answers.comm(), WINDOW)
     peak, busy = peak_resident_bytes() - before, time.process_time() - began
     gathered = sum(map(len, script.headers)) + sum(map(len, script.returns))
     return Planned(
@@ -418,7 +418,7 @@ def plan_one(script: Script) -> Planned:
         gathered_bytes=gathered,
         headers=sum(map(len, parts)),
         most_headers=max(map(len, parts[1:])),
-        wanted_bytes=sum(want.numel * ITEMSIZE[want.atom.dtype] for want in job.wants),
+        wanted_bytes=sum(want.numel * ITEMSIZE[want.atom.dtype] for want in work.wants.wants),
         read_bytes=plan.nbytes,
         requests=len(plan.requests),
         rounds=len(plan.rounds),

@@ -24,15 +24,14 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
-from deepspeed_ucp.load import LoadArguments, direct, has_masters, join_groups
-from deepspeed_ucp.load.exchange import CollectiveReader
-from deepspeed_ucp.load.job import Job
-from deepspeed_ucp.load.negotiate import negotiate
-from deepspeed_ucp.load.replicas import check_replicas
+from deepspeed_ucp.load import has_masters, join_groups
+from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.sinks import TensorSink
+from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.plan import LoadPlan, Part, Request, locate
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import Extra, Flat, Target
+from deepspeed_ucp.targets.base import hold_whole
 from deepspeed_ucp.targets.parallel import Instance, Place
 from tests.ranks import run_ranks
 from tests.synth import (
@@ -123,16 +122,16 @@ class FakeTarget(Target):
     def _make_extras(self) -> list[Extra]:
         found = [self._extra(param) for param in self.model.owners if param.name not in self.owned]
         for name, value in self.model.buffers.items():
-            found.append(Extra(name, tuple(value.shape), fill_like(value.reshape(-1)), True))
+            found.append(hold_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
         return found
 
     def _extra(self, param: Param) -> Extra:
         if self.kind.stage < 3:
-            whole = torch.full((param.numel,), SENTINEL, dtype=self.kind.dtype)
-            return Extra(param.name, param.shape, whole, False)
+            whole = torch.full(param.shape, SENTINEL, dtype=self.kind.dtype)
+            return hold_whole(param.name, whole)
         part = stage3_slice(param, self.kind.dp, self.rank)
         held = torch.full((part.numel,), SENTINEL, dtype=self.kind.dtype)
-        return Extra(param.name, param.shape, held, False, part.start)
+        return Extra(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(param.name, param.trains) for param in group] for group in self.model.groups]
@@ -203,18 +202,18 @@ class Loaded:
     """One rank after a load: what it did, what it read, how often each element was written (by tensor)."""
 
     target: FakeTarget
-    work: direct._Work
+    work: Work
     extras: list[Extra]
     comm: Comm = field(default_factory=Comm)
-    plan: LoadPlan | None = None
-    reader: CollectiveReader | None = None
+    transfer: Transfer | None = None
     counts: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     blanks: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     counted: bool = True
 
     @property
-    def job(self) -> Job:
-        return self.work.job
+    def plan(self) -> LoadPlan | None:
+        """What it reads and exchanges."""
+        return self.transfer.plan if self.transfer else None
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -253,22 +252,22 @@ class Options:
     order: tuple[int, ...] | None = None
 
 
-def prepare(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
-    """Match, layouts and job of one rank; collective."""
+def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
+    """What one rank has to do; collective."""
     options = options or Options()
-    arguments = LoadArguments(load_optimizer_states=options.with_states, load_module_strict=options.strict)
     with_states = options.with_states and has_masters(target, comm)
-    work = direct._prepare(index, target, comm, options.config, arguments, with_states=with_states)
+    work = prepare(index, target, comm, options.config, strict=options.strict, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm)
-    work.job.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in work.job.sinks]
-    for blank in work.job.blanks:
-        rank.count_blanks(blank.buffer.tensor)[blank.low : blank.high] += 1
+    into = work.into
+    into.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in into.sinks]
+    for number, low, high in into.blanks:
+        rank.count_blanks(into.buffers[number].tensor)[low:high] += 1
     return rank
 
 
 def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget], options: Options | None = None) -> list[Loaded]:
-    """All ranks' jobs."""
-    return run_ranks(len(targets), lambda rank, comm: prepare(index, targets[rank], comm, options))
+    """The same of all ranks."""
+    return run_ranks(len(targets), lambda rank, comm: prepare_rank(index, targets[rank], comm, options))
 
 
 def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> list[Loaded]:
@@ -278,44 +277,27 @@ def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> l
 
 
 def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:
-    """Load one rank; collective."""
-    rank = prepare(index, target, comm, options)
+    """Load one rank, in the order of the production load; collective."""
+    rank = prepare_rank(index, target, comm, options)
     read(index, rank, options)
-    verify(index, rank)
-    finish(index, rank, with_states=options.with_states)
+    assert rank.transfer
+    assert rank.transfer.verify() == 0
+    for mean in rank.work.into.means:
+        rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
+    rank.transfer.fill()
+    if options.with_states and target.wrapped is not None:
+        rank.transfer.attach(target)
     return rank
 
 
 def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> None:
     """Plan, and the first pass; collective."""
     options = options or Options()
-    job, comm = rank.job, rank.comm
-    plan = negotiate(
-        job.wants, job.sinks, index, comm, options.window, block=options.chunk, min_direct=options.min_direct
-    )
-    rank.plan, rank.reader = plan, CollectiveReader(index, job.sinks, job.blanks, plan, comm, options.config)
-    checks = rank.reader.read_fresh()
+    sizes = {"window": options.window, "block": options.chunk, "min_direct": options.min_direct}
+    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, **sizes)
+    checks, plan = rank.transfer.read(), rank.transfer.plan
     assert sum(check.nbytes for check in checks) == plan.nbytes == sum(request.nbytes for request in plan.requests)
     assert len(checks) == len(plan.requests)
-
-
-def verify(index: AtomicIndex, rank: Loaded) -> None:
-    """What was read is what was saved, and replicas are equal; collective."""
-    comm = rank.comm
-    assert rank.reader is not None
-    assert rank.reader.checks.verify(index, comm) == 0
-    check_replicas([index.atoms[key] for key in rank.work.replicated], index, comm)
-
-
-def finish(index: AtomicIndex, rank: Loaded, *, with_states: bool = True) -> None:
-    """The second pass, means, proxies, and the optimizer; collective."""
-    assert rank.reader is not None
-    rank.reader.fill_live()
-    for mean in rank.job.means:
-        rank.count(mean.buffer.tensor)[mean.low : mean.high] += 1
-    rank.job.commit()
-    if with_states and rank.target.wrapped is not None:
-        direct._attach(index, rank.target, rank.job, rank.work.match)
 
 
 # -- what has to be there ---------------------------------------------------------------------------------------------
@@ -381,9 +363,14 @@ def check_extras(rank: Loaded, expected: State) -> None:
             value = model.buffers[extra.name].reshape(-1)
         else:
             value = expected.atoms[extra.name]["fp32"].reshape(-1).to(extra.tensor.dtype)
-        value = value[extra.start : extra.start + extra.tensor.numel()]
+        value = value[find_start(extra) :][: extra.tensor.numel()]
         check_filled(extra.tensor, value, f"{rank.target.label} {extra.name}")
         check_counts(rank, extra.tensor, f"{rank.target.label} {extra.name}")
+
+
+def find_start(extra: Extra) -> int:
+    """The first of the tensor's elements that a rank holds."""
+    return next((cut.start for cut in extra.buffer.cuts(extra.part)), 0)
 
 
 def check_filled(live: torch.Tensor, saved: torch.Tensor, what: str) -> None:
@@ -403,7 +390,7 @@ def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
     written, zeroed = rank.count(live.detach()), rank.count_blanks(live.detach())
     assert (written <= 1).all(), f"{what}: written {written} times"
     assert (written + zeroed >= 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
-    if not rank.job.grown:
+    if not rank.work.wants.grown:
         assert (written + zeroed == 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
 
 
@@ -422,7 +409,7 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
 
 def touched_records(ranks: Sequence[Loaded]) -> set[int]:
     """Records with some bytes that some rank wants."""
-    return {piece.record for rank in ranks for want in rank.job.wants for piece in locate(want)}
+    return {piece.record for rank in ranks for want in rank.work.wants.wants for piece in locate(want)}
 
 
 def collect(ranks: Sequence[Loaded]) -> State:
@@ -436,8 +423,8 @@ def collect(ranks: Sequence[Loaded]) -> State:
     for rank in ranks if topology.stage else ranks[:1]:
         for extra in rank.extras:
             if not extra.is_buffer:
-                stop = extra.start + extra.tensor.numel()
-                atoms[extra.name]["fp32"].view(-1)[extra.start : stop] = extra.tensor.float()
+                start = find_start(extra)
+                atoms[extra.name]["fp32"].view(-1)[start : start + extra.tensor.numel()] = extra.tensor.float()
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     live = ranks[0].target.wrapped.param_groups if ranks[0].target.wrapped else ()
     return State(atoms, scalars, tuple({key: group[key] for key in names} for group in live))

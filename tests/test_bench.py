@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import count
-from deepspeed_ucp.load.job import make_job
 from deepspeed_ucp.load.negotiate import BLOCK
+from deepspeed_ucp.load.prepare import make_work
 from deepspeed_ucp.plan import address_claims, locate, make_claims
 
 RANK = 5
@@ -40,9 +40,9 @@ def test_peers_claims_are_those_that_they_would_make(bench: Any, case: str, monk
     peers = bench.Peers(index, match, layouts, grid, RANK, script.mask)
     for rank in (0, 1, RANK, grid.ranks - 1):
         target = make_target(rank)
-        job = make_job(index, target, peers.match_for(target), [], layouts, with_states=True)
-        pieces = [piece for want in job.wants for piece in locate(want)]
-        claims = make_claims(pieces, lambda buffer, job=job: job.sinks[buffer].fresh, 4096)
+        wants = make_work(index, target, peers.match_for(target), [], layouts, with_states=True).wants
+        pieces = [piece for want in wants.wants for piece in locate(want)]
+        claims = make_claims(pieces, wants.is_fresh, 4096)
         expected = address_claims(claims, peers.blocks)[0][RANK]
         assert len(expected)
         np.testing.assert_array_equal(script.tables[rank], expected)

@@ -20,9 +20,8 @@ from ..io.read import MemorySink, RecordReader, Sink
 from ..io.threads import count_threads
 from ..plan import Claim, LoadPlan, Request, Round, Send
 from ..stream.checks import Checks
-from .job import Blank
+from .destinations import Destinations
 from .negotiate import BLOCK
-from .sinks import TensorSink
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -35,8 +34,7 @@ class CollectiveReader:
     """Reads what one rank's plan says, together with the other ranks.
 
     Args:
-        sinks: where each buffer number's bytes go.
-        blanks: what is zeroed first.
+        into: where bytes go, and what is zeroed first.
         plan: of this rank.
         config: window, threads, verification.
 
@@ -47,17 +45,17 @@ class CollectiveReader:
     def __init__(
         self,
         index: AtomicIndex,
-        sinks: Sequence[TensorSink],
-        blanks: Sequence[Blank],
+        into: Destinations,
         plan: LoadPlan,
         comm: Comm,
         config: UniversalConfig,
     ) -> None:
-        self.index, self.sinks, self.blanks, self.plan, self.comm = index, sinks, blanks, plan, comm
+        self.index, self.into, self.plan, self.comm = index, into, plan, comm
+        self.sinks = into.sinks
         window = config.window_mb << 20
         self.threads = min(config.threads or default_threads(), max(window // (4 * BLOCK), 1))
         self.checksum = config.verify == "crc"
-        self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in sinks)
+        self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
         self.stage: torch.Tensor | None = None
         self.checks = Checks()
 
@@ -111,9 +109,7 @@ class CollectiveReader:
     def _read_rounds(self, reader: RecordReader, fresh: bool, everything: bool) -> list[Checked]:
         checks: list[Checked] = []
         with self.comm.together():
-            for blank in self.blanks:
-                if blank.buffer.fresh == fresh:
-                    blank.zero()
+            self.into.zero_blanks(fresh=fresh)
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
             checks += self._read(reader, direct, fresh)
         arrived = _Arrived((), memoryview(b""))

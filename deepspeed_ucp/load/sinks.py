@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
+from ..flat import find_gaps
 from ..io.memory import allocate
 from ..plan import Part
 
@@ -73,16 +72,6 @@ def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
     if not numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype)
-
-
-def find_gaps(spans: Iterable[tuple[int, int]], total: int) -> list[tuple[int, int]]:
-    """What ranges [low, high), in any order, leave free of [0, total)."""
-    found, position = [], 0
-    for low, high in [*sorted(spans), (total, total)]:
-        if low > position:
-            found.append((position, low))
-        position = max(position, high)
-    return found
 
 
 class TensorSink:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..atoms import count, strip_compiled
-from ..flat import Cut, FlatBuffer, Span
+from ..flat import Cut, FlatBuffer, Span, join_parameters
 from ..topology import Topology
 from .parallel import Instance, find_instances, find_place
 
@@ -24,13 +24,13 @@ class Flat:
         buffer: how parameters lie in it, over all ranks.
         part: the partition that this rank holds.
         master: the live partition, 1-D (fp32 unless the engine keeps 16-bit masters).
-        holder: the tensor that the optimizer keeps states for; None without optimizer.
+        holder: the tensor that the optimizer keeps states for, the partition in the optimizer's own shape.
     """
 
     buffer: FlatBuffer
     part: int
     master: torch.Tensor
-    holder: torch.Tensor | None
+    holder: torch.Tensor
 
     @property
     def group(self) -> int:
@@ -54,17 +54,33 @@ class Flat:
 
 @dataclass(slots=True)
 class Extra:
-    """A tensor that no optimizer owns: a frozen or unoptimized parameter, or a buffer.
+    """A tensor that no optimizer owns: a frozen or unoptimized parameter, or a buffer of the module.
 
     Attributes:
-        tensor: this rank's elements, 1-D: [start, start + tensor.numel()) of the whole.
+        buffer: it alone, over all ranks.
+        part: what of it this rank holds.
+        tensor: these elements, 1-D.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    buffer: FlatBuffer
+    part: int
     tensor: torch.Tensor
-    is_buffer: bool
-    start: int = 0
+    is_buffer: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.buffer.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return self.buffer.shapes[0]
+
+
+def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> Extra:
+    """A tensor that every rank holds whole."""
+    return Extra(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, flatten(tensor), is_buffer)
 
 
 class Target(ABC):
@@ -190,12 +206,12 @@ class Target(ABC):
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
-                found.append(Extra(strip_compiled(name), tuple(buffer.shape), flatten(buffer), True))
+                found.append(hold_whole(strip_compiled(name), buffer, is_buffer=True))
         return found
 
     def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
         """A parameter without optimizer as a destination."""
-        return Extra(name, tuple(param.shape), flatten(param), False)
+        return hold_whole(name, param)
 
     def param_group(self, flat: Flat) -> int:
         """Index of the optimizer's param group that holds a flat buffer (ZeRO rebuilds Adagrad with all in one)."""

@@ -15,7 +15,7 @@ from torch._utils import _unflatten_dense_tensors
 from ..atoms import strip_compiled
 from ..comm import gather_in_place
 from ..errors import UnsupportedError
-from ..flat import cut_parameter, join_parameters, join_reserved
+from ..flat import join_parameters, join_reserved
 from .base import Extra, Target, flatten
 from .coverage import UnknownLayoutError, check_engine
 
@@ -148,8 +148,9 @@ def partitioned_extra(name: str, param: Any) -> Extra:
     if hasattr(held, "ds_quant_scale") or held.status != PartitionedParamStatus.AVAILABLE:
         raise UnsupportedError(f"{name}: a quantized parameter, or one on NVMe, without optimizer cannot be filled.")
     group = param.ds_process_group
-    start, numel = cut_parameter(param.ds_numel, ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group))
-    return Extra(name, tuple(param.ds_shape), flatten(held)[:numel], False, start)
+    buffer = join_reserved(0, (name,), (tuple(param.ds_shape),), ds_comm.get_world_size(group=group))
+    part = ds_comm.get_rank(group=group)
+    return Extra(buffer, part, flatten(held)[: sum(cut.numel for cut in buffer.cuts(part))])
 
 
 class Fp16FusedTarget(Target):

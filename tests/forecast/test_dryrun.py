@@ -35,7 +35,7 @@ from tests.reshard import (
     examples,
     make_targets,
     open_for,
-    prepare,
+    prepare_rank,
     read,
     temporary_folder,
 )
@@ -122,7 +122,7 @@ def load(
 
     def work(number: int, comm: Comm) -> tuple[AtomicIndex, Loaded]:
         index = open_for(folder, targets[number], comm)
-        rank = prepare(index, targets[number], comm, options)
+        rank = prepare_rank(index, targets[number], comm, options)
         read(index, rank, options)
         return index, rank
 
@@ -131,7 +131,7 @@ def load(
 
 
 def count_wanted(rank: Loaded) -> int:
-    return sum(want.numel * ITEMSIZE[want.atom.dtype] for want in rank.job.wants)
+    return sum(want.numel * ITEMSIZE[want.atom.dtype] for want in rank.work.wants.wants)
 
 
 PAIRS = [

@@ -16,12 +16,13 @@ from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
-from deepspeed_ucp.load import LoadArguments, LoadReport, apart, direct, exchange, load_direct
+from deepspeed_ucp.load import LoadArguments, LoadReport, apart, exchange, load_direct, transfer
+from deepspeed_ucp.load.destinations import Destinations
 from deepspeed_ucp.load.exchange import CollectiveReader, default_threads
-from deepspeed_ucp.load.job import Job
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
+from deepspeed_ucp.load.prepare import Work
+from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.plan import LoadPlan
-from deepspeed_ucp.plan.match import Match
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.ranks import World, run_ranks
 from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, make_targets, open_for
@@ -94,8 +95,7 @@ def run_load(
 
 
 def check_loaded(targets: list[FakeTarget], state: State) -> None:
-    work = direct._Work(Job(), Match(), [], [])
-    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state)
+    check_content([Loaded(target, Work(), target.extras(), counted=False) for target in targets], state)
 
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
@@ -336,14 +336,14 @@ def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Pa
 
 def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Do something once everything has been read and verified."""
-    check = direct._verify
+    check = Transfer.verify
 
-    def check_and_go_on(*args: Any) -> int:
-        nbytes = check(*args)
+    def check_and_go_on(transfer: Transfer) -> int:
+        nbytes = check(transfer)
         then()
         return nbytes
 
-    monkeypatch.setattr(direct, "_verify", check_and_go_on)
+    monkeypatch.setattr(Transfer, "verify", check_and_go_on)
     monkeypatch.setattr(exchange, "_PAUSE", 0.0)
     monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
 
@@ -582,7 +582,7 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = CollectiveReader(open_for(path, rank), (), (), NO_PLAN, Comm(), config)
+    made = CollectiveReader(open_for(path, rank), Destinations(), NO_PLAN, Comm(), config)
     assert 1 <= made.threads <= (threads or default_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
@@ -594,11 +594,11 @@ def test_a_load_never_sees_a_whole_large_parameter_twice(
     """Requests are bounded by the block and rounds by the window, whatever the parameter's size."""
     plans: list[LoadPlan] = []
 
-    def plan_finely(*args: Any) -> LoadPlan:
+    def plan_finely(*args: Any, **_: Any) -> LoadPlan:
         plans.append(negotiate(*args[:-1], 40_000, block=4096, min_direct=1024))
         return plans[-1]
 
-    monkeypatch.setattr(direct, "negotiate", plan_finely)
+    monkeypatch.setattr(transfer, "negotiate", plan_finely)
     model = Model((Param("a", (30_000,)),))
     path, state = write(tmp_path, Topology(1, 3), model)
     targets = make_targets(model, Topology(0, size))

@@ -14,7 +14,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from tests.load.test_reshard import take_a_step
-from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare
+from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare_rank
 from tests.synth import (
     Model,
     Param,
@@ -302,7 +302,7 @@ def test_flat_states_are_refused_where_whole_parameters_factor_theirs(tmp_path: 
     path = write_checkpoint(tmp_path, model, state, Topology(2, 2))
     target = FakeTarget(model, Topology(0), 0, optimizer=torch.optim.Adafactor)
     with pytest.raises(MismatchError, match="Adafactor keeps states that are not element-wise"):
-        prepare(open_for(path, target), target, Comm())
+        prepare_rank(open_for(path, target), target, Comm())
 
 
 class Nested(torch.optim.SGD):

@@ -32,15 +32,14 @@ from tests.reshard import (
     models,
     open_everywhere,
     open_for,
-    prepare,
     prepare_all,
+    prepare_rank,
     read,
     saved_buffers,
     states,
     temporary_folder,
     topologies,
     touched_records,
-    verify,
 )
 from tests.synth import (
     Model,
@@ -217,9 +216,10 @@ def test_there_and_back_again_over_many_topologies_loses_nothing(tmp_path: Path)
 
 def reread(index: AtomicIndex, targets: Sequence[FakeTarget]) -> None:
     def work(number: int, comm: Comm) -> None:
-        rank = prepare(index, targets[number], comm)
+        rank = prepare_rank(index, targets[number], comm)
         read(index, rank)
-        verify(index, rank)
+        assert rank.transfer
+        rank.transfer.verify()
 
     run_ranks(len(targets), work)
 
@@ -302,7 +302,7 @@ def test_weights_alone(case: Case, target: Topology) -> None:
         weights = {name: {"fp32": atoms["fp32"].to(precision).float()} for name, atoms in saved.atoms.items()}
         check_content(ranks, State(weights, {}, ()))
         check_reads(index, ranks)
-        states_of = {key.state for key in ranks[0].job.touched}
+        states_of = {key.state for key in ranks[0].work.wants.touched}
         assert states_of <= {"fp32", "module", "copy"}
 
 
@@ -354,10 +354,10 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
         for rank in prepare_all(index, targets):
             live = {flat.master.data_ptr() for flat in rank.target.flats if flat.master.numel()}
             live |= {extra.tensor.data_ptr() for extra in rank.extras if extra.tensor.numel()}
-            for sink in rank.job.sinks:
-                assert sink.fresh == (sink.buffer.tensor.data_ptr() not in live)
-            for blank in rank.job.blanks:
-                assert blank.buffer.fresh == (blank.buffer.tensor.data_ptr() not in live)
+            into = rank.work.into
+            filled = [sink.buffer for sink in into.sinks] + [into.buffers[number] for number, _, _ in into.blanks]
+            for buffer in filled:
+                assert buffer.fresh == (buffer.tensor.data_ptr() not in live)
 
 
 def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import apart
-from deepspeed_ucp.load.job import Blank, Mean
+from deepspeed_ucp.load.destinations import Destinations
 from deepspeed_ucp.load.sinks import Buffer, TensorSink
 from deepspeed_ucp.plan import Part
+from deepspeed_ucp.plan.wants import Mean
 from tests.ranks import run_ranks
 
 
@@ -123,10 +124,11 @@ def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
     buffer = Buffer(whole.t(), fresh=False)
     buffer.spans.append((0, 6))
-    Blank(buffer, 0, 4).zero()
-    Mean(buffer, 4, 6, (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))).settle()
+    replicas = [Buffer(torch.tensor(values), fresh=True) for values in ([1.0, 2.0], [3.0, 4.0])]
+    into = Destinations([buffer, *replicas], [], [(0, 0, 4)], [Mean(0, 4, 6, (1, 2))])
+    into.zero_blanks(fresh=True)
     assert whole.eq(5).all()
-    buffer.commit()
+    into.commit()
     assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
 
 

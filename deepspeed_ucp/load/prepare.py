@@ -1,0 +1,175 @@
+"""What a load has to do, before anything is read: the engine held against the checkpoint, and what each rank wants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..atoms import MASTER, MODULE, AtomicIndex, AtomKey
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..errors import UnsupportedError, shorten
+from ..plan.match import Match, match_groups, match_parameters
+from ..plan.wants import HeldBuffer, Home, Layouts, TargetLayout, Wants, list_wants
+from ..targets import Extra, Target
+from ..targets.base import dtype_name
+from .census import Census, check_alike, find_renamed, read_rules, settle_layouts, take_census
+from .destinations import Destinations, bind
+from .replicas import check_instances
+from .states import OptimizerMatch, States, list_tensors
+
+logger = logging.getLogger("deepspeed_ucp")
+
+
+@dataclass(slots=True)
+class Work:
+    """What a load has to do.
+
+    Attributes:
+        wants: of this rank.
+        into: where they go.
+        states: optimizer states to attach once all is verified.
+        match: this rank's names.
+        touched: atoms that some rank needs, the same list on every rank.
+        replicated: those of which the source holds replicas that have to be equal.
+    """
+
+    wants: Wants = field(default_factory=Wants)
+    into: Destinations = field(default_factory=Destinations)
+    states: list[States] = field(default_factory=list)
+    match: Match = field(default_factory=Match)
+    touched: list[AtomKey] = field(default_factory=list)
+    replicated: list[AtomKey] = field(default_factory=list)
+
+
+def prepare(
+    index: AtomicIndex,
+    target: Target,
+    comm: Comm,
+    config: UniversalConfig,
+    *,
+    strict: bool,
+    with_states: bool,
+    with_extras: bool = True,
+) -> Work:
+    """Match, settle patterns and list what this rank wants; collective.
+
+    Args:
+        strict: refuse missing and extra names.
+        with_states: load optimizer states.
+        with_extras: load what no optimizer owns; without, it is the caller's business (``custom_load_fn``).
+
+    Raises:
+        UcpError: engine and checkpoint do not fit; the same on every rank.
+    """
+    comm.run(lambda: _refuse_unreadable(index))
+    if not with_extras and not with_states:
+        return Work()
+    extras = comm.run(target.extras) if with_extras else []
+    census = take_census(target, extras, comm)
+    tell = comm.rank == 0
+
+    def hold_against() -> tuple[Work, Layouts]:
+        rules = read_rules(config.patterns)
+        live = census.live(find_renamed(index, census, rules, tell=tell), with_extras=with_extras)
+        match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
+        check_alike(census, target, extras)
+        if with_states:
+            match_groups(index, target.group_members(), match)
+        layouts = settle_layouts(index, census, match, rules, tell=tell)
+        return make_work(index, target, match, extras, layouts, with_states=with_states), layouts
+
+    work, layouts = comm.run(hold_against)
+    _share(index, target, census, layouts, work, comm)
+    return work
+
+
+def make_work(
+    index: AtomicIndex,
+    target: Target,
+    match: Match,
+    extras: Sequence[Extra],
+    layouts: Layouts,
+    *,
+    with_states: bool,
+) -> Work:
+    """What this rank has to do, with the memory that it takes.
+
+    Args:
+        layouts: how source and target cut a tensor.
+
+    Raises:
+        MismatchError: the saved optimizer is of another kind, or its states cannot be cut.
+    """
+    optimizer = OptimizerMatch(index, target, match)
+    if with_states:
+        optimizer.check()
+    layout = describe_target(target, extras, optimizer if with_states else None)
+    wants = list_wants(index, layout, match, layouts, with_states=with_states)
+    states: list[States] = []
+    if with_states:
+        dtypes = wants.list_states()
+        states = [optimizer.make_states(number, dtypes.get(number, {})) for number in range(len(target.flats))]
+    tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.master for number, flat in enumerate(target.flats)}
+    tensors.update({(MODULE, number): extra.tensor for number, extra in enumerate(extras)})
+    into = bind(wants, {**tensors, **list_tensors(states)})
+    return Work(wants, into, states, match)
+
+
+def describe_target(target: Target, extras: Sequence[Extra], optimizer: OptimizerMatch | None) -> TargetLayout:
+    """What this rank holds; ``optimizer`` tells of the states."""
+    flats = []
+    for flat in target.flats:
+        dtype = dtype_name(flat.master.dtype)
+        if optimizer is None:
+            flats.append(HeldBuffer(flat.buffer, flat.part, dtype))
+            continue
+        kept = optimizer.probe(flat)
+        live = {name: dtype_name(tensor.dtype) for name, tensor in optimizer.find_live(flat).items()}
+        states = {name: dtype_name(kind) for name, kind in kept.elementwise.items()} if kept else None
+        flats.append(HeldBuffer(flat.buffer, flat.part, dtype, live, states))
+    tensors = [HeldBuffer(extra.buffer, extra.part, dtype_name(extra.tensor.dtype)) for extra in extras]
+    return TargetLayout(target.place.tp_rank, flats, tensors)
+
+
+def _share(index: AtomicIndex, target: Target, census: Census, layouts: Layouts, work: Work, comm: Comm) -> None:
+    """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
+    # Data-parallel ranks need parts of the same atoms, so that one of them tells.
+    mine = list(work.wants.touched) if target.place.dp_rank == 0 else []
+    everyone = comm.gather((mine, work.wants.grown))
+    work.touched = sorted({key for touched, _ in everyone for key in touched})
+    work.replicated = [key for key in work.touched if _is_replicated(layouts, index, key)]
+
+    def tell() -> None:  # rank 0 alone: every rank would read the same elements
+        _tell(work.match, index.dropped, {item for _, grown in everyone for item in grown.items()})
+        check_instances(index, census.everyone, work.touched)
+
+    comm.once(tell)
+
+
+def _is_replicated(layouts: Layouts, index: AtomicIndex, key: AtomKey) -> bool:
+    found = layouts.get(key.name)
+    return found is not None and found[0].replicated and not found[0].mean and len(index.atoms[key].shards) > 1
+
+
+def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -> None:
+    if match.kept:
+        logger.warning("%s: %s keep the values that the new model has", dropped, shorten(match.kept, 40))
+    if match.skipped:
+        logger.warning("load_module_strict=False, passing over: %s", "; ".join(match.skipped))
+    for name, (old, new) in sorted(grown):
+        logger.info(
+            "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero", name, new, old, new - old
+        )
+
+
+def _refuse_unreadable(index: AtomicIndex) -> None:
+    if index.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+        raise UnsupportedError(
+            f"{index.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology that "
+            "saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
+        )

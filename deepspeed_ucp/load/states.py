@@ -1,0 +1,176 @@
+"""The live optimizer in a load: what it keeps, whether that fits what was saved, and how it gets it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..atoms import AtomicIndex, ParamKey
+from ..errors import MismatchError, shorten
+from ..plan.match import Match
+from ..plan.wants import Home, list_states
+from ..targets import Flat, Target
+from ..targets.base import flatten
+from ..targets.optimizer import Kept, probe_optimizer, restore_hyper, restore_scalar
+
+WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
+
+
+@dataclass(slots=True)
+class States:
+    """Optimizer states of one flat buffer on their way: tensors by name, scalars by name.
+
+    ``lazy``: the optimizer makes missing states in its next step, so that none may be left to it.
+    """
+
+    flat: Flat
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    lazy: bool = True
+
+
+class OptimizerMatch:
+    """What the checkpoint has for the live optimizer, flat buffer by flat buffer.
+
+    Args:
+        match: saved names and param groups of the live ones.
+    """
+
+    def __init__(self, index: AtomicIndex, target: Target, match: Match) -> None:
+        self.index, self.target, self.match = index, target, match
+        self.probes: dict[tuple[int, torch.dtype, int], Kept | None] = {}
+        self.states_of = list_states(index)
+
+    def saved_params(self, flat: Flat) -> list[ParamKey]:
+        """What a flat buffer's parameters take their state from."""
+        return [self.match.params[name] for name in flat.names if name in self.match.params]
+
+    def saved_states(self, flat: Flat) -> list[str]:
+        """States that the checkpoint has for a flat buffer."""
+        found: set[str] = set()
+        return sorted(found.union(*(self.states_of.get(param, ()) for param in self.saved_params(flat))))
+
+    def probe(self, flat: Flat) -> Kept | None:
+        """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
+        key = (flat.group, flat.master.dtype, flat.holder.dim())
+        if key not in self.probes:
+            group = self.match.groups.get(flat.group)
+            hyper = self.index.groups[group].hyper if group is not None else {}
+            self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.holder)
+        return self.probes[key]
+
+    def check(self) -> None:
+        """Whether the live optimizer keeps what was saved.
+
+        Raises:
+            MismatchError: it is of another kind, or its states cannot be cut.
+        """
+        if self.index.irregular:
+            listed = [f"{name} ({what})" for name, what in sorted(self.index.irregular.items())]
+            raise MismatchError(
+                f"{self.index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
+                f"cut for another topology: {shorten(listed)}. To go on, {WEIGHTS_ONLY}."
+            )
+        seen: set[tuple[int, int, tuple[str, ...]]] = set()
+        for flat in self.target.flats:
+            have = tuple(self.saved_states(flat))
+            if (flat.group, flat.holder.dim(), have) in seen:
+                continue
+            seen.add((flat.group, flat.holder.dim(), have))
+            self._check_group(flat, have)
+
+    def _check_group(self, flat: Flat, have: tuple[str, ...]) -> None:
+        kept = self.probe(flat)
+        if kept is None or not (have or any(self.index.scalars.get(param) for param in self.saved_params(flat))):
+            return
+        kind = type(self.target.optimizer).__name__
+        if kept.other:
+            listed = [f"{name} ({what})" for name, what in kept.other.items()]
+            raise MismatchError(
+                f"{kind} keeps states that are not element-wise: {shorten(listed)}. To go on, {WEIGHTS_ONLY}."
+            )
+        if set(have) != set(kept.elementwise):
+            raise MismatchError(
+                f"The checkpoint's optimizer ({self.index.optimizer or 'not named'}) keeps "
+                f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
+                f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or "
+                f"{WEIGHTS_ONLY}."
+            )
+
+    def find_live(self, flat: Flat) -> dict[str, torch.Tensor]:
+        """Element-wise states that the optimizer has already."""
+        states = self.target.optimizer.state.get(flat.holder, {})
+        return {
+            name: value
+            for name, value in states.items()
+            if isinstance(value, torch.Tensor) and value.shape == flat.holder.shape
+        }
+
+    def make_states(self, number: int, dtypes: Mapping[str, str]) -> States:
+        """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or fresh memory.
+
+        Args:
+            number: of the flat buffer.
+            dtypes: of the states that are loaded.
+
+        Raises:
+            MismatchError: scalars differ that are one here.
+        """
+        flat = self.target.flats[number]
+        kept, live, like = self.probe(flat), self.find_live(flat), flat.holder
+        tensors = {
+            state: live[state]
+            if state in live
+            else torch.empty(like.shape, dtype=getattr(torch, dtype), device=like.device)
+            for state, dtype in dtypes.items()
+        }
+        return States(flat, tensors, self._join_scalars(flat), kept is None or kept.lazy)
+
+    def _join_scalars(self, flat: Flat) -> dict[str, Any]:
+        """The scalars that a flat buffer's parameters have in common.
+
+        Raises:
+            MismatchError: they differ, which a flat buffer with one step count cannot express.
+        """
+        joined: dict[str, tuple[Any, ParamKey]] = {}
+        for param in self.saved_params(flat):
+            for key, value in self.index.scalars.get(param, {}).items():
+                known, origin = joined.setdefault(key, (value, param))
+                if known != value:
+                    raise MismatchError(
+                        f"{key} differs between parameters that share a flat buffer here: {origin} has {known}, "
+                        f"{param} has {value}. Put them into param groups of their own, or {WEIGHTS_ONLY}."
+                    )
+        kept = self.probe(flat)
+        return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
+
+
+def list_tensors(states: list[States]) -> dict[Home, torch.Tensor]:
+    """Their tensors as destinations."""
+    return {
+        (state, number): flatten(tensor) for number, each in enumerate(states) for state, tensor in each.tensors.items()
+    }
+
+
+def attach_states(index: AtomicIndex, target: Target, states: list[States], match: Match) -> None:
+    """Hand states, scalars and hyper-parameters to the optimizer."""
+    optimizer = target.optimizer
+    for each in states:
+        entry = {**each.scalars, **each.tensors}
+        live = optimizer.state.get(each.flat.holder)
+        if not entry:
+            if each.lazy:
+                optimizer.state.pop(each.flat.holder, None)
+        elif live is None:
+            optimizer.state[each.flat.holder] = entry
+        else:
+            live.clear()
+            live.update(entry)
+    for flat in target.flats:
+        if flat.group in match.groups:
+            group = optimizer.param_groups[target.param_group(flat)]
+            restore_hyper(group, index.groups[match.groups[flat.group]].hyper)
+    target.relink()
