@@ -24,7 +24,7 @@ from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
 from deepspeed_ucp.stream.reader import Reader
 from deepspeed_ucp.stream.wholes import Whole
-from deepspeed_ucp.torchsave.torchzip import make_image
+from deepspeed_ucp.torchsave.zipframe import make_image
 
 FP32 = "float32"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")

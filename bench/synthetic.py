@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ucp.atoms import count
 from deepspeed_ucp.flat import join_parameters
 from deepspeed_ucp.sources.headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
-from deepspeed_ucp.torchsave.torchfile import Blob
+from deepspeed_ucp.torchsave.records import FileRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -252,7 +252,7 @@ class Source:
 
 def make_piece(offset: int, shape: Shape, dtype: str) -> Piece:
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    return Piece(Blob(offset, itemsize * count(shape), offset % 0xFFFF_FFFF), 0, shape, dtype)
+    return Piece(FileRecord(f"data/{offset}", offset, itemsize * count(shape), offset % 0xFFFF_FFFF), 0, shape, dtype)
 
 
 def align(offset: int) -> int:

@@ -17,7 +17,7 @@ from ..stream.batches import ReadBatch, Source, stream
 from ..stream.checks import Checks
 from ..stream.reader import Reader
 from ..stream.wholes import Whole
-from ..torchsave.torchzip import ZipImage
+from ..torchsave.zipframe import ZipImage
 
 
 @dataclass(frozen=True, slots=True)

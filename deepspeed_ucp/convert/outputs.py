@@ -14,7 +14,7 @@ from ..io.staging import MANIFEST, OutputKind
 from ..patterns import Partial, Replicate, Unique
 from ..plan.conversion import Output
 from ..stream.wholes import Whole, Wholes
-from ..torchsave.torchzip import ScalarTensor, dump_value, make_image
+from ..torchsave.zipframe import dump_value, make_image
 from .execute import OutputFile, create
 from .states import OPTIMIZER_STATE
 from .upstream import upstream_keys
@@ -112,8 +112,7 @@ def list_steps(index: AtomicIndex) -> dict[str, bytes]:
         step = scalars[STEP]
         kind = type(step), step
         if kind not in made:
-            dtype = index.scalar_dtypes.get(STEP)
-            made[kind] = dump_value(step if dtype is None else ScalarTensor(dtype, step))
+            made[kind] = dump_value(step, index.scalar_dtypes.get(STEP))
         found[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
     return found
 

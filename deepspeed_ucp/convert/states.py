@@ -1,6 +1,6 @@
 """The files of an atomic checkpoint that hold no atoms: client state, scheduler, counters; hyper-parameters, scaler.
 
-What the source's own files hold is taken over as it is, without running it (``torchsave.repickle``). One
+What the source's own files hold is taken over as it is, without running it (``torchsave.rewrite``). One
 ``optimizer_state.pt`` serves upstream's loaders of all stages: ZeRO 1/2 and BF16 read ``param_groups`` and the scaler
 at its top (``runtime/base_optimizer.py``), ZeRO 3 reads ``optimizer_state_dict`` in it (``runtime/zero/stage3.py``).
 """
@@ -17,17 +17,11 @@ from ..atoms import AtomicIndex, GroupInfo
 from ..io.disk import explain_full
 from ..sources.files import sort_files
 from ..sources.reading import EXTRA_STATE
-from ..torchsave.opcodes import Global, Node, make_instance
-from ..torchsave.repickle import (
-    PickledFile,
-    count_bytes,
-    map_entries,
-    open_pickled,
-    read_entries,
-    read_items,
-    save_pickled,
-)
-from ..torchsave.torchzip import ScalarTensor, make_tensor, pack_scalar
+from ..torchsave.dtypes import pack_scalar
+from ..torchsave.objects import Global, PickledObject, make_instance
+from ..torchsave.rewrite import count_bytes, save_parts
+from ..torchsave.torchfile import TorchFile, read_header
+from ..torchsave.zipframe import make_tensor
 
 MODEL_STATES: Final = "mp_rank_00_model_states.pt"
 MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -84,13 +78,14 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
 
 
 def _write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
-    main = open_pickled(index.state_file)
-    size, crc = save_pickled(main, _strip_model(main.root), os.path.join(folder, MODEL_STATES))
+    main = read_header(index.state_file)
+    saved = _as_dict(main.tree)
+    size, crc = save_parts(main, _strip_model(saved), os.path.join(folder, MODEL_STATES))
     _link(os.path.join(folder, MODEL_STATES), os.path.join(folder, MODEL_STATES_ZERO3))
     os.makedirs(os.path.join(folder, "zero"), exist_ok=True)
     file, state = _find_optimizer(index, main)
-    common, added = _describe_optimizer(index, file, state, read_entries(main.root))
-    told = save_pickled(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
+    common, added = _describe_optimizer(index, file, state, saved)
+    told = save_parts(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
     return [
         StateFile(MODEL_STATES, size, crc),
         StateFile(MODEL_STATES_ZERO3, size, crc),
@@ -108,44 +103,45 @@ def _link(path: str, name: str) -> None:
         shutil.copyfile(path, name)
 
 
-def _strip_model(root: Node) -> Node:
+def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     """A model-states file without the model's tensors; the modules' extra states stay."""
-
-    def change(key: Any, value: Any) -> tuple[Any, ...]:
-        if key == "module" and isinstance(value, Node):
-            return key, {name: state for name, state in read_entries(value).items() if str(name).endswith(EXTRA_STATE)}
-        if key == "mp_world_size":  # upstream's loader holds it against the number of model-states files
-            return key, 1
-        return key, None if key in _EMPTIED else value
-
-    return map_entries(root, change)
+    kept = {key: None if key in _EMPTIED else value for key, value in saved.items()}
+    if isinstance(module := kept.get("module"), dict):
+        kept["module"] = {name: state for name, state in module.items() if str(name).endswith(EXTRA_STATE)}
+    if "mp_world_size" in kept:  # upstream's loader holds it against the number of model-states files
+        kept["mp_world_size"] = 1
+    return kept
 
 
-def _find_optimizer(index: AtomicIndex, main: PickledFile) -> tuple[PickledFile, Any]:
+def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
     """The source's first optimizer state: the file that it is in, and its dictionary (None: there is none)."""
     folder = os.path.dirname(index.state_file)
     if index.topology.wrapper == "atomic":
-        file = open_pickled(os.path.join(folder, OPTIMIZER_STATE))
-        return file, file.root
+        file = read_header(os.path.join(folder, OPTIMIZER_STATE))
+        return file, file.tree
     listed = sort_files(folder, {os.path.basename(file.path): file.size for file in index.files}).optim
     if not listed:
-        return main, read_entries(main.root).get("optimizer")
+        return main, _as_dict(main.tree).get("optimizer")
     first = min(listed, key=lambda key: key[1:])
-    file = open_pickled(os.path.join(folder, listed[first]))
-    return file, read_entries(file.root).get("optimizer_state_dict")
+    file = read_header(os.path.join(folder, listed[first]))
+    return file, _as_dict(file.tree).get("optimizer_state_dict")
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _describe_optimizer(
-    index: AtomicIndex, file: PickledFile, state: Any, main: Mapping[Any, Any]
+    index: AtomicIndex, file: TorchFile, state: Any, main: Mapping[Any, Any]
 ) -> tuple[dict[Any, Any], dict[str, bytes]]:
     """The dictionary of ``optimizer_state.pt``, and the storages of it that are not the source file's."""
-    saved = read_entries(state)
+    saved = _as_dict(state)
     kept = {
         key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
     }
     if index.scaler and "loss_scaler" not in kept:
         kept |= {"loss_scaler": _make_scaler(index.scaler, main), "dynamic_loss_scale": bool(index.scaler["dynamic"])}
-    versions = (kept.get("ds_version"), read_entries(file.root).get("ds_version"), main.get("ds_version"))
+    versions = (kept.get("ds_version"), _as_dict(file.tree).get("ds_version"), main.get("ds_version"))
     groups = _list_groups(index.groups, saved)
     step, added = _describe_step(index)
     inner = {"state": {0: step}, "param_groups": groups}
@@ -155,8 +151,8 @@ def _describe_optimizer(
 
 def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[dict[str, Any]]:
     """Param groups as an optimizer's state_dict has them, one parameter each: the group's flat buffer."""
-    inner = next((read_entries(saved[key]) for key in _INNER if key in saved), saved)
-    originals = [read_entries(item) for item in read_items(inner.get("param_groups"))]
+    inner = next((_as_dict(saved[key]) for key in _INNER if key in saved), saved)
+    originals = [_as_dict(group) for group in inner.get("param_groups") or ()]
     listed = []
     for i, group in enumerate(groups):
         original = originals[i] if i < len(originals) else {}
@@ -179,15 +175,15 @@ def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]
     if not steps or not _is_plain(steps[0]):
         return {}, {}
     if dtype := index.scalar_dtypes.get("step"):
-        return {"step": make_tensor("step", dtype, 1, ())}, {"step": pack_scalar(ScalarTensor(dtype, steps[0]))}
+        return {"step": make_tensor("step", dtype, 1, ())}, {"step": pack_scalar(dtype, steps[0])}
     return {"step": steps[0]}, {}
 
 
-def _make_scaler(scaler: Mapping[str, Any], main: Mapping[Any, Any]) -> Node:
+def _make_scaler(scaler: Mapping[str, Any], main: Mapping[Any, Any]) -> PickledObject:
     """DeepSpeed's scaler object, which the FP16 wrappers save as plain fields."""
     if not scaler["dynamic"]:
         return make_instance(_SCALERS, "LossScaler", {"cur_scale": scaler["cur_scale"], "dynamic": False})
-    config = read_entries(read_entries(main.get("ds_config")).get("fp16"))
+    config = _as_dict(_as_dict(main.get("ds_config")).get("fp16"))
     fields = {
         "cur_iter": 0,
         "last_overflow_iter": -1,

@@ -17,7 +17,7 @@ from ..patterns import Kept, Pattern, ShardH, ShardHy, ShardNC, Unique
 from ..patterns.affine import Mapped
 from ..patterns.layout import Layout, Shape
 from ..patterns.metadata import Viewed
-from ..torchsave.opcodes import Node, make_instance
+from ..torchsave.objects import PickledObject, make_instance
 
 CAT_DIM = "cat_dim"
 EQUAL_PARTS = "param_n_sub_params"
@@ -93,7 +93,7 @@ def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
     return None if -1 in outer else next(found, None)
 
 
-def _make_parts(view: Shape, axis: int, sizes: tuple[int, ...], name: str) -> Node:
+def _make_parts(view: Shape, axis: int, sizes: tuple[int, ...], name: str) -> PickledObject:
     """Upstream's ``SubparamShape``, as a pickle holds it."""
     shape = (*view[:axis], sizes, *view[axis + 1 :])
     fields = {"patterns": [re.escape(name)] if name else [], "shape": shape, "partition_dim": axis}

@@ -10,18 +10,19 @@ from ..atoms import AtomicIndex
 from ..errors import UcpError, shorten
 from ..io.scan import Scanned
 from ..sources.findings import Finding
-from ..torchsave.records import FileRecords, RecordEntry, name_storages
+from ..torchsave.records import FileRecord, FileRecords
+from ..torchsave.torchfile import name_storages
 
 NAMED = 8
 """Atoms of a damaged record that a fault's text names; ``Finding.names`` has all."""
 
 
-def judge_file(name: str, listed: FileRecords | None, scan: Scanned) -> list[tuple[Finding, RecordEntry | None]]:
+def judge_file(name: str, listed: FileRecords | None, scan: Scanned) -> list[tuple[Finding, FileRecord | None]]:
     """Faults of one file's bytes, with the record that each is about."""
     return list(_judge(name, listed, scan))
 
 
-def _judge(name: str, listed: FileRecords | None, scan: Scanned) -> Iterator[tuple[Finding, RecordEntry | None]]:
+def _judge(name: str, listed: FileRecords | None, scan: Scanned) -> Iterator[tuple[Finding, FileRecord | None]]:
     records = listed.records if listed else ()
     for offset, text in scan.errors[:1]:
         inside = next((r for r in records if r.offset <= offset < r.offset + r.nbytes), None)
@@ -37,7 +38,7 @@ def _judge(name: str, listed: FileRecords | None, scan: Scanned) -> Iterator[tup
 
 
 def name_contents(
-    folder: str, name: str, found: Sequence[tuple[Finding, RecordEntry | None]], index: AtomicIndex | None
+    folder: str, name: str, found: Sequence[tuple[Finding, FileRecord | None]], index: AtomicIndex | None
 ) -> Iterator[Finding]:
     """The same faults with what lies in the damaged records."""
     if not found:
@@ -51,7 +52,7 @@ def name_contents(
         yield replace(fault, text=text, names=tuple(held))
 
 
-def _tell_contents(held: Sequence[str], record: RecordEntry | None) -> str:
+def _tell_contents(held: Sequence[str], record: FileRecord | None) -> str:
     if held:
         return f"; it holds {shorten(held, NAMED)}"
     return "; it holds the object tree of the file" if record and record.name == "data.pkl" else ""

@@ -6,7 +6,6 @@ Client state is compared as it lies in the files, without running any of it.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -14,8 +13,8 @@ from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey
 from ..io.store import read_bytes
-from ..torchsave.torchfile import ScalarRef, TorchFile, read_header
-from ..torchsave.unpickle import Opaque, TensorRef
+from ..torchsave.objects import Global, PickledObject, TensorRef, describe, to_number
+from ..torchsave.torchfile import TorchFile, read_header
 
 ABSENT = "(absent)"
 """Stands for a value that one side does not have."""
@@ -34,7 +33,7 @@ _MODEL = (
 _ASIDE = ("ds_config", "ds_version")
 """Keys whose differences are information."""
 
-_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+_SETS = ("builtins.set", "builtins.frozenset")
 _PIECE = 4 << 20
 
 
@@ -105,9 +104,7 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Equal as values: 1 and 1.0, lists and tuples, NaN and NaN, inert stand-ins of equal objects."""
-    if isinstance(left, Opaque) and isinstance(right, Opaque):
-        return left.kind == right.kind and all(map(is_same, _open(left), _open(right)))
+    """Equal as values: 1 and 1.0, lists and tuples, NaN and NaN."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(is_same, left, right))
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
@@ -115,7 +112,10 @@ def is_same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _open(value: Opaque) -> tuple[Any, Any, Any]:
+def _open(value: PickledObject) -> tuple[Any, Any, Any]:
+    """What two objects of a class are compared by; a set's items come in any order."""
+    if value.kind in _SETS and value.args:
+        return tuple(sorted(value.args[0], key=describe)), None, []
     return value.args, value.state, value.items
 
 
@@ -189,9 +189,11 @@ class _Comparer:
         """(path, of A, of B) of everything that differs."""
         if isinstance(left, TensorRef) and isinstance(right, TensorRef):
             yield from self._differ_tensors(left, right, place)
-        elif isinstance(left, Opaque) and isinstance(right, Opaque) and left.kind == right.kind:
-            for a, b in zip(_open(left), _open(right), strict=True):
-                yield from self.differ(a, b, place)
+        elif isinstance(left, PickledObject) and isinstance(right, PickledObject) and left.kind == right.kind:
+            if (id(left), id(right)) not in self.seen:
+                self.seen.add((id(left), id(right)))
+                for a, b in zip(_open(left), _open(right), strict=True):
+                    yield from self.differ(a, b, place)
         elif type(left) is type(right) and isinstance(left, (dict, list, tuple)):
             if (id(left), id(right)) not in self.seen:
                 self.seen.add((id(left), id(right)))
@@ -210,7 +212,7 @@ class _Comparer:
 
     def _differ_tensors(self, left: TensorRef, right: TensorRef, place: str) -> Iterator[tuple[str, Any, Any]]:
         kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (left, right)]
-        if kinds[0] != kinds[1]:
+        if kinds[0] != kinds[1] or (left.data is not None and left.data != right.data):
             yield place, _tell(left), _tell(right)
             return
         size = ITEMSIZE.get(left.dtype, 1)
@@ -222,21 +224,12 @@ class _Comparer:
 
     @staticmethod
     def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
-        offset = file.blobs[ref.storage.key].offset + ref.offset * ITEMSIZE.get(ref.dtype, 1)
+        offset = file.storages[ref.storage.key].offset + ref.offset * ITEMSIZE.get(ref.dtype, 1)
         return read_bytes(file.path, offset + low, nbytes)
 
 
 def _is_same_leaf(left: Any, right: Any) -> bool:
-    if isinstance(left, ScalarRef) and isinstance(right, ScalarRef):
-        return (left.dtype, left.data) == (right.dtype, right.data)
-    if isinstance(left, type) and isinstance(right, type):
-        return _name_class(left) == _name_class(right)
-    return not isinstance(left, (TensorRef, ScalarRef, Opaque)) and is_same(left, right)
-
-
-def _name_class(kind: type) -> str:
-    """Of an inert stand-in, the name of the class that it stands for."""
-    return kind("").kind if issubclass(kind, Opaque) else kind.__qualname__
+    return not isinstance(left, (TensorRef, PickledObject)) and is_same(left, right)
 
 
 def _span(ref: TensorRef) -> int:
@@ -248,15 +241,11 @@ def _span(ref: TensorRef) -> int:
 
 def _tell(value: Any) -> Any:
     """A value for a message: plain ones as they are, others in a few words."""
-    if isinstance(value, ScalarRef) and value.dtype in _FORMATS:
-        return struct.unpack(_FORMATS[value.dtype], value.data)[0]
-    if isinstance(value, (TensorRef, ScalarRef)):
-        ref = value.ref if isinstance(value, ScalarRef) else value
-        return f"tensor {ref.dtype} {list(ref.shape)}"
-    if isinstance(value, Opaque):
+    value = to_number(value)
+    if isinstance(value, PickledObject):
         return f"object of {value.kind}"
-    if isinstance(value, type):
-        return f"class {_name_class(value)}"
+    if isinstance(value, (Global, TensorRef)):
+        return describe(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value if not isinstance(value, str) or len(value) <= 80 else value[:79] + "…"
     text = repr(value)

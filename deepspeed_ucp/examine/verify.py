@@ -22,7 +22,8 @@ from ..sources.normal import Naming
 from ..sources.open import FolderReport, survey_checkpoint
 from ..stream.progress import Bar, default_workers, no_bar
 from ..stream.samples import check_samples
-from ..torchsave.records import FileRecords, list_records
+from ..torchsave.records import FileRecords
+from ..torchsave.torchfile import list_records
 from .faults import judge_file, name_contents
 from .inventory import compare_contents, find_extra
 from .proof import compare_proof, read_proof

@@ -17,7 +17,7 @@ import torch
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..targets import pickled_classes
-from ..torchsave.torchfile import is_zip
+from ..torchsave.records import is_zip
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
 """Key under which the modules' extra states are returned."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, Atom, AtomKey, FileRef, Fragment, ParamKey, Record, Shard, check_coverage
 from ..errors import CheckpointError
 from ..flat import Cut
-from ..torchsave.torchfile import Blob
+from ..torchsave.records import FileRecord
 from .headers import FileHeader, Holder, Piece
 
 TOLD = 16
@@ -57,7 +57,7 @@ class Builder:
         self.irregular: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
         self._file_ids: dict[str, int] = {}
-        self._record_ids: dict[tuple[int, Blob], int] = {}
+        self._record_ids: dict[tuple[int, FileRecord], int] = {}
         self._parts: dict[AtomKey, list[list[Fragment]]] = {}
         self._shapes: dict[AtomKey, list[tuple[int, ...] | None]] = {}
         self._dtypes: dict[AtomKey, str] = {}
@@ -70,7 +70,7 @@ class Builder:
             self.files.append(FileRef(path, header.size, header.crc))
         return self._file_ids[path]
 
-    def record(self, file: int, blob: Blob) -> int:
+    def record(self, file: int, blob: FileRecord) -> int:
         """Index of a record."""
         key = (file, blob)
         found = self._record_ids.get(key)

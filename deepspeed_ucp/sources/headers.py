@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import ITEMSIZE, count
-from ..torchsave.torchfile import Blob
+from ..torchsave.records import FileRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Piece:
     ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot.
     """
 
-    blob: Blob
+    blob: FileRecord
     offset: int
     shape: tuple[int, ...]
     dtype: str
@@ -40,6 +40,17 @@ class Piece:
     def narrow(self, start: int, numel: int) -> Piece:
         """Elements [start, start + numel) of the flattened tensor."""
         return Piece(self.blob, self.offset + start * ITEMSIZE[self.dtype], (numel,), self.dtype, self.fault)
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A value that is not looked into (a function, a class, an object): its class, and a digest of its pickle.
+
+    It can be compared and sent, whatever the file holds; nothing can be restored from it.
+    """
+
+    kind: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,7 @@ class ModelHeader:
     counters: dict[str, Any]
     config: dict[str, Any]
     optim: OptimHeader | None
-    others: tuple[Blob, ...] = ()
+    others: tuple[FileRecord, ...] = ()
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..torchsave.torchfile import ScalarRef
-from ..torchsave.unpickle import Opaque
+from ..torchsave.dtypes import is_dtype
+from ..torchsave.objects import Global, PickledObject, TensorRef, has_more_parts, to_member, to_number
 
 INFO = "universal_checkpoint_info"
 _NUMBERS = ("checkpoint_version", "iteration")
 _PLAIN = (str, int, float, bool, type(None))
-_SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+_MOST_PARTS = 1_000_000  # of each hint, written out in full
+_SETS = ("builtins.set", "builtins.frozenset")
 
 
 def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -22,6 +22,9 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
     Dataclass instances become dicts of their fields with their class's name under ``__class__``; of ``args`` (a
     Namespace or a dict, as Megatron-DeepSpeed's ``checkpointing.py`` stores it) only scalars and lists of them remain.
     """
+    for key in (INFO, "args"):
+        if has_more_parts(tree.get(key), _MOST_PARTS):
+            raise CheckpointError(f"its {key} has more than {_MOST_PARTS} parts; the file is damaged")
     found: dict[str, Any] = {}
     info = simplify_object(tree.get(INFO))
     if isinstance(info, dict):
@@ -47,24 +50,28 @@ def simplify_object(value: Any) -> Any:
     if isinstance(value, dict):
         return {key if isinstance(key, (str, int, float)) else str(key): simplify_object(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(simplify_object(item) for item in value)
+        items = [simplify_object(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, (set, frozenset)):
         return sorted((simplify_object(item) for item in value), key=str)
-    if isinstance(value, ScalarRef):
-        form = _SCALAR_FORMATS.get(value.dtype)
-        return struct.unpack(form, value.data)[0] if form else None
-    return _simplify_opaque(value) if isinstance(value, Opaque) else None
+    if isinstance(value, TensorRef):
+        return None if value.data is None else value.item()
+    if isinstance(value, Global) and is_dtype(value.kind):
+        return value.name
+    return _simplify_made(value) if isinstance(value, PickledObject) else None
 
 
-def _simplify_opaque(value: Opaque) -> Any:
+def _simplify_made(value: PickledObject) -> Any:
     kind = value.kind.rpartition(".")[2]
     fields = _get_fields(value)
     if fields is not None:
         return {"__class__": kind, **{str(key): simplify_object(field) for key, field in fields.items()}}
     if value.kind == "re._compile":  # a compiled pattern: its source
         return value.args[0]
-    if len(value.args) == 1 and isinstance(value.args[0], (int, str)):  # an enum: its value
-        return value.args[0]
+    if value.kind in _SETS and value.args:
+        return simplify_object(set(value.args[0]))
+    if (number := to_number(to_member(value))) is not value:
+        return number
     if value.items and all(isinstance(item, tuple) and len(item) == 2 for item in value.items):  # a kind of dict
         return {key: simplify_object(item) for key, item in value.items}
     return None
@@ -74,7 +81,7 @@ def _get_fields(value: Any) -> dict[Any, Any] | None:
     """The attributes of a pickled object; ``__slots__`` are pickled as the second part of a pair."""
     if isinstance(value, dict):
         return value
-    if not isinstance(value, Opaque):
+    if not isinstance(value, PickledObject):
         return None
     if isinstance(value.state, dict):
         return value.state
@@ -87,7 +94,7 @@ def _get_fields(value: Any) -> dict[Any, Any] | None:
 def _is_flat(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, (*_PLAIN, ScalarRef))
+    return isinstance(value, _PLAIN) or (isinstance(value, TensorRef) and value.shape == ())
 
 
 def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:

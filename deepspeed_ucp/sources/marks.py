@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..torchsave.unpickle import Opaque
+from ..torchsave.objects import PickledObject, has_more_parts
 from .findings import FAULT, WARNING
 
 WRITER = "the form of its archive"
@@ -62,20 +62,18 @@ def _keep_letters(value: Any) -> str:
 
 def _digest(value: Any, tell: Callable[[Any], str]) -> str:
     """A short hash of plain data; empty where there is none, or too much of it."""
-    if not value:
+    if not value or has_more_parts(value, _LIMIT):
         return ""
-    found, todo, seen = hashlib.sha256(), [value], 0
+    found, todo = hashlib.sha256(), [value]
     while todo:
-        each, seen = todo.pop(), seen + 1
-        if seen > _LIMIT:
-            return ""
+        each = todo.pop()
         if isinstance(each, dict):
             found.update(b"{")
             todo += [part for pair in each.items() for part in pair]
         elif isinstance(each, (list, tuple)):
             found.update(b"[")
-            todo += each[: _LIMIT + 1]
-        elif isinstance(each, Opaque):
+            todo += each
+        elif isinstance(each, PickledObject):
             found.update(each.kind.encode("utf-8", "replace"))
         elif each is None or isinstance(each, (bool, int, float, str)):
             found.update(tell(each).encode("utf-8", "replace") + b";")

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
-from ..torchsave.unpickle import simplify
 from .index import enabled
 
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
@@ -60,7 +60,7 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
         "expert-parallel degrees": None,
         "AutoEP placement": [layer.get("expert_placement") for layer in layers],
         "parameters": _list_shapes(tree.get("param_shapes")),
-        "partitions": [int(simplify(count)) for count in _as_list(state.get("partition_count"))],
+        "partitions": [int(to_member(count)) for count in _as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),
     }
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UcpError, UnsupportedError
-from ..torchsave.torchfile import Blob, ScalarRef, TorchFile, read_header
-from ..torchsave.unpickle import Opaque, TensorRef, simplify
+from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number
+from ..torchsave.records import FileRecord
+from ..torchsave.repickle import write_pickle
+from ..torchsave.torchfile import TorchFile, read_header
 from .files import is_layer_file, is_state_file
-from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
+from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece, Unread
 from .hints import read_hints
 from .marks import read_marks
 
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
 
-_NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
-_SCALAR_FORMATS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+_EMPTY = FileRecord("", 0, 0, None)
+_MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
 
 
 def read_file(folder: str, name: str) -> FileHeader:
@@ -66,7 +68,7 @@ def _read_file(path: str, name: str) -> FileHeader:
 
 def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
     kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "expert_parallel")
     return {key: config[key] for key in kept if key in config and _is_plain(config[key])}
@@ -77,7 +79,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (str, int, float, bool))
+    return value is None or isinstance(value, (str, bytes, int, float, bool))
 
 
 class Reader:
@@ -87,14 +89,14 @@ class Reader:
         self.file = file
 
     def piece(self, value: Any, what: str) -> Piece:
-        ref = value.ref if isinstance(value, ScalarRef) else value
+        ref = value
         if not isinstance(ref, TensorRef):
-            raise CheckpointError(f"{self.file.path}: {what} is no tensor but {type(value).__name__}.")
-        blob = self.file.blobs.get(ref.storage.key)
+            raise CheckpointError(f"{self.file.path}: {what} is no tensor but {describe(value)}.")
+        blob = self.file.storages.get(ref.storage.key, _EMPTY)
         itemsize = ITEMSIZE.get(ref.dtype)
         if itemsize is None:
-            return Piece(blob or Blob(0, 0, None), 0, ref.shape, ref.dtype, f"dtype {ref.dtype} is not covered")
-        if blob is None or (ref.offset + ref.numel) * itemsize > blob.nbytes:
+            return Piece(blob, 0, ref.shape, ref.dtype, f"dtype {ref.dtype} is not covered")
+        if (ref.offset + ref.numel) * itemsize > blob.nbytes:
             raise CheckpointError(f"{self.file.path}: the bytes of {what} are not all there; the file is damaged.")
         if not ref.is_contiguous():
             fault = f"its memory is not contiguous (shape {ref.shape}, strides {ref.stride})"
@@ -122,7 +124,7 @@ class Reader:
             counters={key: tree[key] for key in counted if key in tree},
             config=_pick_config(tree.get("ds_config")),
             optim=optim,
-            others=tuple(blob for blob in self.file.blobs.values() if blob not in known and blob.nbytes),
+            others=tuple(blob for blob in self.file.storages.values() if blob not in known and blob.nbytes),
             degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
             hints=read_hints(tree),
         )
@@ -164,7 +166,7 @@ class Reader:
         header = self.read_flat({**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"])
         return replace(
             header,
-            stage=int(simplify(state.get("zero_stage", 1))),
+            stage=int(to_member(state.get("zero_stage", 1))),
             slices=tuple(_read_slices(group) for group in slices),
             partition_count=tuple(_as_ints(state.get("partition_count"))),
             paddings=tuple(_as_ints(state.get("group_paddings"))),
@@ -185,7 +187,7 @@ class Reader:
             stage=stage,
             masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
             holders=tuple(holders.get(position, Holder()) for position in order),
-            groups=tuple({str(k): plain_scalar(v) for k, v in group.items()} for group in groups),
+            groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
             params=_renumber(params),
             partition_count=tuple(_as_ints(state.get("partition_count"))),
             scaler=_read_scaler(state),
@@ -198,14 +200,15 @@ class Reader:
         for name, value in entries.items():
             if value is None:
                 continue
-            if isinstance(value, TensorRef):
-                states[str(name)] = self.piece(value, str(name))
-            elif isinstance(value, (ScalarRef, int, float, bool)):
-                scalars[str(name)] = plain_scalar(value)
-                if isinstance(value, ScalarRef):
+            number = to_number(value)
+            if isinstance(number, (int, float, complex)):
+                scalars[str(name)] = number
+                if isinstance(value, TensorRef):
                     zero_dim[str(name)] = self.piece(value, str(name))
+            elif isinstance(value, TensorRef):
+                states[str(name)] = self.piece(value, str(name))
             else:
-                other[str(name)] = value.kind if isinstance(value, Opaque) else type(value).__name__
+                other[str(name)] = describe(value)
         return Holder(states, scalars, zero_dim, other)
 
 
@@ -213,11 +216,11 @@ def _is_nested(module: dict[Any, Any]) -> bool:
     return any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items())
 
 
-def _walk_tensors(module: dict[Any, Any], prefix: str) -> Iterator[tuple[str, TensorRef | ScalarRef]]:
+def _walk_tensors(module: dict[Any, Any], prefix: str) -> Iterator[tuple[str, TensorRef]]:
     for key, value in module.items():
         if str(key).endswith(EXTRA_STATE):
             continue
-        if isinstance(value, (TensorRef, ScalarRef)):
+        if isinstance(value, TensorRef):
             yield f"{prefix}{key}", value
         elif isinstance(value, dict):
             yield from _walk_tensors(value, f"{prefix}{key}.")
@@ -248,7 +251,7 @@ def _renumber(params: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...
 def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
     found = []
     for name, address in group.items():
-        fields = address.state if isinstance(address, Opaque) else None
+        fields = address.state if isinstance(address, PickledObject) else None
         if isinstance(fields, dict):
             found.append((name, int(fields["start"]), int(fields["numel"])))
         else:  # older releases: a namedtuple (numel, start)
@@ -261,7 +264,7 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     """Loss-scaler fields by DeepSpeed's own names, from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
     scaler = state.get("loss_scaler")
     kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
-    if isinstance(scaler, Opaque) and isinstance(scaler.state, dict):
+    if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
         fields = {key: scaler.state[key] for key in kept if key in scaler.state}
         return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
     if "cur_scale" in state:
@@ -270,24 +273,25 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def plain_scalar(value: Any) -> Any:
-    """A Python number for a 0-dim tensor or one of numpy's scalars; anything else as it is."""
-    if isinstance(value, ScalarRef) and value.dtype in _SCALAR_FORMATS:
-        return struct.unpack(_SCALAR_FORMATS[value.dtype], value.data)[0]
-    if isinstance(value, Opaque) and value.kind.endswith(".multiarray.scalar"):
-        return _read_numpy_scalar(value)
-    return value
+def read_hyper(value: Any, path: str) -> Any:
+    """A hyper-parameter as plain data; what is none by its class and a digest of how it was pickled.
+
+    Raises:
+        CheckpointError: it is larger than any hyper-parameter.
+    """
+    if has_more_parts(value, _MOST_PARTS):
+        raise CheckpointError(f"{path}: {describe(value)} as a hyper-parameter is too large; the file is damaged.")
+    plain = _simplify(value)
+    return plain if _is_plain(plain) else Unread(describe(value), hashlib.sha256(write_pickle(value)).hexdigest()[:16])
 
 
-def _read_numpy_scalar(value: Opaque) -> Any:
-    """The number in ``numpy.core.multiarray.scalar(dtype, bytes)``, as schedulers that compute with numpy leave it."""
-    kind, data = value.args if len(value.args) == 2 else (None, None)
-    if isinstance(data, Opaque) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
-        data = str(data.args[0]).encode("latin1")
-    form = _NUMPY_FORMATS.get(str(kind.args[0])) if isinstance(kind, Opaque) and kind.args else None
-    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
-        return value
-    return struct.unpack(form, data)[0]
+def _simplify(value: Any) -> Any:
+    """Numbers of torch and numpy in lists, tuples and dicts as Python's."""
+    if isinstance(value, dict):
+        return {key: _simplify(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_simplify(item) for item in value] if isinstance(value, list) else tuple(map(_simplify, value))
+    return to_number(value)
 
 
 def _as_groups(shapes: Any) -> list[dict[str, tuple[int, ...]]]:

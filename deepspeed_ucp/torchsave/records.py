@@ -1,29 +1,35 @@
-"""The records of a ``torch.save`` file as its directory lists them: all of them, with the pickle and the small ones."""
+"""The records of a ``torch.save`` zip as its directory lists them (caffe2/serialize/inline_container.cc)."""
 
 from __future__ import annotations
 
 import os
 import zipfile
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import BinaryIO, Final
 
 from isal import isal_zlib
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..io.regular import open_regular
-from .torchfile import ScalarRef, _has_checksums, _locate, read_header
-from .unpickle import Opaque, TensorRef
+from .zipframe import DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT
 
-LEGACY = "legacy"
+LEGACY: Final = "legacy"
 """Name for the pickles in front of the storages of a file in the legacy format."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecordEntry:
-    """One record: name without the archive's folder, where it lies, CRC32 (None: the writer stored none)."""
+class FileRecord:
+    """Bytes of a file with a name: a storage's, or another record's.
+
+    Attributes:
+        name: without the archive's folder, as ``data/0``.
+        offset, nbytes: byte offset and byte count.
+        crc: CRC32 that the writer stored; None where it stored none.
+    """
 
     name: str
     offset: int
@@ -33,16 +39,16 @@ class RecordEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileRecords:
-    """All records of a file, by offset.
+    """All records of a file that are not empty, by offset.
 
     Attributes:
-        header_crc: CRC32 of the zip's directory, as :class:`~.torchfile.TorchFile` has it.
+        header_crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
         saved_as: folder in the zip: the name that the file was saved under, or ``archive``.
     """
 
     path: str
     size: int
-    records: tuple[RecordEntry, ...]
+    records: tuple[FileRecord, ...]
     header_crc: int
     saved_as: str
 
@@ -52,89 +58,122 @@ class FileRecords:
         unchecked = [record.nbytes for record in self.records if record.crc is None]
         return self.size if len(unchecked) == len(self.records) else sum(unchecked)
 
+    @property
+    def writer(self) -> str:
+        """What tells releases apart: names of the records beside the storages, and whether the archive has one."""
+        others = sorted(record.name for record in self.records if not record.name.startswith(DATA))
+        return " ".join([*others, "archive" if self.saved_as == ROOT else "named"])
 
-def list_records(path: str) -> FileRecords:
-    """Read a file's directory once; the pickle is not looked into.
+    @property
+    def storages(self) -> dict[str, FileRecord]:
+        """Records of storages by key."""
+        return {r.name[len(DATA) :]: r for r in self.records if r.name.startswith(DATA)}
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """A file for reading.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, truncated or damaged.
-        UnsupportedError: a record is compressed.
+        CheckpointError: it is missing, or cannot be read.
     """
     try:
         with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # records' headers lie far apart
-            if stream.read(2) == b"PK":
-                return _list_zip(path, zipfile.ZipFile(stream), size)
+            yield stream
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError, ValueError, OverflowError) as error:
+
+
+def is_zip(path: str) -> bool:
+    """Whether a ``torch.save`` file is in the zip format (which can be memory-mapped), not the legacy one."""
+    with open_file(path) as stream:
+        return starts_zip(stream)
+
+
+def starts_zip(stream: BinaryIO) -> bool:
+    """The same of an open file."""
+    stream.seek(0)
+    return stream.read(2) == LOCAL_MAGIC[:2]
+
+
+def list_zip(path: str, stream: BinaryIO) -> FileRecords:
+    """Read a zip's directory; of the records only their headers are read.
+
+    Raises:
+        CheckpointError: it is truncated or damaged.
+        UnsupportedError: a record is compressed.
+    """
+    size = os.fstat(stream.fileno()).st_size
+    try:
+        archive = zipfile.ZipFile(stream)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
         raise CheckpointError(
-            f"{path}: no zip directory at its end ({error}); the file is truncated or damaged."
+            f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged."
         ) from None
-    return _list_legacy(path)
-
-
-def _list_zip(path: str, archive: zipfile.ZipFile, size: int) -> FileRecords:
-    stream = archive.fp
-    if stream is None:
-        raise CheckpointError(f"{path}: cannot be read.")
-    entries = {info.filename: info for info in archive.infolist()}
-    checked = _has_checksums(entries)
-    found = []
-    for name, info in entries.items():
-        blob = _locate(path, stream, info, size, checked)  # type: ignore[arg-type]
-        if blob.nbytes:
-            found.append(RecordEntry(name.partition("/")[2] or name, blob.offset, blob.nbytes, blob.crc))
+    entries = archive.infolist()
+    # With torch.serialization.set_crc32_options(False) all checksums are 0.
+    checked = any(info.CRC for info in entries)
+    found = [_locate(path, stream, info, size, checked) for info in entries if info.file_size]
     found.sort(key=lambda record: record.offset)
+    roots = list(dict.fromkeys(info.filename.partition("/")[0] for info in entries))
+    _check_names(path, [info.filename.partition("/")[2] for info in entries])
     _check_apart(path, found)
     stream.seek(archive.start_dir)
-    root = next(iter(entries), "").partition("/")[0]
-    return FileRecords(path, size, tuple(found), isal_zlib.crc32(stream.read()), root)
+    return FileRecords(path, size, tuple(found), isal_zlib.crc32(stream.read()), roots[0] if roots else "")
 
 
-def _check_apart(path: str, records: list[RecordEntry]) -> None:
+def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, checked: bool) -> FileRecord:
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise UnsupportedError(f"{path}: record {info.filename} is compressed; torch.save never does that.")
+    stream.seek(info.header_offset)
+    header = stream.read(LOCAL.size)
+    if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
+        raise CheckpointError(f"{path}: record {info.filename} has no header at byte {info.header_offset}.")
+    *_, name_length, extra_length = LOCAL.unpack(header)
+    offset = info.header_offset + LOCAL.size + name_length + extra_length
+    if offset + info.file_size > size:
+        raise CheckpointError(f"{path}: record {info.filename} ends beyond the file ({size} bytes); it is truncated.")
+    name = info.filename.partition("/")[2] or info.filename
+    return FileRecord(name, offset, info.file_size, info.CRC if checked else None)
+
+
+def _check_names(path: str, names: list[str]) -> None:
+    """A file has one pickle, and no record twice: readers differ in which of two they take."""
+    pickles = names.count(PICKLE)
+    if pickles != 1:
+        raise CheckpointError(f"{path}: a torch.save file has one data.pkl, this zip has {pickles}.")
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise CheckpointError(f"{path}: its directory lists record {twice} twice; the file is damaged.")
+
+
+def _check_apart(path: str, records: list[FileRecord]) -> None:
     """Records of a whole file do not overlap."""
     for first, second in pairwise(records):
         if first.offset + first.nbytes > second.offset:
             raise CheckpointError(f"{path}: records {first.name} and {second.name} overlap; its directory is damaged.")
 
 
-def _list_legacy(path: str) -> FileRecords:
-    file = read_header(path)
-    found = [RecordEntry(f"data/{key}", blob.offset, blob.nbytes, None) for key, blob in file.blobs.items()]
-    found.sort(key=lambda record: record.offset)
-    front = min((record.offset for record in found), default=file.size)
-    found.insert(0, RecordEntry(LEGACY, 0, front, None))
-    return FileRecords(path, file.size, tuple(record for record in found if record.nbytes), file.crc, "archive")
-
-
-def name_storages(path: str) -> dict[str, list[str]]:
-    """Where the pickle refers to each storage: record name → places, as ``optimizer.state.0.exp_avg``.
+def read_record(stream: BinaryIO, path: str, record: FileRecord) -> bytes:
+    """The bytes of a small record, held against their checksum.
 
     Raises:
-        CheckpointError: the header cannot be read.
+        CheckpointError: they are damaged.
     """
-    found: dict[str, list[str]] = defaultdict(list)
-    for place, ref in _walk(read_header(path).tree, "", set()):
-        found[f"data/{ref.storage.key}"].append(place)
-    return dict(found)
+    stream.seek(record.offset)
+    data = stream.read(record.nbytes)
+    check_crc(path, record, isal_zlib.crc32(data))
+    return data
 
 
-def _walk(tree: Any, place: str, seen: set[int]) -> Iterator[tuple[str, TensorRef]]:
-    if isinstance(tree, ScalarRef):
-        yield place, tree.ref
-    elif isinstance(tree, TensorRef):
-        yield place, tree
-    elif isinstance(tree, (dict, list, tuple, Opaque)) and id(tree) not in seen:
-        seen.add(id(tree))
-        for key, value in _list_parts(tree):
-            yield from _walk(value, f"{place}.{key}" if place else str(key), seen)
+def check_crc(path: str, record: FileRecord, found: int) -> None:
+    """Compare a CRC32 with the one that the writer stored.
 
-
-def _list_parts(tree: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(tree, dict):
-        return iter(tree.items())
-    if isinstance(tree, Opaque):
-        return iter((("args", tree.args), ("state", tree.state), ("items", tree.items)))
-    return iter(enumerate(tree))
+    Raises:
+        CheckpointError: they differ.
+    """
+    if record.crc is not None and found != record.crc:
+        raise CheckpointError(
+            f"{path}: {record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is "
+            "damaged. Restore it from a copy or load another tag."
+        )

@@ -1,335 +1,225 @@
-"""State files taken apart and put together again without running any of their pickle.
+"""Writes inert data (:mod:`~.objects`) as a pickle: objects come back as the pickle would have made them that was read.
 
-The pickle's program is followed symbolically: what each instruction would make becomes a node (``opcodes``), which
-keeps the very calls, arguments and changes that the file holds. Nothing is imported or called, so classes need not be
-at hand, and objects come back from the new file as they would from the old one: shared parts stay shared, cycles stay
-closed. Entries of the top-level dictionary can be left out or replaced; the storages that remain are copied.
+Shared parts stay shared and cycles stay closed, by identity.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import pickletools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import IO, Any, Final
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, Final
 
-from isal import isal_zlib
+from ..errors import UcpError
+from .objects import Global, OrderedItems, PickledObject, StorageRef, TensorRef, TensorSize, describe
 
-from ..errors import CheckpointError, UnsupportedError
-from ..io.regular import open_regular
-from ..io.store import read_bytes
-from .opcodes import PROTOCOL, Global, Node, write_pickle
-from .records import list_records
-from .torchfile import Blob, check_crc, is_zip, read_header
-from .torchzip import Stream, write_torch_file
+PROTOCOL: Final = 2
+"""What ``torch.save`` writes, and the only one that its restricted unpickler takes without a warning."""
 
-CHUNK: Final = 4 << 20
-"""Bytes of a storage that are in memory at a time."""
-
-NOTHING: Final[Mapping[str, bytes]] = MappingProxyType({})
-
-_DATA = "data/"
-_LEGACY_FRONT = 3  # pickles in front of the object: magic number, protocol, sizes of the machine's types
-
-
-@dataclass(frozen=True, slots=True)
-class PickledFile:
-    """A ``torch.save`` file as a graph.
-
-    Attributes:
-        root: the object.
-        protocol: of its pickle.
-        blobs: where the storages' bytes lie.
-    """
-
-    path: str
-    root: Any
-    protocol: int
-    blobs: dict[str, Blob]
-
-
-def open_pickled(path: str) -> PickledFile:
-    """Read a ``torch.save`` file's object as a graph; the storages' bytes are left alone.
-
-    Raises:
-        CheckpointError: the file is damaged.
-        UnsupportedError: its pickle uses what ``torch.save`` does not write.
-    """
-    if is_zip(path):
-        return _open_zip(path)
-    blobs = read_header(path).blobs
-    with open_regular(path) as stream:
-        for _ in range(_LEGACY_FRONT):
-            parse_pickle(stream, path)
-        root, protocol = parse_pickle(stream, path)
-    return PickledFile(path, root, protocol, blobs)
-
-
-def _open_zip(path: str) -> PickledFile:
-    records = {record.name: record for record in list_records(path).records}
-    pickled = records.get("data.pkl")
-    if pickled is None:
-        raise CheckpointError(f"{path}: a torch.save file has a data.pkl, this zip has none; the file is damaged.")
-    data = read_bytes(path, pickled.offset, pickled.nbytes)
-    check_crc(path, "data.pkl", isal_zlib.crc32(data), pickled.crc)
-    root, protocol = parse_pickle(io.BytesIO(data), path)
-    blobs = {name[len(_DATA) :]: Blob(r.offset, r.nbytes, r.crc) for name, r in records.items() if name[:5] == _DATA}
-    return PickledFile(path, root, protocol, blobs)
-
-
-def parse_pickle(stream: IO[bytes], path: str) -> tuple[Any, int]:
-    """The graph of the next pickle in a stream, and the pickle's protocol; the stream is left behind it.
-
-    Raises:
-        CheckpointError: it is damaged.
-        UnsupportedError: it uses instructions that Python 3 does not write.
-    """
-    machine = _Machine(path)
-    try:
-        return machine.run(stream), machine.protocol
-    except (ValueError, IndexError, KeyError, TypeError, EOFError, UnicodeError, OverflowError) as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {error}); the file is damaged.") from error
-
-
-_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_ATOMS = frozenset(
-    (
-        *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    )
-)
-_EMPTY = {"EMPTY_LIST": "list", "EMPTY_DICT": "dict", "EMPTY_SET": "set", "EMPTY_TUPLE": "tuple"}
-_FROM_MARK = {"TUPLE": "tuple", "FROZENSET": "frozenset"}
-_FILLED = {"LIST": ("list", "appends"), "DICT": ("dict", "setitems")}
-_FROM_TOP = {
-    "TUPLE1": ("tuple", 1),
-    "TUPLE2": ("tuple", 2),
-    "TUPLE3": ("tuple", 3),
-    "REDUCE": ("reduce", 2),
-    "NEWOBJ": ("newobj", 2),
-    "NEWOBJ_EX": ("newobj_ex", 3),
+_OPCODES = {
+    "reduce": pickle.REDUCE,
+    "newobj": pickle.NEWOBJ,
+    "newobj_ex": pickle.NEWOBJ_EX,
+    "append": pickle.APPEND,
+    "appends": pickle.APPENDS,
+    "setitem": pickle.SETITEM,
+    "setitems": pickle.SETITEMS,
+    "additems": pickle.ADDITEMS,
+    "build": pickle.BUILD,
 }
-_EDITS = {"APPEND": ("append", 1), "SETITEM": ("setitem", 2), "BUILD": ("build", 1)}
-_EDITS_FROM_MARK = {"APPENDS": "appends", "SETITEMS": "setitems", "ADDITEMS": "additems"}
-_IGNORED = frozenset(("FRAME", "STOP"))
+_MARKED = ("appends", "setitems", "additems")
+_SHORT_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
 
-class _Machine:
-    """The pickle machine's stack, marks and memo, over nodes."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.protocol = 0
-        self.stack: list[Any] = []
-        self.below: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-
-    def run(self, stream: IO[bytes]) -> Any:
-        for opcode, operand, _position in pickletools.genops(stream):
-            name = opcode.name
-            if name in _ATOMS:
-                self.stack.append(operand)
-            elif not (self._make(name, operand) or self._edit(name) or self._move(name, operand)):
-                raise UnsupportedError(
-                    f"{self.path}: its pickle uses the instruction {name}, which Python 3's pickle and torch.save do "
-                    "not write; save the checkpoint anew with a current release."
-                )
-        if len(self.stack) != 1 or self.below:
-            raise ValueError(f"{len(self.stack)} objects left on its stack")
-        return self.stack.pop()
-
-    def _take(self, number: int) -> list[Any]:
-        if number > len(self.stack):
-            raise IndexError("its stack is empty")
-        taken = self.stack[len(self.stack) - number :]
-        del self.stack[len(self.stack) - number :]
-        return taken
-
-    def _take_marked(self) -> list[Any]:
-        taken, self.stack = self.stack, self.below.pop()
-        return taken
-
-    def _make(self, name: str, operand: Any) -> bool:
-        """Instructions that push something new."""
-        if name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name])
-        elif name in _EMPTY:
-            self.stack.append(Node(_EMPTY[name]))
-        elif name in _FROM_TOP:
-            kind, number = _FROM_TOP[name]
-            self.stack.append(Node(kind, self._take(number)))
-        elif name in _FROM_MARK:
-            made = Node(_FROM_MARK[name], self._take_marked())
-            self.stack.append(made)
-        elif name in _FILLED:
-            kind, edit = _FILLED[name]
-            made = Node(kind, [], [(edit, self._take_marked())])
-            self.stack.append(made)
-        elif name == "GLOBAL":
-            self.stack.append(Global(*operand.split(" ", 1)))
-        elif name == "STACK_GLOBAL":
-            self.stack.append(Global(*self._take(2)))
-        elif name == "BYTEARRAY8":
-            self.stack.append(Node("bytearray", [operand]))
-        elif name == "BINPERSID":
-            self.stack.append(self._refer(self.stack.pop()))
-        else:
-            return False
-        return True
-
-    def _edit(self, name: str) -> bool:
-        """Instructions that change what lies on top."""
-        if name in _EDITS:
-            kind, number = _EDITS[name]
-            operands = self._take(number)
-        elif name in _EDITS_FROM_MARK:
-            kind, operands = _EDITS_FROM_MARK[name], self._take_marked()
-        else:
-            return False
-        changed = self.stack[-1]
-        if not isinstance(changed, Node):
-            raise ValueError(f"it changes {changed!r:.80}, which is no object of it")
-        if kind == "setitems" and len(operands) % 2:
-            raise ValueError("a key without a value")
-        changed.edits.append((kind, operands))
-        return True
-
-    def _move(self, name: str, operand: Any) -> bool:
-        """Instructions that move things between stack and memo."""
-        if name.endswith("GET"):
-            self.stack.append(self.memo[int(operand)])
-        elif name.endswith("PUT"):
-            self.memo[int(operand)] = self.stack[-1]
-        elif name == "MEMOIZE":
-            self.memo[len(self.memo)] = self.stack[-1]
-        elif name == "MARK":
-            self.below.append(self.stack)
-            self.stack = []
-        elif name == "POP" and self.stack:
-            self.stack.pop()
-        elif name in ("POP", "POP_MARK"):
-            self._take_marked()
-        elif name == "DUP":
-            self.stack.append(self.stack[-1])
-        elif name == "PROTO":
-            self.protocol = operand
-        else:
-            return name in _IGNORED
-        return True
-
-    def _refer(self, pid: Any) -> Any:
-        """A persistent id, in the form that the zip format has."""
-        parts = pid.args if isinstance(pid, Node) and pid.op == "tuple" else [None]
-        if parts[0] == "module" and len(parts) > 1:  # legacy: a class, with its source text
-            return parts[1]
-        if parts[0] != "storage" or len(parts) < 5 or any(part is not None for part in parts[5:]):
-            raise UnsupportedError(f"{self.path}: its pickle refers to something else than a storage; it is too old.")
-        return Node("persid", [Node("tuple", parts[:5])])
-
-
-def read_entries(node: Any) -> dict[Any, Any]:
-    """What a dictionary's node was filled with, where keys are plain; {} for anything else."""
-    found: dict[Any, Any] = {}
-    for kind, operands in node.edits if isinstance(node, Node) else ():
-        if kind in ("setitem", "setitems"):
-            pairs = zip(operands[::2], operands[1::2], strict=True)
-            found.update((key, value) for key, value in pairs if not isinstance(key, Node))
-    return found
-
-
-def read_items(node: Any) -> list[Any]:
-    """What a list's node was filled with; [] for anything else."""
-    edits = node.edits if isinstance(node, Node) and node.op == "list" else ()
-    return [item for kind, operands in edits if kind in ("append", "appends") for item in operands]
-
-
-def map_entries(node: Node, change: Callable[[Any, Any], tuple[Any, ...]]) -> Node:
-    """A copy of a dictionary's node with other entries.
+def write_pickle(root: Any, protocol: int = PROTOCOL) -> bytes:
+    """Pickle inert data.
 
     Args:
-        change: key, value → (key, value) to keep, or () to leave the entry out.
-    """
-    edits = []
-    for kind, operands in node.edits:
-        if kind in ("setitem", "setitems"):
-            pairs = zip(operands[::2], operands[1::2], strict=True)
-            kind, operands = "setitems", [part for pair in pairs for part in change(*pair)]
-        edits.append((kind, operands))
-    return Node(node.op, node.args, edits)
-
-
-def list_storages(root: Any) -> dict[str, int]:
-    """Elements of the storages that a graph refers to, by key, in the order in which it does."""
-    found: dict[str, int] = {}
-    for node in walk_nodes(root):
-        if node.op == "persid":
-            pid = node.args[0]
-            _kind, _type, key, _location, numel = pid.args if isinstance(pid, Node) else pid
-            found[str(key)] = numel
-    return found
-
-
-def walk_nodes(root: Any) -> Iterator[Node]:
-    """Every node of a graph once, depth first."""
-    todo, seen = [root], set[int]()
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Node):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            yield value
-            parts = [*value.args, *(operand for _kind, operands in value.edits for operand in operands)]
-        elif isinstance(value, (tuple, list)):
-            parts = list(value)
-        elif isinstance(value, dict):
-            parts = [part for pair in value.items() for part in pair]
-        else:
-            continue
-        todo += reversed(parts)
-
-
-def count_bytes(file: PickledFile, root: Any) -> int:
-    """Bytes of the storages that a part of a file's graph refers to."""
-    return sum(file.blobs[key].nbytes for key in list_storages(root) if key in file.blobs)
-
-
-def save_pickled(file: PickledFile, root: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> tuple[int, int]:
-    """Write a graph made of a file's parts as a ``torch.save`` file, with the storages that it refers to.
-
-    Args:
-        added: storages that are not the file's, by key.
-
-    Returns:
-        Size of the new file, and CRC32 of its directory.
+        root: the classes of :mod:`~.objects`, None, bool, int, float, str, bytes, bytearray, and tuples, lists, dicts,
+            sets and frozensets of these, in cycles or not.
+        protocol: to declare; sets, frozensets and bytearrays are written as protocols 4 and 5 write them.
 
     Raises:
-        CheckpointError: a storage is missing, or its bytes are not what was saved.
-        OSError: the new file cannot be written.
+        UcpError: a value of another type.
     """
-    storages: dict[str, bytes | Stream] = {
-        key: added[key] if key in added else _open_storage(file, key, numel)
-        for key, numel in list_storages(root).items()
-    }
-    crc = write_torch_file(path, write_pickle(root, max(file.protocol, PROTOCOL)), storages)
-    return os.stat(path).st_size, crc
+    return _Writer(protocol).write(root)
 
 
-def _open_storage(file: PickledFile, key: str, numel: int) -> Stream:
-    blob = file.blobs.get(key) if numel else Blob(0, 0, 0)
-    if blob is None:
-        raise CheckpointError(f"{file.path}: storage {key} of a tensor is missing; the file is damaged.")
-    return Stream(blob.nbytes, _read_storage(file.path, key, blob))
+class _Writer:
+    """Depth first as Python's own pickler, with a stack of its own: deep graphs need no recursion."""
+
+    def __init__(self, protocol: int) -> None:
+        self.out = bytearray(pickle.PROTO + bytes([protocol]))
+        self.memo: dict[Any, int] = {}  # strings and globals by value, everything else by identity
+        self.kept: list[Any] = []  # what is known by its identity must live on
+        self.todo: list[tuple[Callable[[Any], None], Any]] = []
+
+    def write(self, root: Any) -> bytes:
+        self.todo = [(self._save, root)]
+        while self.todo:
+            action, operand = self.todo.pop()
+            action(operand)
+        return bytes(self.out + pickle.STOP)
+
+    def _push(self, *actions: tuple[Callable[[Any], None], Any]) -> None:
+        self.todo += reversed(actions)
+
+    def _emit(self, data: bytes) -> None:
+        self.out += data
+
+    def _save(self, value: Any) -> None:
+        value = value.made if isinstance(value, TensorRef) else value
+        if self._get(value):
+            return
+        save = _SAVERS.get(type(value))
+        if save is None:
+            self._emit(encode_atom(value))
+        else:
+            save(self, value)
+
+    def _save_atom(self, value: Any) -> None:
+        self._emit(encode_atom(value))
+        self._put(value)
+
+    def _save_list(self, value: list[Any]) -> None:
+        self._start(value, pickle.EMPTY_LIST, [("appends", value)])
+
+    def _save_dict(self, value: dict[Any, Any]) -> None:
+        self._start(value, pickle.EMPTY_DICT, [("setitems", _flatten(value))])
+
+    def _save_set(self, value: set[Any]) -> None:
+        self._start(value, pickle.EMPTY_SET, [("additems", list(value))])
+
+    def _save_ordered(self, value: OrderedItems) -> None:
+        self._push((self._save, Global("collections", "OrderedDict")), (self._fill_ordered, value))
+
+    def _fill_ordered(self, value: OrderedItems) -> None:
+        state = [] if value.state is None else [("build", [value.state])]
+        self._start(value, pickle.EMPTY_TUPLE + pickle.REDUCE, [("setitems", _flatten(value)), *state])
+
+    def _start(self, value: Any, opcodes: bytes, edits: list[tuple[str, list[Any]]]) -> None:
+        """Make an object that is known before its contents."""
+        self._emit(opcodes)
+        self._put(value)
+        self._save_edits(edits)
+
+    def _save_bytearray(self, value: bytearray) -> None:
+        self._emit(pickle.BYTEARRAY8 + struct.pack("<Q", len(value)) + value)
+        self._put(value)
+
+    def _save_tuple(self, value: tuple[Any, ...]) -> None:
+        if len(value) <= 3:
+            self._save_parts(value, value, _SHORT_TUPLES[len(value)])
+        else:
+            self._save_parts(value, value, pickle.TUPLE, marked=True)
+
+    def _save_frozenset(self, value: frozenset[Any]) -> None:
+        self._save_parts(value, value, pickle.FROZENSET, marked=True)
+
+    def _save_size(self, value: TensorSize) -> None:
+        self._save_parts(value, (Global("torch", "Size"), (tuple(value),)), pickle.REDUCE)
+
+    def _save_storage(self, value: StorageRef) -> None:
+        """A storage is not remembered: its persistent id is written wherever it is referred to."""
+        pid = ("storage", value.kind, value.key, value.location, value.numel)
+        self._push((self._save, pid), (self._emit, pickle.BINPERSID))
+
+    def _save_object(self, value: PickledObject) -> None:
+        self._save_parts(value, value.parts, _OPCODES[value.op])
+
+    def _save_parts(self, value: Any, parts: Any, opcode: bytes, *, marked: bool = False) -> None:
+        """Make an object out of its parts, unless one of these leads to it and has made it meanwhile."""
+        drop = pickle.POP_MARK if marked else pickle.POP * len(parts)
+
+        def finish(value: Any) -> None:
+            if id(value) in self.memo:
+                self._emit(drop)
+                self._get(value)
+            else:
+                edits = value.edits if isinstance(value, PickledObject) else []
+                self._start(value, opcode, edits)
+
+        mark = pickle.MARK if marked else b""
+        self._push((self._emit, mark), *((self._save, part) for part in parts), (finish, value))
+
+    def _save_edits(self, edits: list[tuple[str, list[Any]]]) -> None:
+        for name, operands in reversed(edits):
+            if operands:
+                mark = pickle.MARK if name in _MARKED else b""
+                self._push((self._emit, mark), *((self._save, each) for each in operands), (self._emit, _OPCODES[name]))
+
+    def _get(self, value: Any) -> bool:
+        index = self.memo.get(_identify(value))
+        if index is not None:
+            self._emit(_number(pickle.BINGET, pickle.LONG_BINGET, index))
+        return index is not None
+
+    def _put(self, value: Any) -> None:
+        if value == ():
+            return
+        index = len(self.memo)
+        self.memo[_identify(value)] = index
+        self.kept.append(value)
+        self._emit(_number(pickle.BINPUT, pickle.LONG_BINPUT, index))
 
 
-def _read_storage(path: str, key: str, blob: Blob) -> Iterator[bytes]:
-    crc = 0
-    for low in range(0, blob.nbytes, CHUNK):
-        data = read_bytes(path, blob.offset + low, min(CHUNK, blob.nbytes - low))
-        crc = isal_zlib.crc32(data, crc)
-        yield data
-    check_crc(path, f"data/{key}", crc, blob.crc)
+_SAVERS: dict[type, Callable[[_Writer, Any], None]] = {
+    str: _Writer._save_atom,
+    Global: _Writer._save_atom,
+    list: _Writer._save_list,
+    dict: _Writer._save_dict,
+    set: _Writer._save_set,
+    OrderedItems: _Writer._save_ordered,
+    bytearray: _Writer._save_bytearray,
+    tuple: _Writer._save_tuple,
+    frozenset: _Writer._save_frozenset,
+    TensorSize: _Writer._save_size,
+    StorageRef: _Writer._save_storage,
+    PickledObject: _Writer._save_object,
+}
+
+
+def _identify(value: Any) -> Any:
+    return value if isinstance(value, (str, Global)) else id(value)
+
+
+def _flatten(value: dict[Any, Any]) -> list[Any]:
+    return [part for pair in value.items() for part in pair]
+
+
+def _number(short: bytes, long: bytes, index: int) -> bytes:
+    return short + bytes([index]) if index < 256 else long + struct.pack("<I", index)
+
+
+def encode_atom(value: Any) -> bytes:
+    """Opcodes that push a value without parts.
+
+    Raises:
+        UcpError: it has no such form.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: pickle.NONE, True: pickle.NEWTRUE, False: pickle.NEWFALSE}[value]
+    if isinstance(value, int):
+        return _encode_int(value)
+    if isinstance(value, float):
+        return pickle.BINFLOAT + struct.pack(">d", value)
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        return pickle.BINUNICODE + struct.pack("<I", len(text)) + text
+    if isinstance(value, bytes):
+        return _number(pickle.SHORT_BINBYTES, pickle.BINBYTES, len(value)) + value
+    if isinstance(value, Global):
+        return pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+    raise UcpError(f"a value of type {type(value).__name__} ({describe(value)}) has no place in a pickle")
+
+
+def _encode_int(value: int) -> bytes:
+    if 0 <= value < 256:
+        return pickle.BININT1 + bytes([value])
+    if 0 <= value < 65536:
+        return pickle.BININT2 + struct.pack("<H", value)
+    if -(2**31) <= value < 2**31:
+        return pickle.BININT + struct.pack("<i", value)
+    size = value.bit_length() // 8 + 1
+    data = value.to_bytes(size, "little", signed=True)
+    return pickle.LONG1 + bytes([size]) + data if size < 256 else pickle.LONG4 + struct.pack("<i", size) + data

@@ -1,262 +1,561 @@
-"""Looking at a pickle without running anything of it.
+"""The pickle machine: reads a pickle as inert data (:mod:`~.objects`); nothing of it is imported, called or built.
 
-Every global that the pickle names becomes an inert stand-in; tensors become :class:`TensorRef`. Only a handful of
-callables is really called, all of them ours or plain containers.
+Pickles are hostile input, and time and memory stay proportional to their length: every instruction makes at most one
+object out of what lies in the stream or on the stack; lengths are held against the bytes that are there, the memo is a
+table of what was put into it (whatever numbers it is given), and only short keys are hashed.
 """
 
 from __future__ import annotations
 
 import pickle
-import re
-from collections import OrderedDict
+import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import Any, Final
 
-from ..atoms import count
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
+from .dtypes import STORAGE_DTYPES, is_dtype
+from .objects import Global, OrderedItems, PickledObject, StorageRef, TensorRef, TensorSize, describe, has_more_parts
+
+MOST_DIMENSIONS: Final = 64
+"""Of a tensor, as torch has it. A shape in the memo can be given to any number of tensors, which copy it."""
+
+MOST_KEY_PARTS: Final = 256
+"""Of a dictionary's key or a set's item, written out in full. Python hashes nested tuples anew each time, in C and by
+recursion: sharing makes that exponential, depth makes it overflow the stack."""
+
+_FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error)
+_MOST_ARGUMENTS = 16  # of a call whose result is looked into
+_HASHED_AT_ONCE = frozenset((str, int, float, bool, bytes, type(None), Global, PickledObject, TensorRef))
+_NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}
 
 
 @dataclass(frozen=True, slots=True)
-class StorageRef:
-    """A storage as ``torch.save`` refers to it: key of its record, dtype, number of elements."""
+class Pickled:
+    """One pickle of a file.
 
-    key: str
-    dtype: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A tensor in a file: its storage and its view of it (offset and strides in elements)."""
-
-    storage: StorageRef
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        """Name of the element type, as ``float32``."""
-        return self.storage.dtype
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return count(self.shape)
-
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie in the record in row-major order without gaps."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
-
-
-@dataclass(eq=False)
-class Opaque:
-    """Stand-in for an object of a class that is not looked into: its name, arguments and state."""
-
-    kind: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, item: Any) -> None:
-        """Pickle's APPEND."""
-        self.items.append(item)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Opaque:
-        """What a call of it would give: ``functools.partial(cls.__new__, …)()`` of objects with keyword arguments."""
-        return Opaque(f"{self.kind}()", (self, *args, kwargs) if kwargs else (self, *args))
-
-    def __eq__(self, other: object) -> bool:
-        """By what was pickled; every file has stand-in classes of its own."""
-        if not isinstance(other, Opaque):
-            return NotImplemented
-        mine, theirs = ((each.kind, each.args, each.state, each.items) for each in (self, other))
-        return mine == theirs
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An attribute from the pickled ``__dict__``."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
-
-    def __reduce__(self) -> Any:
-        return _rebuild_opaque, (self.kind, self.args, self.state, self.items)
-
-
-def _rebuild_opaque(kind: str, args: tuple[Any, ...], state: Any, items: list[Any]) -> Opaque:
-    return Opaque(kind, args, state, items)
-
-
-class SafeUnpickler(pickle.Unpickler):
-    """Unpickles the skeleton of a ``torch.save`` pickle; runs no code of it.
-
-    ``storages`` collects the storages that it meets: the legacy format does not store their element size.
+    Attributes:
+        root: its object.
+        protocol: that it declares; 0 where it declares none.
+        end: position behind it.
+        tensors: of it, in the order in which they are made.
+        storages: that it refers to, by key.
+        globals: classes and functions that it names.
     """
 
-    storages: dict[str, StorageRef] | None = None
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = _RENAMED.get(module, module)
-        known = _KNOWN.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and _DTYPE.fullmatch(name):
-            return name
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return _StorageType(name)
-        return _make_stand_in(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, tuple) and pid[0] == "module":  # legacy files: a module's class with its source text
-            return pid[1]
-        if not isinstance(pid, tuple) or pid[0] != "storage":
-            raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
-        _kind, storage, key, _location, numel, *_ = pid
-        dtype = storage.dtype if isinstance(storage, _StorageType) else str(storage)
-        found = StorageRef(str(key), dtype, int(numel))
-        if self.storages is not None:
-            self.storages[found.key] = found
-        return found
+    root: Any
+    protocol: int
+    end: int
+    tensors: list[TensorRef]
+    storages: dict[str, StorageRef]
+    globals: list[Global]
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageType:
-    name: str
+def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
+    """Read the pickle at byte ``start`` of ``data``.
 
-    @property
-    def dtype(self) -> str:
-        return _STORAGE_DTYPES.get(self.name, "uint8")
-
-    def __call__(self, *_args: Any) -> Any:
-        raise pickle.UnpicklingError(f"{self.name} is not built while looking at a file")
-
-
-_STORAGE_DTYPES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-    "UntypedStorage": "uint8",
-}
-
-
-def _make_stand_in(kind: str) -> type[Opaque]:
-    def construct(self: Opaque, *args: Any, **kwargs: Any) -> None:
-        Opaque.__init__(self, kind, (*args, kwargs) if kwargs else args)
-
-    def create(cls: type[Opaque], *args: Any) -> Opaque:
-        made = object.__new__(cls)
-        Opaque.__init__(made, kind, args)
-        return made
-
-    return type("StandIn", (Opaque,), {"__init__": construct, "__new__": create})
-
-
-def _rebuild_tensor(
-    storage: StorageRef, offset: int, shape: Any, stride: Any, *_rest: Any, dtype: Any = None
-) -> TensorRef:
-    return TensorRef(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
-
-
-def _rebuild_tensor_v3(
-    storage: StorageRef, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_rest: Any
-) -> TensorRef:
-    size = {"uint16": 2, "uint32": 4, "uint64": 8}.get(str(dtype), 1)
-    typed = StorageRef(storage.key, str(dtype), storage.numel // size)
-    return TensorRef(typed, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
-
-
-def _rebuild_parameter(data: Any, *_rest: Any) -> Any:
-    return data
-
-
-def _rebuild_from_type(make: Callable[..., Any], _kind: Any, args: Any, _state: Any = None) -> Any:
-    """A tensor that carries Python attributes, as ZeRO 3's flat buffers do after a step."""
-    return make(*args)
-
-
-def _reconstruct(cls: Any, _base: Any = None, _state: Any = None) -> Any:
-    return cls()
-
-
-class _Sealed:
-    """A function that a pickle may call but not change (its BUILD opcode could set attributes of a plain one)."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __setstate__(self, _state: Any) -> None:
-        raise pickle.UnpicklingError("the pickle tries to change a function")
-
-
-_DTYPE = re.compile(r"bool|b?float\d+\w*|complex\d+|q?u?int\d+(x\d+)?|bits\d+(x\d+)?")
-"""Names of torch's dtypes as it pickles them; torch itself takes seconds to import."""
-
-_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Modules by the names of Python 2, which the pickle protocol of ``torch.save`` writes."""
-
-_KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor"): _Sealed(_rebuild_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): _Sealed(_rebuild_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): _Sealed(_rebuild_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): _Sealed(_rebuild_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Sealed(_rebuild_parameter),
-    ("torch._tensor", "_rebuild_from_type"): _Sealed(_rebuild_from_type),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Sealed(_rebuild_from_type),
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("copyreg", "_reconstructor"): _Sealed(_reconstruct),
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "bytearray"): _make_stand_in("builtins.bytearray"),
-    ("builtins", "slice"): slice,
-    ("builtins", "object"): _make_stand_in("builtins.object"),
-}
-
-
-def load_skeleton(stream: IO[bytes], path: str, storages: dict[str, StorageRef] | None = None) -> Any:
-    """Unpickle one object from ``stream`` without running code of it; ``storages`` is filled with what it refers to.
+    Args:
+        path: file for messages.
 
     Raises:
-        CheckpointError: the pickle is damaged.
+        CheckpointError: it is damaged, does not end, or is made to harm.
+        UnsupportedError: it uses instructions that Python 3 and ``torch.save`` do not write.
     """
-    unpickler = SafeUnpickler(stream, encoding="utf-8")
-    unpickler.storages = storages
+    machine = _Machine(data, path)
     try:
-        return unpickler.load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{path}: its pickle cannot be read ({error}); the file is damaged.") from error
+        end = machine.run(start)
+        root = machine.finish()
+    except EOFError:
+        raise CheckpointError(f"{path}: its pickle cannot be read (it does not end); the file is truncated.") from None
+    except _FAULTS as error:
+        kind, text = type(error).__name__, str(error)[:200]
+        raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
+    return Pickled(root, machine.protocol, end, machine.tensors, machine.storages, machine.globals)
 
 
-def simplify(value: Any) -> Any:
-    """Enum stand-ins → their value, so that headers compare with plain numbers."""
-    if isinstance(value, Opaque) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
-        return value.args[0]
+class _Machine:
+    """Stack, marks and memo of the machine that pickles are programs for."""
+
+    __slots__ = ("data", "end", "globals", "marks", "memo", "path", "protocol", "stack", "storages", "tensors", "views")
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self.data, self.path = data, path
+        self.protocol = 0
+        self.end: int | None = None  # behind STOP
+        self.stack: list[Any] = []
+        self.marks: list[int] = []  # heights of the stack
+        self.memo: dict[int, Any] = {}
+        self.tensors: list[TensorRef] = []
+        self.storages: dict[str, StorageRef] = {}
+        self.globals: list[Global] = []
+        self.views: dict[int, Callable[..., Any]] = {}  # of globals whose results are looked into, by identity
+
+    def run(self, at: int) -> int:
+        """Run the instructions from byte ``at``; each takes the position behind it and returns the next one's."""
+        data, size, opcodes = self.data, len(self.data), _OPCODES
+        while at < size and self.end is None:
+            at = opcodes[data[at]](self, at + 1)
+        if self.end is None:
+            raise EOFError
+        return self.end
+
+    def finish(self) -> Any:
+        """The object, when all is done."""
+        if len(self.stack) != 1 or self.marks:
+            raise ValueError(f"{len(self.stack)} objects left on its stack")
+        return self.stack.pop()
+
+    def take(self, number: int) -> list[Any]:
+        """The topmost objects."""
+        low = len(self.stack) - number
+        if low < 0:
+            raise IndexError("its stack is empty")
+        taken = self.stack[low:]
+        del self.stack[low:]
+        return taken
+
+    def take_marked(self) -> list[Any]:
+        """The objects above the last mark, which goes as well."""
+        low = self.marks.pop()
+        taken = self.stack[low:]
+        del self.stack[low:]
+        return taken
+
+    def name(self, module: str, name: str) -> None:
+        """Push a global."""
+        named = Global(module, name)
+        self.globals.append(named)
+        self.stack.append(named)
+        if view := _VIEWS.get(named.kind):
+            self.views[id(named)] = view
+
+    def make(self, op: str, number: int) -> None:
+        """Push the object that a call makes; tensors and a few containers by what they are."""
+        parts = self.take(number)
+        maker, args = parts[:2]
+        if not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
+            raise ValueError(f"it calls {describe(maker)} with {describe(args)}")
+        made = PickledObject(op, parts)
+        found: Any = made
+        view = self.views.get(id(maker))
+        if view and op == "reduce" and len(args) <= _MOST_ARGUMENTS:
+            found = view(made, *args)
+        if isinstance(found, TensorRef):
+            self.tensors.append(found)
+        self.stack.append(found)
+
+    def edit(self, op: str, operands: list[Any]) -> None:
+        """Change what lies on top."""
+        if not self.stack:
+            raise IndexError("its stack is empty")
+        changed = self.stack[-1]
+        edit = _PLAIN_EDITS.get((type(changed), op))
+        if edit:
+            edit(changed, operands)
+        elif op == "setitems" and len(operands) % 2:
+            raise ValueError("a key without a value")
+        else:
+            _find_made(changed).edits.append((op, operands))
+
+    def refer(self, pid: Any) -> None:
+        """Push what a persistent id means: a storage, or in the legacy format a class with its source text."""
+        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
+            self.stack.append(pid[1])
+            return
+        if not _names_storage(pid):
+            raise UnsupportedError(
+                f"{self.path}: its pickle refers to {describe(pid)} instead of a storage; it is damaged or too old."
+            )
+        _, kind, key, location, numel = pid[:5]
+        storage = StorageRef(str(key), kind, location, numel)
+        self.storages[storage.key] = storage
+        self.stack.append(storage)
+
+
+def _find_made(value: Any) -> PickledObject:
+    """The object that a change is recorded with."""
+    if isinstance(value, TensorRef):
+        return value.made
+    if not isinstance(value, PickledObject):
+        raise ValueError(f"it changes {describe(value)}, which is no object of it")
     return value
+
+
+def _names_storage(pid: Any) -> bool:
+    """Whether a persistent id is ("storage", class, key, location, elements); a sixth part, of old views, is None."""
+    if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[5:] not in ((), (None,)):
+        return False
+    _, kind, key, location, numel = pid[:5]
+    whole = isinstance(numel, int) and numel >= 0 and (isinstance(key, str) or _is_short(key))
+    return pid[0] == "storage" and isinstance(kind, Global) and isinstance(location, str) and whole
+
+
+def _is_short(number: Any) -> bool:
+    """Whether a value is an integer of a few digits."""
+    return isinstance(number, int) and number.bit_length() <= 64
+
+
+def _check_keys(keys: list[Any]) -> None:
+    """Refuse keys that are costly to hash (:data:`MOST_KEY_PARTS`)."""
+    for key in keys:
+        if type(key) not in _HASHED_AT_ONCE and has_more_parts(key, MOST_KEY_PARTS):
+            raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+
+
+def _fill_dict(changed: dict[Any, Any], operands: list[Any]) -> None:
+    keys = operands[::2]
+    _check_keys(keys)
+    changed.update(zip(keys, operands[1::2], strict=True))
+
+
+def _fill_set(changed: set[Any], operands: list[Any]) -> None:
+    _check_keys(operands)
+    changed.update(operands)
+
+
+def _set_state(changed: OrderedItems, operands: list[Any]) -> None:
+    changed.state = operands[0]
+
+
+_PLAIN_EDITS: dict[tuple[type, str], Callable[[Any, list[Any]], None]] = {
+    (list, "append"): list.extend,
+    (list, "appends"): list.extend,
+    (dict, "setitem"): _fill_dict,
+    (dict, "setitems"): _fill_dict,
+    (OrderedItems, "setitem"): _fill_dict,
+    (OrderedItems, "setitems"): _fill_dict,
+    (OrderedItems, "build"): _set_state,
+    (set, "additems"): _fill_set,
+}
+
+
+def _view_tensor(made: PickledObject, *args: Any) -> Any:
+    """``_rebuild_tensor`` and ``_v2``: the storage class tells the element type."""
+    storage = args[0]
+    if not isinstance(storage, StorageRef):
+        return made
+    return _make_tensor(made, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), *args[1:4])
+
+
+def _view_typed_tensor(made: PickledObject, *args: Any) -> Any:
+    """``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
+    storage, dtype = args[0], args[6]
+    if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
+        return made
+    return _make_tensor(made, storage, dtype.name, *args[1:4])
+
+
+def _make_tensor(made: PickledObject, storage: StorageRef, dtype: str, offset: Any, shape: Any, stride: Any) -> Any:
+    fits = isinstance(offset, int) and isinstance(shape, tuple) and isinstance(stride, tuple)
+    if not fits or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or offset < 0:
+        raise ValueError(f"a tensor at {describe(offset)} of shape {describe(shape)} and strides {describe(stride)}")
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, *stride)):
+        raise ValueError(f"a tensor of shape {describe(shape)} and strides {describe(stride)}")
+    return TensorRef(storage, offset, tuple(shape), stride, dtype, made)
+
+
+def _view_parameter(made: PickledObject, *args: Any) -> Any:
+    return _remake(args[0], made)
+
+
+def _view_subclass(made: PickledObject, *args: Any) -> Any:
+    """A tensor that carries Python attributes, as ZeRO 3's flat buffers do after a step."""
+    inner, given = args[0], args[2]
+    view = _VIEWS.get(inner.kind) if isinstance(inner, Global) else None
+    few = isinstance(given, tuple) and len(given) <= _MOST_ARGUMENTS
+    if view in (_view_tensor, _view_typed_tensor, _view_parameter) and few:
+        return _remake(view(made, *given), made)
+    return made
+
+
+def _remake(value: Any, made: PickledObject) -> Any:
+    """The same tensor, made by another call."""
+    if not isinstance(value, TensorRef):
+        return made
+    return TensorRef(value.storage, value.offset, value.shape, value.stride, value.dtype, made)
+
+
+def _view_ordered(made: PickledObject, *args: Any) -> Any:
+    return made if args else OrderedItems()
+
+
+def _view_size(made: PickledObject, *args: Any) -> Any:
+    sizes = args[0] if args else None
+    return TensorSize(sizes) if isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS else made
+
+
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _view_tensor,
+    "torch._utils._rebuild_tensor_v2": _view_tensor,
+    "torch._utils._rebuild_tensor_v3": _view_typed_tensor,
+    "torch._utils._rebuild_parameter": _view_parameter,
+    "torch._utils._rebuild_parameter_with_state": _view_parameter,
+    "torch._tensor._rebuild_from_type": _view_subclass,
+    "torch._tensor._rebuild_from_type_v2": _view_subclass,
+    "torch.Size": _view_size,
+    "collections.OrderedDict": _view_ordered,
+}
+"""Calls whose results are looked into; each gets the call and its arguments, and calls nothing of the file."""
+
+
+_Opcode = Callable[[_Machine, int], int]
+_BYTE, _SHORT, _INT, _LONG = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q"))
+
+
+def _push_sized(head: struct.Struct, decode: Callable[[bytes], Any]) -> _Opcode:
+    """An instruction that is followed by a length and as many bytes."""
+    width, unpack = head.size, head.unpack_from
+
+    def push(machine: _Machine, at: int) -> int:
+        low = at + width
+        high = low + unpack(machine.data, at)[0]
+        if high > len(machine.data):
+            raise EOFError
+        machine.stack.append(decode(machine.data[low:high]))
+        return high  # type: ignore[no-any-return]
+
+    return push
+
+
+def _push_number(head: struct.Struct) -> _Opcode:
+    width, unpack = head.size, head.unpack_from
+
+    def push(machine: _Machine, at: int) -> int:
+        machine.stack.append(unpack(machine.data, at)[0])
+        return at + width
+
+    return push
+
+
+def _get(head: struct.Struct) -> _Opcode:
+    width, unpack = head.size, head.unpack_from
+
+    def get(machine: _Machine, at: int) -> int:
+        machine.stack.append(machine.memo[unpack(machine.data, at)[0]])
+        return at + width
+
+    return get
+
+
+def _put(head: struct.Struct) -> _Opcode:
+    width, unpack = head.size, head.unpack_from
+
+    def put(machine: _Machine, at: int) -> int:
+        machine.memo[unpack(machine.data, at)[0]] = machine.stack[-1]
+        return at + width
+
+    return put
+
+
+def _find_line(machine: _Machine, at: int) -> int:
+    """Position of the next newline."""
+    end = machine.data.find(b"\n", at)
+    if end < 0:
+        raise EOFError
+    return end
+
+
+def _with_line(apply: Callable[[_Machine, bytes], None]) -> _Opcode:
+    """An instruction that is followed by a line of text."""
+
+    def run(machine: _Machine, at: int) -> int:
+        end = _find_line(machine, at)
+        apply(machine, machine.data[at:end])
+        return end + 1
+
+    return run
+
+
+def _push_line(decode: Callable[[bytes], Any]) -> _Opcode:
+    return _with_line(lambda machine, line: machine.stack.append(decode(line)))
+
+
+def _plain(apply: Callable[[_Machine], None]) -> _Opcode:
+    """An instruction that nothing follows."""
+
+    def run(machine: _Machine, at: int) -> int:
+        apply(machine)
+        return at
+
+    return run
+
+
+def _push(make: Callable[[], Any]) -> _Opcode:
+    def push(machine: _Machine, at: int) -> int:
+        machine.stack.append(make())
+        return at
+
+    return push
+
+
+def _push_tuple(number: int) -> _Opcode:
+    return _plain(lambda machine: machine.stack.append(tuple(machine.take(number))))
+
+
+def _call(op: str, number: int) -> _Opcode:
+    return _plain(lambda machine: machine.make(op, number))
+
+
+def _edit(op: str, number: int) -> _Opcode:
+    return _plain(lambda machine: machine.edit(op, machine.take(number)))
+
+
+def _edit_marked(op: str) -> _Opcode:
+    return _plain(lambda machine: machine.edit(op, machine.take_marked()))
+
+
+def _get_line(machine: _Machine, line: bytes) -> None:
+    machine.stack.append(machine.memo[int(line)])
+
+
+def _put_line(machine: _Machine, line: bytes) -> None:
+    machine.memo[int(line)] = machine.stack[-1]
+
+
+def _memoize(machine: _Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _mark(machine: _Machine) -> None:
+    machine.marks.append(len(machine.stack))
+
+
+def _pop(machine: _Machine) -> None:
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.take(1)
+
+
+def _declare(machine: _Machine, at: int) -> int:
+    machine.protocol = machine.data[at]
+    return at + 1
+
+
+def _stop(machine: _Machine, at: int) -> int:
+    machine.end = at
+    return at
+
+
+def _global(machine: _Machine, at: int) -> int:
+    end = _find_line(machine, at)
+    last = _find_line(machine, end + 1)
+    machine.name(machine.data[at:end].decode(), machine.data[end + 1 : last].decode())
+    return last + 1
+
+
+def _stack_global(machine: _Machine) -> None:
+    module, name = machine.take(2)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise ValueError("a global whose name is no string")
+    machine.name(module, name)
+
+
+def _dict_marked(machine: _Machine) -> None:
+    operands = machine.take_marked()
+    machine.stack.append({})
+    machine.edit("setitems", operands)
+
+
+def _frozenset_marked(machine: _Machine) -> None:
+    items = machine.take_marked()
+    _check_keys(items)
+    machine.stack.append(frozenset(items))
+
+
+def _decode_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _decode_escaped(data: bytes) -> str:
+    return data.decode("raw-unicode-escape")
+
+
+def _decode_long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _decode_long_line(data: bytes) -> int:
+    return int(data.removesuffix(b"L"))
+
+
+def _decode_int_line(data: bytes) -> int:
+    return {b"00": False, b"01": True}[data] if data in (b"00", b"01") else int(data)
+
+
+_TABLE: dict[bytes, _Opcode] = {
+    pickle.NONE: _push(lambda: None),
+    pickle.NEWTRUE: _push(lambda: True),
+    pickle.NEWFALSE: _push(lambda: False),
+    pickle.INT: _push_line(_decode_int_line),
+    pickle.LONG: _push_line(_decode_long_line),
+    pickle.FLOAT: _push_line(float),
+    pickle.UNICODE: _push_line(_decode_escaped),
+    pickle.BININT: _push_number(struct.Struct("<i")),
+    pickle.BININT1: _push_number(_BYTE),
+    pickle.BININT2: _push_number(_SHORT),
+    pickle.BINFLOAT: _push_number(struct.Struct(">d")),
+    pickle.LONG1: _push_sized(_BYTE, _decode_long),
+    pickle.LONG4: _push_sized(_INT, _decode_long),
+    pickle.SHORT_BINUNICODE: _push_sized(_BYTE, _decode_text),
+    pickle.BINUNICODE: _push_sized(_INT, _decode_text),
+    pickle.BINUNICODE8: _push_sized(_LONG, _decode_text),
+    pickle.SHORT_BINBYTES: _push_sized(_BYTE, bytes),
+    pickle.BINBYTES: _push_sized(_INT, bytes),
+    pickle.BINBYTES8: _push_sized(_LONG, bytes),
+    pickle.BYTEARRAY8: _push_sized(_LONG, bytearray),
+    pickle.EMPTY_LIST: _push(list),
+    pickle.EMPTY_DICT: _push(dict),
+    pickle.EMPTY_SET: _push(set),
+    pickle.EMPTY_TUPLE: _push(tuple),
+    pickle.TUPLE: _plain(lambda machine: machine.stack.append(tuple(machine.take_marked()))),
+    pickle.TUPLE1: _push_tuple(1),
+    pickle.TUPLE2: _push_tuple(2),
+    pickle.TUPLE3: _push_tuple(3),
+    pickle.LIST: _plain(lambda machine: machine.stack.append(machine.take_marked())),
+    pickle.DICT: _plain(_dict_marked),
+    pickle.FROZENSET: _plain(_frozenset_marked),
+    pickle.GLOBAL: _global,
+    pickle.STACK_GLOBAL: _plain(_stack_global),
+    pickle.REDUCE: _call("reduce", 2),
+    pickle.NEWOBJ: _call("newobj", 2),
+    pickle.NEWOBJ_EX: _call("newobj_ex", 3),
+    pickle.BINPERSID: _plain(lambda machine: machine.refer(machine.take(1)[0])),
+    pickle.APPEND: _edit("append", 1),
+    pickle.SETITEM: _edit("setitem", 2),
+    pickle.BUILD: _edit("build", 1),
+    pickle.APPENDS: _edit_marked("appends"),
+    pickle.SETITEMS: _edit_marked("setitems"),
+    pickle.ADDITEMS: _edit_marked("additems"),
+    pickle.GET: _with_line(_get_line),
+    pickle.BINGET: _get(_BYTE),
+    pickle.LONG_BINGET: _get(_INT),
+    pickle.PUT: _with_line(_put_line),
+    pickle.BINPUT: _put(_BYTE),
+    pickle.LONG_BINPUT: _put(_INT),
+    pickle.MEMOIZE: _plain(_memoize),
+    pickle.MARK: _plain(_mark),
+    pickle.POP: _plain(_pop),
+    pickle.POP_MARK: _plain(lambda machine: machine.take_marked().clear()),
+    pickle.DUP: _plain(lambda machine: machine.stack.append(machine.stack[-1])),
+    pickle.PROTO: _declare,
+    pickle.FRAME: lambda _machine, at: at + 8,
+    pickle.STOP: _stop,
+}
+
+
+def _refuse(code: int) -> _Opcode:
+    name = _NAMES.get(bytes([code]), f"{code:#04x}")
+
+    def refuse(machine: _Machine, _at: int) -> int:
+        if bytes([code]) not in _NAMES:
+            raise ValueError(f"{name} is no instruction")
+        raise UnsupportedError(
+            f"{machine.path}: its pickle uses the instruction {name}, which Python 3's pickle and torch.save do not "
+            "write; save the checkpoint anew with a current release."
+        )
+
+    return refuse
+
+
+_OPCODES: list[_Opcode] = [_TABLE.get(bytes([code]), _refuse(code)) for code in range(256)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.torchsave.records import list_records
+from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.cli.samples import write_sample
 from tests.mpi import needs_mpi, run_mpi
 from tests.synth import Topology

@@ -21,7 +21,7 @@ from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
-from tests.torchsave.test_repickle import assert_same
+from tests.torchsave.test_rewrite import assert_same
 
 PARAMS = (
     Param("a", (3, 5)),
@@ -297,7 +297,7 @@ def test_a_full_disk_is_explained(tmp_path, monkeypatch):
 
     path, _ = write(tmp_path / "src", Topology(1, 2))
     index = open_index(path)
-    monkeypatch.setattr("deepspeed_ucp.torchsave.torchzip._write_record", refuse)
+    monkeypatch.setattr("deepspeed_ucp.torchsave.zipframe._write_record", refuse)
     with pytest.raises(StorageError, match="disk full"):
         write_states(index, str(tmp_path))
 

@@ -24,7 +24,7 @@ from deepspeed_ucp.patterns import (
 )
 from deepspeed_ucp.patterns.affine import Mapped, generalise
 from deepspeed_ucp.patterns.metadata import Viewed
-from deepspeed_ucp.torchsave.torchzip import make_image
+from deepspeed_ucp.torchsave.zipframe import make_image
 
 
 def draw(*shape):

@@ -8,14 +8,14 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.flat import Cut
 from deepspeed_ucp.sources.builder import TOLD, Builder, Seat
 from deepspeed_ucp.sources.headers import FileHeader, Piece
-from deepspeed_ucp.torchsave.torchfile import Blob
+from deepspeed_ucp.torchsave.records import FileRecord
 
 
 def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
     """Atoms of one flat buffer of 8 elements each."""
     builder = Builder("folder")
     file = builder.file(FileHeader("file.pt", 4096))
-    piece = Piece(Blob(0, 4096, None), 0, (1024,), "float32")
+    piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
     seat = Seat(shapes=dict.fromkeys(cuts, shape))
     builder.add_cuts(seat, "fp32", list(cuts.values()), file, piece, seat.shapes)
     return builder

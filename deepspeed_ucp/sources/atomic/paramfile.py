@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointError, UcpError, UnsupportedError
-from ...torchsave.torchfile import ScalarRef, TorchFile, read_header
-from ...torchsave.unpickle import TensorRef, simplify
+from ...torchsave.objects import TensorRef, to_member
+from ...torchsave.torchfile import TorchFile, read_header
 from ..family import Save
 from ..headers import OptimHeader, Piece
-from ..reading import Reader, plain_scalar
+from ..reading import Reader
 
 PARAM = "param"
 _EXPERT = "is_expert_param"
@@ -89,11 +89,10 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
             raise CheckpointError(f"{file.path}: has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.")
         keys = {key: tree[key] for key in _KEYS if isinstance(tree.get(key), int)}
         return ParamHeader(name, file.size, file.crc, Reader(file).piece(tree[PARAM], name), keys=keys)
-    if isinstance(tree, TensorRef):  # stage 3 without tensor parallelism: flat, without a dict
-        return ParamHeader(name, file.size, file.crc, Reader(file).piece(tree, name))
-    if isinstance(tree, ScalarRef):
+    if isinstance(tree, TensorRef):  # a step, or of stage 3 without tensor parallelism: flat, without a dict
         piece = Reader(file).piece(tree, name)
-        return ParamHeader(name, file.size, file.crc, piece, plain_scalar(tree), tree.dtype)
+        value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
+        return ParamHeader(name, file.size, file.crc, piece, value, dtype)
     if isinstance(tree, (int, float)):
         return ParamHeader(name, file.size, file.crc, value=tree)
     raise CheckpointError(f"{file.path}: holds a {type(tree).__name__}, neither a tensor nor a number.")
@@ -118,6 +117,6 @@ def read_optimizer_file(folder: str, name: str) -> tuple[OptimHeader, int]:
             return reader.read_optim(tree), 3
         state = {**tree, "optimizer_state_dict": {"param_groups": tree["param_groups"]}}
         kind = "zero12" if "zero_stage" in tree else "bf16"
-        return reader.read_flat(state, kind, []), int(simplify(tree.get("zero_stage", 0)))
+        return reader.read_flat(state, kind, []), int(to_member(tree.get("zero_stage", 0)))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged.") from error

@@ -11,7 +11,7 @@ from ...errors import CheckpointError, shorten
 from ...patterns import Pattern, ShardH, ShardNC, ShardV
 from ...patterns.recorded import record_pattern
 from ...topology import ATOMIC, Topology
-from ...torchsave.torchfile import Blob
+from ...torchsave.records import FileRecord
 from ..builder import Builder, Seat
 from ..headers import FileHeader, Piece
 from ..hints import join_hints
@@ -111,7 +111,7 @@ def _add_param(builder: Builder, part: Part, name: str, owned: _Owned) -> None:
     shapes, held = owned.shapes[name], part.params.get(name, {})
     master = held.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
-        nothing = Piece(Blob(0, 0, None), 0, (0,), "float32")
+        nothing = Piece(FileRecord("", 0, 0, None), 0, (0,), "float32")
         builder.add(Seat(), name, MASTER, shapes[min(shapes)], builder.file(part.save.main), nothing)
         return
     if master is None or master.piece is None:

@@ -18,7 +18,9 @@ from isal import isal_zlib
 
 from ..atoms import ITEMSIZE, count
 from ..errors import CheckpointError
-from .opcodes import Global, Node, call, write_pickle
+from .dtypes import STORAGES, pack_scalar
+from .objects import Global, PickledObject, StorageRef, call
+from .repickle import write_pickle
 
 PAGE: Final = 4096
 """Alignment of an atom's bytes: ranges that start at multiples of it share no page of the file."""
@@ -31,29 +33,16 @@ _STREAMED, _UTF8 = 0x0008, 0x0800
 _ELSEWHERE = 0xFFFFFFFF  # in a field of 32 bits: the value stands in the zip64 part
 _ZIP64_LIMIT = _ELSEWHERE
 _DATE = 0x21  # 1980-01-01
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""dtypes that have a storage class; the others are written as untyped bytes (torch/storage.py ``_new_dtypes``)."""
 
+PICKLE: Final = "data.pkl"
+BYTEORDER: Final = "byteorder"
+VERSION: Final = "version"
+DATA: Final = "data/"
+"""Names of a file's records below the archive's folder; storages are ``data/<key>``."""
 
-@dataclass(frozen=True, slots=True)
-class ScalarTensor:
-    """A 0-dim tensor: its dtype and value."""
-
-    dtype: str
-    value: Any
+LOCAL_MAGIC: Final = b"PK\x03\x04"
+LOCAL: Final = struct.Struct("<4s5H3I2H")
+"""Header in front of a record; its name and extra field follow, whose lengths are its last two fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +74,10 @@ class _Entry:
         if self.wide:
             extra, size = struct.pack("<2H2Q", 1, 16, size, size), _ELSEWHERE
         if align > 1:
-            padding = -(self.offset + 30 + len(name) + len(extra) + 4) % align
+            padding = -(self.offset + LOCAL.size + len(name) + len(extra) + 4) % align
             extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
         fixed = (self._version(), self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
-        return struct.pack("<4s5H3I2H", b"PK\x03\x04", *fixed) + name + extra
+        return LOCAL.pack(LOCAL_MAGIC, *fixed) + name + extra
 
     def describe(self, crc: int) -> bytes:
         """The data descriptor, which follows the bytes of a record whose local header does not tell the CRC32."""
@@ -183,7 +172,7 @@ def make_image(
     """The file that ``torch.save({"param": tensor, **tree})`` makes, but for the tensor's bytes.
 
     Args:
-        tree: further entries of the dictionary: plain values, :class:`~.opcodes.Node` and :class:`~.opcodes.Global`.
+        tree: further entries of the dictionary: inert data (:mod:`~.objects`).
         dtype: name of the element type, a key of ``ITEMSIZE``.
         storage_numel: elements of the storage.
         shape: of the tensor, a view of the storage's first elements.
@@ -198,7 +187,7 @@ def make_image(
         )
     tensor = make_tensor("0", dtype, storage_numel, shape)
     head, entries = _begin(write_pickle({"param": tensor, **tree}), root)
-    data = _Entry(f"{root}/data/0", len(head), storage_numel * ITEMSIZE[dtype])
+    data = _Entry(f"{root}/{DATA}0", len(head), storage_numel * ITEMSIZE[dtype])
     head += data.local(PAGE)
     return ZipImage(head, len(head), data.nbytes, (*entries, data))
 
@@ -206,20 +195,20 @@ def make_image(
 def _begin(pickled: bytes, root: str) -> tuple[bytes, list[_Entry]]:
     """The records in front of the storages."""
     head, entries = b"", []
-    for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
+    for name, data in ((PICKLE, pickled), (BYTEORDER, b"little"), (VERSION, b"3\n")):
         entry = _Entry(f"{root}/{name}", len(head), len(data), isal_zlib.crc32(data))
         head += entry.local(_ALIGNMENT) + data
         entries.append(entry)
     return head, entries
 
 
-def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> Node:
+def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> PickledObject:
     """A tensor in row-major order, at the start of storage ``key``, as ``torch.save`` pickles it."""
-    numel = storage_numel if dtype in _STORAGES else storage_numel * ITEMSIZE[dtype]
-    kind = Global("torch", _STORAGES[dtype]) if dtype in _STORAGES else Global("torch.storage", "UntypedStorage")
-    storage = Node("persid", [("storage", kind, key, "cpu", numel)])
+    numel = storage_numel if dtype in STORAGES else storage_numel * ITEMSIZE[dtype]
+    kind = Global("torch", STORAGES[dtype]) if dtype in STORAGES else Global("torch.storage", "UntypedStorage")
+    storage = StorageRef(key, kind, "cpu", numel)
     view = (storage, 0, tuple(shape), _make_strides(shape), False, call("collections", "OrderedDict"))
-    if dtype in _STORAGES:
+    if dtype in STORAGES:
         return call("torch._utils", "_rebuild_tensor_v2", *view)
     return call("torch._utils", "_rebuild_tensor_v3", *view, Global("torch", dtype))
 
@@ -232,46 +221,21 @@ def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-_SCALARS = {
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint8": "<B",
-    "bool": "<?",
-}
-
-
-def dump_value(value: Any) -> bytes:
+def dump_value(value: Any, dtype: str | None = None) -> bytes:
     """The whole file that ``torch.save(value)`` makes, for ``step.pt``.
 
     Args:
-        value: a :class:`ScalarTensor`, or any plain value.
+        value: a number, or any plain value.
+        dtype: the number's, where it is a 0-dim tensor.
 
     Raises:
-        CheckpointError: a 0-dim tensor of a dtype that optimizers do not count in.
+        CheckpointError: the number is none of that dtype's.
     """
     stream = io.BytesIO()
-    if isinstance(value, ScalarTensor):
-        tensor = make_tensor("0", value.dtype, 1, ())
-        _write_file(stream, write_pickle(tensor), {"0": pack_scalar(value)}, ROOT, "")
-    else:
-        _write_file(stream, write_pickle(value), {}, ROOT, "")
+    storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
+    root = value if dtype is None else make_tensor("0", dtype, 1, ())
+    _write_file(stream, write_pickle(root), storages, ROOT, "")
     return stream.getvalue()
-
-
-def pack_scalar(scalar: ScalarTensor) -> bytes:
-    """The bytes of a 0-dim tensor.
-
-    Raises:
-        CheckpointError: a dtype that optimizers do not count in.
-    """
-    if scalar.dtype not in _SCALARS:
-        raise CheckpointError(f"a 0-dim tensor of dtype {scalar.dtype} cannot be written; known: {', '.join(_SCALARS)}")
-    return struct.pack(_SCALARS[scalar.dtype], scalar.value)
 
 
 def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream], *, root: str = ROOT) -> int:
@@ -298,7 +262,7 @@ def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | S
     file.write(head)
     for key, data in storages.items():
         stream = data if isinstance(data, Stream) else Stream(len(data), (data,))
-        entry = _Entry(f"{root}/data/{key}", file.tell(), stream.nbytes)
+        entry = _Entry(f"{root}/{DATA}{key}", file.tell(), stream.nbytes)
         crcs.append(_write_record(file, entry, stream, path))
         entries.append(entry)
     start = file.tell()

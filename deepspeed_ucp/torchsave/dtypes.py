@@ -1,0 +1,72 @@
+"""Element types as ``torch.save`` names them, and the bytes of single elements."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from ..atoms import ITEMSIZE
+from ..errors import CheckpointError
+
+STORAGE_DTYPES: Final = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+"""Storage classes; the other dtypes are written as untyped bytes (torch/storage.py ``_new_dtypes``)."""
+
+STORAGES: Final = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+_NAME = re.compile(r"bool|b?float\d+\w*|complex\d+|q?u?int\d+(x\d+)?|bits\d+(x\d+)?")
+"""Names of torch's dtypes as it pickles them; torch itself takes seconds to import."""
+
+
+def is_dtype(kind: str) -> bool:
+    """Whether a dotted name is that of one of torch's dtypes."""
+    module, _, name = kind.rpartition(".")
+    return module == "torch" and _NAME.fullmatch(name) is not None
+
+
+def unpack_scalar(dtype: str, data: bytes) -> Any:
+    """The Python number in the bytes of one element.
+
+    Args:
+        dtype: a key of ``ITEMSIZE``.
+        data: little-endian.
+    """
+    return np.frombuffer(data, _find_dtype(dtype))[0].item()
+
+
+def pack_scalar(dtype: str, value: Any) -> bytes:
+    """The bytes of one element.
+
+    Raises:
+        CheckpointError: the dtype is unknown, or cannot hold the value.
+    """
+    try:
+        kind = _find_dtype(dtype)
+        if kind.kind in "iu" and value != int(value):
+            raise ValueError(f"{value} is no integer")
+        return np.asarray(value, kind).tobytes()
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"a 0-dim tensor of dtype {dtype} cannot be written ({error}); known: {', '.join(ITEMSIZE)}"
+        ) from None
+
+
+def _find_dtype(name: str) -> np.dtype[Any]:
+    if name not in ITEMSIZE:
+        raise KeyError(name)
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,259 @@
+"""What a pickle says, as inert data that remembers how it was made: nothing of it is imported, called or built.
+
+Numbers, strings, lists, dicts, tuples and sets are plain. Everything else is one of the classes here, whose parts are
+what the pickle gives, so that :mod:`~.repickle` writes again what :mod:`~.unpickle` has read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..atoms import count
+from .dtypes import unpack_scalar
+
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""Modules by the names of Python 2, which the pickle protocol of ``torch.save`` writes."""
+
+_NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
+_SHORT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function, by name."""
+
+    module: str
+    name: str
+
+    @property
+    def kind(self) -> str:
+        """Dotted name, with the module's name of Python 3."""
+        return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
+
+
+@dataclass(eq=False, slots=True)
+class PickledObject:
+    """An object that a pickle makes by a call. Equal to itself only: what its class takes for equal is not known.
+
+    Attributes:
+        op: ``reduce`` (parts: function, arguments), ``newobj`` (class, arguments) or ``newobj_ex`` (class, arguments,
+            keywords).
+        parts: what it is made of.
+        edits: what changes it afterwards, in order: (``append``, ``appends``, ``setitem``, ``setitems``, ``additems``
+            or ``build``; operands).
+    """
+
+    op: str
+    parts: list[Any]
+    edits: list[tuple[str, list[Any]]] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """Dotted name of its class, or of the function whose result it is."""
+        maker, calls = self.parts[1][0] if self._is_bare() else self.parts[0], ""
+        while isinstance(maker, PickledObject) and len(calls) < _SHORT:
+            maker, calls = maker.parts[0], f"{calls}()"
+        return f"{maker.kind if isinstance(maker, Global) else 'object'}{calls}"
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Arguments of the call."""
+        given = () if self._is_bare() else self.parts[1]
+        return given if isinstance(given, tuple) else (given,)
+
+    @property
+    def state(self) -> Any:
+        """What its ``__setstate__`` or ``__dict__`` is given; None where nothing is."""
+        return next((operands[0] for name, operands in reversed(self.edits) if name == "build"), None)
+
+    @property
+    def items(self) -> list[Any]:
+        """What it is filled with: items, or pairs of key and value."""
+        found: list[Any] = []
+        for name, operands in self.edits:
+            if name.startswith("setitem"):
+                found += zip(operands[::2], operands[1::2], strict=True)
+            elif name != "build":
+                found += operands
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An attribute from the pickled ``__dict__``."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+    def _is_bare(self) -> bool:
+        """Made by protocols 0 and 1: an object of a class without arguments."""
+        maker, args = self.parts[:2]
+        return (
+            self.op == "reduce"
+            and isinstance(maker, Global)
+            and maker.kind == "copyreg._reconstructor"
+            and isinstance(args, tuple)
+            and len(args) == 3
+            and isinstance(args[0], Global)
+        )
+
+
+class OrderedItems(dict[Any, Any]):
+    """A ``collections.OrderedDict``; ``state`` is its ``__dict__`` (a module's ``_metadata``), or None."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, items: Any = (), state: Any = None) -> None:
+        super().__init__(items)
+        self.state = state
+
+
+class TensorSize(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage as ``torch.save`` refers to it: key of its record, storage class, device, number of elements."""
+
+    key: str
+    kind: Global
+    location: str
+    numel: int
+
+
+@dataclass(eq=False, slots=True)
+class TensorRef:
+    """A tensor in a file: its storage and its view of it (offset and strides in elements).
+
+    Attributes:
+        dtype: name of the element type, as ``float32``.
+        made: the call by which the pickle makes it.
+        data: the element's bytes (little-endian) of a 0-dim tensor of a file that was read, else None.
+    """
+
+    storage: StorageRef
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    made: PickledObject
+    data: bytes | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return count(self.shape)
+
+    def item(self) -> Any:
+        """The number of a 0-dim tensor whose bytes are known."""
+        if self.data is None:
+            raise TypeError("a tensor whose elements were not read")
+        return unpack_scalar(self.dtype, self.data)
+
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in the record in row-major order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+
+def call(module: str, name: str, *args: Any) -> PickledObject:
+    """The object that a function returns."""
+    return PickledObject("reduce", [Global(module, name), tuple(args)])
+
+
+def make_instance(module: str, name: str, fields: Mapping[str, Any]) -> PickledObject:
+    """An instance of a class, as a dataclass is pickled: made empty, then given its ``__dict__``."""
+    return PickledObject("newobj", [Global(module, name), ()], [("build", [dict(fields)])])
+
+
+def to_number(value: Any) -> Any:
+    """A Python number for a 0-dim tensor or one of numpy's scalars; anything else as it is."""
+    if isinstance(value, TensorRef) and value.data is not None:
+        return value.item()
+    if isinstance(value, PickledObject) and value.kind.endswith(".multiarray.scalar"):
+        return _read_numpy_scalar(value)
+    return value
+
+
+def to_member(value: Any) -> Any:
+    """The value of an enum's member (any call with one number or string); anything else as it is."""
+    if isinstance(value, PickledObject) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
+        return value.args[0]
+    return value
+
+
+def _read_numpy_scalar(value: PickledObject) -> Any:
+    """The number in ``numpy.core.multiarray.scalar(dtype, bytes)``, as schedulers that compute with numpy leave it."""
+    kind, data = value.args if len(value.args) == 2 else (None, None)
+    if isinstance(data, PickledObject) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
+        data = str(data.args[0]).encode("latin1")
+    form = _NUMPY_FORMATS.get(str(kind.args[0])) if isinstance(kind, PickledObject) and kind.args else None
+    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
+        return value
+    return struct.unpack(form, data)[0]
+
+
+def list_parts(value: Any) -> list[Any]:
+    """What a value is made of, one level down; [] for plain values and globals."""
+    if isinstance(value, dict):
+        parts = [part for pair in value.items() for part in pair]
+        return [*parts, value.state] if isinstance(value, OrderedItems) else parts
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, PickledObject):
+        return [*value.parts, *(operand for _name, operands in value.edits for operand in operands)]
+    if isinstance(value, TensorRef):
+        return [value.made]
+    return []
+
+
+def walk(root: Any) -> Iterator[Any]:
+    """Every value of a tree, depth first; shared parts and cycles are gone through once, without recursion."""
+    todo, seen = [root], set[int]()
+    while todo:
+        value = todo.pop()
+        yield value
+        parts = [] if id(value) in seen else list_parts(value)
+        if parts:
+            seen.add(id(value))
+            todo += reversed(parts)
+
+
+def has_more_parts(value: Any, most: int) -> bool:
+    """Whether a value written out in full (parts anew wherever they are shared) has more than ``most`` parts.
+
+    What is compared, hashed or copied by recursion is held against this first: a chain of tuples that hold their
+    predecessor twice takes two bytes a level and doubles what a visitor sees. Takes no more than ``most`` steps.
+    """
+    todo, found = [value], 1
+    while todo and found <= most:
+        parts = list_parts(todo.pop())
+        found += len(parts)
+        todo += parts
+    return found > most
+
+
+def describe(value: Any) -> str:
+    """A value in a few words for a message, whatever it is: never longer than a line."""
+    if isinstance(value, (PickledObject, Global)):
+        return _cut(value.kind)
+    if isinstance(value, TensorRef):
+        return f"tensor {_cut(value.dtype)} {_cut(list(value.shape))}"
+    if isinstance(value, int) and value.bit_length() > 4 * _SHORT:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes, bytearray)):
+        return _cut(repr(value[:_SHORT]), len(value) > _SHORT)
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    return f"a {type(value).__name__} of {len(list_parts(value))} parts"
+
+
+def _cut(value: Any, more: bool = False) -> str:
+    text = str(value)
+    return f"{text[:_SHORT]}…" if more or len(text) > _SHORT else text
