@@ -23,6 +23,7 @@ EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
 
 _EMPTY = FileRecord("", 0, 0, None)
+_MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
 
 
@@ -116,12 +117,14 @@ class Reader:
         return ModelHeader(
             module=module,
             nested=isinstance(saved, dict) and _is_nested(saved),
-            buffers=tuple(tree.get("buffer_names") or ()),
-            param_shapes=None if shapes is None else tuple(tuple(group.items()) for group in _as_groups(shapes)),
-            frozen_shapes=dict(tree.get("frozen_param_shapes") or {}),
+            buffers=_as_names(tree.get("buffer_names")),
+            param_shapes=None
+            if shapes is None
+            else tuple(tuple(_as_shapes(each).items()) for each in _as_groups(shapes)),
+            frozen_shapes=_as_shapes(tree.get("frozen_param_shapes") or {}),
             frozen=held,
             shared=dict(_as_pairs(tree.get("shared_params"))),
-            counters={key: tree[key] for key in counted if key in tree},
+            counters={key: _as_count(tree[key], key) for key in counted if key in tree},
             config=_pick_config(tree.get("ds_config")),
             optim=optim,
             others=tuple(blob for blob in self.file.storages.values() if blob not in known and blob.nbytes),
@@ -131,7 +134,7 @@ class Reader:
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
         """The tensors of a state_dict, nested or not, by names joined with dots."""
-        return {name: self.piece(value, name) for name, value in _walk_tensors(module, "")}
+        return {name: self.piece(value, name) for name, value in _walk_tensors(module)}
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
         if "single_partition_of_fp32_groups" in state:
@@ -192,7 +195,7 @@ class Reader:
             partition_count=tuple(_as_ints(state.get("partition_count"))),
             scaler=_read_scaler(state),
             clip_grad=state.get("clip_grad"),
-            names=tuple(tuple(n) for n in named) if kind == "torch" and named and all(named) else None,
+            names=tuple(map(_as_names, named)) if kind == "torch" and named and all(named) else None,
         )
 
     def _read_holder(self, entries: dict[str, Any]) -> Holder:
@@ -216,14 +219,20 @@ def _is_nested(module: dict[Any, Any]) -> bool:
     return any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items())
 
 
-def _walk_tensors(module: dict[Any, Any], prefix: str) -> Iterator[tuple[str, TensorRef]]:
-    for key, value in module.items():
-        if str(key).endswith(EXTRA_STATE):
-            continue
-        if isinstance(value, TensorRef):
-            yield f"{prefix}{key}", value
-        elif isinstance(value, dict):
-            yield from _walk_tensors(value, f"{prefix}{key}.")
+def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
+    """Tensors of nested dicts, in order; a dict that is shared counts wherever it is met, up to a limit."""
+    todo: list[tuple[str, Any]] = [("", module)]
+    listed = 0
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, TensorRef) and not name.endswith(EXTRA_STATE):
+            yield name, value
+        elif isinstance(value, dict) and not name.endswith(EXTRA_STATE):
+            listed += len(value)
+            if listed > _MOST_ENTRIES:
+                raise ValueError(f"a module of more than {_MOST_ENTRIES} entries")
+            prefix = f"{name}." if name else ""
+            todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
 
 
 def _read_degrees(value: Any) -> tuple[int, int] | None:
@@ -299,9 +308,30 @@ def _as_groups(shapes: Any) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _as_pairs(shared: Any) -> list[tuple[str, str]]:
-    if isinstance(shared, dict):
-        return list(shared.items())
-    return [tuple(pair) for pair in shared or []]
+    pairs = shared.items() if isinstance(shared, dict) else shared or ()
+    return [(one, other) for one, other in map(_as_names, pairs)]
+
+
+def _as_names(values: Any) -> tuple[str, ...]:
+    names = tuple(values or ())
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{describe(next(name for name in names if not isinstance(name, str)))} for a name")
+    return names
+
+
+def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
+    _as_names(group)
+    for name, shape in group.items():
+        if not isinstance(shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise TypeError(f"{describe(shape)} for the shape of {describe(name)}")
+    return {name: tuple(shape) for name, shape in group.items()}
+
+
+def _as_count(value: Any, key: str) -> int | None:
+    number = to_number(value)
+    if number is not None and not isinstance(number, int):
+        raise TypeError(f"{describe(number)} for {key}")
+    return number
 
 
 def _as_ints(value: Any) -> list[int]:
