@@ -26,6 +26,7 @@ from ..topology import ATOMIC, find_differences
 from .census import Census, find_renamed, join_groups, list_live_rules, read_rules, take_census
 from .direct import LoadArguments, has_masters, load_direct
 from .report import LoadReport
+from .sameness import find_unnoticed
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -167,7 +168,8 @@ def _compare(
     weights_only = not (arguments.with_states and has_masters(target, comm))
     live = join_groups(target, comm)
     index = open_checkpoint(folder, comm, live.names, live.hyper, weights_only=weights_only)
-    everyone = [text for part in comm.each(lambda: _list_differences(index, target)) for text in part]
+    found = comm.each(lambda: _list_differences(index, target, arguments))
+    everyone = [text for part in found for text in part]
     if upstream:
         everyone.append("load_universal is on, this is a normal checkpoint")
     if not everyone:
@@ -176,9 +178,10 @@ def _compare(
     return Decision(f"{index.topology.describe()} → {target.topology.describe()}: {told}", target, index)
 
 
-def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
+def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:
     flats = index.flats.get(target.place.mp_rank, ())
-    return find_differences(replace(index.topology, flats=flats), target.topology)
+    found = find_differences(replace(index.topology, flats=flats), target.topology)
+    return found or find_unnoticed(index, target, arguments)
 
 
 def _load(

@@ -143,7 +143,11 @@ def _describe(
 def find_precision(
     save: Save, model: ModelHeader, atoms: Mapping[AtomKey, Atom], flats: Mapping[int, tuple[FlatBuffer, ...]]
 ) -> str:
-    """Dtype of the model's own parameters: of the first optimized one where it is in the files."""
+    """Dtype of the model's own parameters: what the ds_config casts them to, else that of the first optimized one."""
+    if enabled(model.config, "bf16", "bfloat16"):
+        return "bfloat16"
+    if enabled(model.config, "fp16"):
+        return "float16"
     module = {strip_compiled(name): piece.dtype for name, piece in (model.module or {}).items()}
     if save.is_pipeline or model.nested:
         buffers = {strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers}
@@ -154,11 +158,7 @@ def find_precision(
     else:
         ordered = [name for name in module if name not in {strip_compiled(n) for n in model.buffers}]
     names = [strip_compiled(name) for flat in flats.get(0, ()) for name in flat.names]
-    if found := next((name for name in (*names, *ordered) if name in module), None):
-        return module[found]
-    if enabled(model.config, "bf16", "bfloat16"):
-        return "bfloat16"
-    return "float16" if enabled(model.config, "fp16") else "float32"
+    return next((module[name] for name in (*names, *ordered) if name in module), "float32")
 
 
 def enabled(config: Mapping[str, Any], *names: str) -> bool:

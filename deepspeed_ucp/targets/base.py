@@ -164,9 +164,13 @@ class Target(ABC):
         return 1
 
     def _precision(self) -> str:
-        for name in self.owned or self.params:
-            return dtype_name(self.params[name].dtype)
-        return dtype_name(self.engine.get_data_types()[0])  # a pipeline stage without parameters
+        """As :func:`deepspeed_ucp.sources.index.find_precision` tells it of a checkpoint of this engine."""
+        if self.engine.bfloat16_enabled():
+            return "bfloat16"
+        if self.engine.fp16_enabled():
+            return "float16"
+        first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
+        return dtype_name(self.params[first].dtype if first is not None else self.engine.get_data_types()[0])
 
     def instances(self) -> dict[str, Instance]:
         """Parameters and buffers of this stage that other pipeline stages hold under the same name (tied modules)."""

@@ -192,6 +192,11 @@ class TorchTarget(Target):
 
     wrapper = "torch"
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        if self.wrapped is None:
+            self.wrapper = "none"  # as of a save without an optimizer
+
     def collect(self) -> None:
         groups = self.wrapped.param_groups if self.wrapped is not None else []
         for group, fields in enumerate(groups):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +107,30 @@ def _sort(state: Mapping[str, Any], shape: torch.Size) -> Kept:
     return Kept(elementwise, scalars, other)
 
 
+def find_other_kind(
+    optimizer: Any, group: int, hyper: Mapping[str, Any], saved: Collection[str], like: torch.Tensor
+) -> str:
+    """How what the live optimizer keeps by its own hyper-parameters differs from what was saved; empty where nothing.
+
+    An optimizer of the saved class may keep less at first: some states appear later, others by saved switches.
+
+    Args:
+        group: param group of the live optimizer, whose saved hyper-parameters ``hyper`` is.
+        saved: names of the states that were saved for its parameters.
+        like: as for :func:`probe_optimizer`.
+    """
+    live = optimizer.param_groups[group]
+    # Muon's momentum is made outside of its step.
+    kept = None if live.get("use_muon") else probe_optimizer(optimizer, group, {}, like)
+    if kept is None:
+        return ""
+    names = {*kept.elementwise, *kept.other}
+    if names == set(saved) or (names < set(saved) and _is_same_class(live, hyper)):
+        return ""
+    told = [", ".join(sorted(states)) or "none" for states in (saved, names)]
+    return f"optimizer states {told[0]} → {told[1]}"
+
+
 def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The saved hyper-parameters that a live param group takes over.
 
@@ -114,8 +138,12 @@ def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
     have: another implementation of the optimizer (CPU, fused) keeps its own switches.
     """
     plain = {key: value for key, value in saved.items() if key != "params" and _is_plain(value)}
-    same_class = set(live) - {"params", *_ALWAYS_KEPT} <= set(plain)
+    same_class = _is_same_class(live, plain)
     return {key: value for key, value in plain.items() if same_class or key in live or key in _ALWAYS_KEPT}
+
+
+def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    return set(live) - {"params", *_ALWAYS_KEPT} <= set(saved)
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,68 @@
+"""What DeepSpeed's own load would not notice in an unchanged topology."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.load import LoadArguments
+from deepspeed_ucp.load.sameness import find_unnoticed
+from tests.reshard import FakeTarget, open_for
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
+ALL = LoadArguments()
+
+
+def find(folder: Path, saved: Model, live: Model, stage: int, optimizer: Any = None, arguments: Any = ALL) -> list[str]:
+    """One rank's differences between a checkpoint and a target of the same topology."""
+    topology = Topology(stage)
+    path = write_checkpoint(folder, saved, random_state(saved, 0), topology)
+    target = FakeTarget(live, topology, 0, optimizer or torch.optim.AdamW)
+    target.wrapper = "zero3" if stage == 3 else "zero12"
+    return find_unnoticed(open_for(path, target), target, arguments)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_of_the_same_engine(stage: int, tmp_path: Path) -> None:
+    assert find(tmp_path, MODEL, MODEL, stage) == []
+
+
+def test_a_parameter_that_no_optimizer_owns_and_no_file_holds(tmp_path: Path) -> None:
+    live = Model((*MODEL.params, Param("new", (3,), frozen=True)))
+    assert find(tmp_path / "strict", MODEL, live, 3) == [
+        "new is not in the checkpoint as a parameter without optimizer"
+    ]
+    assert find(tmp_path / "lenient", MODEL, live, 3, arguments=LoadArguments(load_module_strict=False)) == []
+
+
+def test_a_frozen_parameter_of_equal_size_and_another_shape(tmp_path: Path) -> None:
+    live = Model((Param("a", (7, 13)), Param("frozen", (3, 4), frozen=True)))
+    assert find(tmp_path, MODEL, live, 3) == ["frozen has another shape"]
+
+
+@pytest.mark.parametrize("key", ["load_optimizer_states", "load_module_only"])
+def test_weights_alone_of_zero_3(key: str, tmp_path: Path) -> None:
+    arguments = LoadArguments(**{key: key == "load_module_only"})
+    assert find(tmp_path / "3", MODEL, MODEL, 3, arguments=arguments) == ["weights alone of ZeRO 3"]
+    assert find(tmp_path / "2", MODEL, MODEL, 2, arguments=arguments) == []
+
+
+def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (make_amsgrad, ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"]),
+        (torch.optim.SGD, ["optimizer states exp_avg, exp_avg_sq → none"]),
+        (torch.optim.RMSprop, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
+        (torch.optim.Adam, []),
+    ],
+)
+def test_an_optimizer_of_another_kind(optimizer: Any, told: list[str], tmp_path: Path) -> None:
+    assert find(tmp_path, MODEL, MODEL, 1, optimizer) == told
