@@ -440,20 +440,13 @@ class Answers:
 
     def comm(self) -> ScriptedComm:
         size = self.script.grid.ranks
-        swapped = [self._take_tables, self._grant, self._wait, self._answer]
+        swapped = [self._take_tables, self._answer]
         return ScriptedComm(self.script.rank, size, swapped=swapped, mask=self.script.mask)
 
     def _take_tables(self, tables: list[Any]) -> list[Any]:
         self.claims = sum(map(len, tables))
         self.granted = [(table[:, 4] == 1) & (table[:, 2] >= MIN_DIRECT) for table in tables]
         return self.script.tables
-
-    def _grant(self, judged: list[Any]) -> list[Any]:
-        self.granted[self.script.rank] = judged[self.script.rank]
-        return self.granted
-
-    def _wait(self, turns: list[Any]) -> list[Any]:
-        return [np.zeros(len(table), np.int32) for table in self.script.tables]
 
     def _answer(self, answers: list[Any]) -> list[Any]:
         own = self.script.rank

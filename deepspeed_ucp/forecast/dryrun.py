@@ -14,8 +14,7 @@ from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
 from ..errors import ConfigError, MismatchError, shorten
 from ..patterns import RuleSet
-from ..plan.claims import make_claims
-from ..plan.locate import locate
+from ..plan.claims import list_claims
 from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
 from ..sources.files import MANIFEST, list_sizes
 from ..topology import find_differences
@@ -229,10 +228,7 @@ def choose_ranks(world: int, samples: int) -> list[int]:
 def _measure_all(
     index: AtomicIndex, target: VirtualTarget, share: int, threads: int, block: int, min_direct: int
 ) -> list[RankFigures]:
-    claims = [
-        make_claims((p for want in target.wants(rank) for p in locate(want)), lambda buffer: buffer == FRESH, block)
-        for rank in range(target.ranks)
-    ]
+    claims = [list_claims(target.wants(rank), lambda buffer: buffer == FRESH, block) for rank in range(target.ranks)]
     everyone = plan_everyone(claims, index.records, block=block, share=share, min_direct=min_direct, stage=FRESH + 1)
     files = [record.file for record in index.records]
     found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(everyone.plans))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..atoms import Record
-from ..plan.claims import Blocks, Claim, address_claims, take_turns
+from ..plan.claims import Blocks, Claim, address_claims
 from ..plan.load import LoadPlan, make_plan
-from ..plan.resolve import MIN_DIRECT, Judgement, Resolution, judge_claims, schedule
+from ..plan.resolve import MIN_DIRECT, decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,12 @@ class Everyone:
     Attributes:
         records: what is read.
         blocks: of these, by their owners.
-        claims, judgements, resolutions, plans: by rank.
+        claims, plans: by rank.
     """
 
     records: Sequence[Record]
     blocks: Blocks
     claims: tuple[Sequence[Claim], ...]
-    judgements: tuple[Judgement, ...]
-    resolutions: tuple[Resolution, ...]
     plans: tuple[LoadPlan, ...]
 
 
@@ -53,25 +51,16 @@ def plan_everyone(
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, block, size)
     sent = [address_claims(mine, blocks) for mine in claims]
-    judgements = [
-        judge_claims([tables[owner] for tables, _ in sent], blocks, touched, owner, min_direct=min_direct)
+    decisions = [
+        decide([tables[owner] for tables, _ in sent], blocks, touched, owner, share=share, min_direct=min_direct)
         for owner in range(size)
     ]
-    turns = [
-        take_turns(addressed, [judgement.granted[rank] for judgement in judgements], share)
-        for rank, (_, addressed) in enumerate(sent)
-    ]
-    resolutions = [
-        schedule(judgement, [turn[owner] for turn in turns], share) for owner, judgement in enumerate(judgements)
-    ]
-    rounds = max(len(resolution.services) for resolution in resolutions)
     file_of = [record.file for record in records]
     plans = [
         make_plan(
             sent[rank][1],
-            [resolution.answers[rank] for resolution in resolutions],
-            resolutions[rank],
-            rounds,
+            [decision.answers[rank] for decision in decisions],
+            decisions[rank],
             rank=rank,
             chunk=block,
             stage=stage,
@@ -79,13 +68,5 @@ def plan_everyone(
         )
         for rank in range(size)
     ]
-    return Everyone(records, blocks, tuple(claims), tuple(judgements), tuple(resolutions), _agree_steps(plans, share))
-
-
-def _agree_steps(plans: Sequence[LoadPlan], share: int) -> tuple[LoadPlan, ...]:
-    """Every rank exchanges in as many steps as the one that needs the most."""
-    steps = np.array([[each.count_steps(share) for each in plan.rounds] for plan in plans]).max(axis=0, initial=1)
-    return tuple(
-        replace(plan, rounds=tuple(replace(r, steps=n) for r, n in zip(plan.rounds, steps.tolist(), strict=True)))
-        for plan in plans
-    )
+    counts = [plan.count_steps(share) for plan in plans]
+    return Everyone(records, blocks, tuple(claims), tuple(plan.agree(counts, size) for plan in plans))

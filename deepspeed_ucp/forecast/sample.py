@@ -18,10 +18,10 @@ import numpy.typing as npt
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey
 from ..flat import FlatBuffer
 from ..patterns import Run, copy_runs
-from ..plan.claims import Blocks, Claim, make_claims
+from ..plan.claims import GRANTED, Blocks, Claim, list_claims, make_claims
 from ..plan.claims import address_claims as address
 from ..plan.locate import Piece, Want, cut_blocks, find_shards, locate
-from ..plan.resolve import MIN_DIRECT, SharedBlock, judge_claims
+from ..plan.resolve import MIN_DIRECT, Service, Span, decide
 from .virtual import FRESH, LIVE, VirtualExtra, VirtualPart, VirtualTarget
 
 Block = tuple[int, int]
@@ -51,6 +51,28 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decided:
+    """What some blocks' owner decides, to one rank.
+
+    Attributes:
+        granted: the rank's claims that it reads for itself.
+        spans: what the owner reads.
+        staged: bytes that it stages.
+        sent, kept: bytes that it sends to anybody, and to that rank.
+    """
+
+    granted: list[Claim]
+    spans: list[Span]
+    staged: int
+    sent: int
+    kept: int
+
+
+_ENDLESS = 1 << 62
+"""Bytes of a round where everything goes into one."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Chosen(Blocks):
     """The blocks of all records, of which a few are judged, whoever owns them."""
 
@@ -67,7 +89,7 @@ class Sampler:
         index: the checkpoint.
         target: of any number of ranks.
         block: bytes per block.
-        min_direct: see :func:`~deepspeed_ucp.plan.resolve.judge_claims`.
+        min_direct: see :func:`~deepspeed_ucp.plan.resolve.decide`.
     """
 
     def __init__(self, index: AtomicIndex, target: VirtualTarget, block: int, min_direct: int = MIN_DIRECT) -> None:
@@ -125,22 +147,20 @@ class Sampler:
 
     def sample(self, rank: int) -> Sampled:
         """What a rank does, exactly."""
-        mine = make_claims((p for want in self.target.wants(rank) for p in locate(want)), _is_fresh, self.block)
+        mine = list_claims(self.target.wants(rank), _is_fresh, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
-        others = self._choose_others(mine, set(owned), rank)
-        granted, shared, free, sent = self._judge(owned, rank)
-        elsewhere = self._judge(others, rank)
-        served = sum(claim.nbytes for claim in mine) - sum(c.nbytes for c in (*granted, *elsewhere[0]))
-        own = sum(row[2] * row[4] for block in shared for who, _, row in block.served if who == rank)
-        reads = [(c.record, c.nbytes) for c in (*granted, *elsewhere[0])] + [(r, high - low) for r, low, high in free]
+        decided = self._decide(owned, rank)
+        elsewhere = self._decide(self._choose_others(mine, set(owned), rank), rank)
+        granted = [*decided.granted, *elsewhere.granted]
+        reads = [(c.record, c.nbytes) for c in granted] + [(s.record, s.high - s.low) for s in decided.spans]
         return Sampled(
             read=sum(nbytes for _, nbytes in reads),
             requests=len(reads),
             files=len({self.index.records[record].file for record, _ in reads}),
             largest=max((nbytes for _, nbytes in reads), default=0),
-            received=served - own,
-            sent=sent,
-            staged=sum(block.high - block.low for block in shared),
+            received=sum(claim.nbytes for claim in mine) - sum(claim.nbytes for claim in granted) - decided.kept,
+            sent=decided.sent - decided.kept,
+            staged=decided.staged,
         )
 
     def _choose_others(self, mine: Iterable[Claim], owned: set[Block], rank: int) -> list[Block]:
@@ -163,32 +183,23 @@ class Sampler:
             piece.run.src * piece.itemsize // self.block == block[1] for piece in cut_blocks(whole, self.block)
         )
 
-    def _judge(
-        self, chosen: list[Block], rank: int
-    ) -> tuple[list[Claim], list[SharedBlock], list[tuple[int, int, int]], int]:
-        """Judge blocks.
-
-        Returns:
-            The rank's claims that are granted, blocks whose owner sends, (record, low, high) of what their owners read
-            themselves, and bytes that are sent to other ranks than ``rank``.
-        """
+    def _decide(self, chosen: list[Block], rank: int) -> _Decided:
+        """What the owners of some blocks, as if they were one rank, decide; and what that is to a rank."""
         claims = self._claim(chosen)
-        ranks = sorted(claims)
-        if rank not in ranks:
-            ranks = sorted([*ranks, rank])
+        claims.setdefault(rank, [])
         one = Blocks(self.blocks.first, self.blocks.nbytes, self.block, 1)
-        tables = [address(claims.get(each, []), one)[0][0] for each in ranks]
+        tables = [address(held, one)[0][0] for held in claims.values()]
         some = _Chosen(self.blocks.first, self.blocks.nbytes, self.block, self.target.ranks, tuple(chosen))
-        judgement = judge_claims(tables, some, self.touched, rank, min_direct=self.min_direct)
-        at = ranks.index(rank)
-        flags = judgement.granted[at].tolist()
-        granted = [claim for claim, flag in zip(claims.get(rank, []), flags, strict=True) if flag]
-        free = [(span.record, span.low, span.high) for span in judgement.unclaimed]
-        free += [(block.record, low, high) for block in judgement.shared for low, high in block.free()]
-        for block in judgement.shared:
-            block.served = [(ranks[number], position, row) for number, position, row in block.served]
-        sent = sum(row[2] * row[4] for block in judgement.shared for who, _, row in block.served if who != rank)
-        return granted, judgement.shared, free, sent
+        decision = decide(tables, some, self.touched, rank, share=_ENDLESS, min_direct=self.min_direct)
+        at = list(claims).index(rank)
+        service = decision.services[0] if decision.services else Service()
+        return _Decided(
+            granted=[c for c, told in zip(claims[rank], decision.answers[at].tolist(), strict=True) if told == GRANTED],
+            spans=[*decision.unclaimed, *service.spans],
+            staged=service.staged,
+            sent=service.sent,
+            kept=sum(send.nbytes for _, send in service.sends.get(at, ())),
+        )
 
     def _claim(self, chosen: Iterable[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""

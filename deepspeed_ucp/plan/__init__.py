@@ -1,30 +1,28 @@
 """Pure planning: which byte ranges go where. No torch, no files, no processes."""
 
-from .claims import Blocks, Claim, address_claims, make_claims, take_turns
+from .claims import Blocks, Claim, address_claims, list_claims, make_claims
 from .load import LoadPlan, Round, make_plan
 from .locate import Piece, View, Want, locate
 from .requests import DISCARD, Part, Request
-from .resolve import Judgement, Resolution, Send, judge_claims, schedule
+from .resolve import Decision, Send, decide
 
 __all__ = [
     "DISCARD",
     "Blocks",
     "Claim",
-    "Judgement",
+    "Decision",
     "LoadPlan",
     "Part",
     "Piece",
     "Request",
-    "Resolution",
     "Round",
     "Send",
     "View",
     "Want",
     "address_claims",
-    "judge_claims",
+    "decide",
+    "list_claims",
     "locate",
     "make_claims",
     "make_plan",
-    "schedule",
-    "take_turns",
 ]

@@ -77,6 +77,11 @@ def make_claims(pieces: Iterable[Piece], is_fresh: Callable[[int], bool], block:
     return claims
 
 
+def list_claims(wants: Iterable[Want], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:
+    """The claims of what a rank wants, as :func:`make_claims` makes them."""
+    return make_claims((piece for want in wants for piece in locate(want)), is_fresh, block)
+
+
 def list_requests(wants: Iterable[Want], block: int = _ENDLESS) -> list[Request]:
     """How one rank alone reads what it wants: neighbours in a block of a record are one request."""
     pieces = (part for want in wants for piece in locate(want) for part in piece.split())
@@ -154,22 +159,3 @@ def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table]
     owners = blocks.owners(table[:, 0], table[:, 1])
     order = [np.flatnonzero(owners == owner) for owner in range(blocks.size)]
     return [table[rows] for rows in order], [[claims[row] for row in rows.tolist()] for rows in order]
-
-
-def take_turns(
-    addressed: Sequence[Sequence[Claim]], granted: Sequence[npt.NDArray[np.bool_]], window: int
-) -> list[npt.NDArray[np.int32]]:
-    """The round in which each claim that was not granted is wanted at the earliest: ``window`` bytes a round."""
-    turns = [np.zeros(len(claims), np.int32) for claims in addressed]
-    waiting = [
-        (claim, owner, number)
-        for owner, claims in enumerate(addressed)
-        for number, claim in enumerate(claims)
-        if not granted[owner][number]
-    ]
-    waiting.sort(key=lambda item: (item[0].record, item[0].offset))
-    total = 0
-    for claim, owner, number in waiting:
-        turns[owner][number] = total // window
-        total += claim.nbytes
-    return turns

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from .intervals import find_gaps
+
 ALIGNMENT = 1 << 20
 """Bytes; ranges of one file begin at multiples of it, so that no two workers write to one page."""
 
@@ -101,7 +103,8 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Ran
     for number in sorted(range(len(outputs)), key=lambda number: (outputs[number].place, number)):
         output = outputs[number]
         if is_split(output, most) or number in written:
-            spans = _complement(written.get(number, []), output.numel)
+            held = [(each.start, each.start + each.numel) for each in written.get(number, ())]
+            spans = find_gaps(held, 0, output.numel)
             batches += [Batch((each,), each.numel * output.itemsize) for each in _cut(number, output, step, spans)]
         else:
             if bundle and (size + output.nbytes > step or len(bundle) == MAX_RANGES):
@@ -122,16 +125,6 @@ def _sort_done(done: Iterable[Range]) -> dict[int, list[Range]]:
     for each in sorted(done):
         found.setdefault(each.output, []).append(each)
     return found
-
-
-def _complement(done: Iterable[Range], numel: int) -> Iterator[tuple[int, int]]:
-    position = 0
-    for each in done:
-        if each.start > position:
-            yield position, each.start
-        position = max(position, each.start + each.numel)
-    if position < numel:
-        yield position, numel
 
 
 def _cut(number: int, output: Output, step: int, spans: Iterable[tuple[int, int]]) -> Iterator[Range]:

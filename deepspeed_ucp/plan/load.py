@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .claims import GRANTED, Claim
 from .requests import DISCARD, Part, Request
-from .resolve import Resolution, Send, Service, Span
+from .resolve import Decision, Send, Service, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,27 @@ class LoadPlan:
         """All reads."""
         return self.direct + tuple(request for each in self.rounds for request in each.reads)
 
+    def count_steps(self, window: int) -> list[int]:
+        """Exchanges that each round needs here."""
+        return [each.count_steps(window) for each in self.rounds]
+
+    def agree(self, counts: Iterable[Sequence[int]], size: int) -> LoadPlan:
+        """The same in as many rounds and exchanges as the rank of ``size`` that needs the most.
+
+        Args:
+            counts: every rank's :meth:`count_steps`.
+        """
+        steps = [max(each) for each in zip_longest(*counts, fillvalue=1)]
+        nothing: tuple[tuple[Any, ...], ...] = ((),) * size
+        idle = [Round((), 0, nothing, nothing)] * (len(steps) - len(self.rounds))
+        rounds = [replace(each, steps=count) for each, count in zip([*self.rounds, *idle], steps, strict=True)]
+        return replace(self, rounds=tuple(rounds))
+
 
 def make_plan(
     addressed: Sequence[Sequence[Claim]],
     answers: Sequence[npt.NDArray[np.int32]],
-    resolution: Resolution,
-    rounds: int,
+    decision: Decision,
     *,
     rank: int,
     chunk: int,
@@ -74,8 +91,7 @@ def make_plan(
     Args:
         addressed: per owner, this rank's claims.
         answers: per owner, what it answered to them.
-        resolution: this rank's decisions as an owner.
-        rounds: the largest number of rounds of any rank.
+        decision: this rank's as an owner.
         chunk: largest request in bytes.
         stage: buffer number of the staging memory.
         file_of: file of each record; reads are in file order, but each rank starts at a place of its own and wraps
@@ -84,10 +100,11 @@ def make_plan(
     size = len(addressed)
     granted = [claim for claims, told in zip(addressed, answers, strict=True) for claim in _pick(claims, told, GRANTED)]
     direct = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in granted]
-    direct += [request for span in resolution.unclaimed for request in _read(span, DISCARD, chunk)]
+    direct += [request for span in decision.unclaimed for request in _read(span, DISCARD, chunk)]
     direct.sort(key=lambda request: (file_of[request.record], request.record, request.offset))
     first = len(direct) * rank // size
-    planned = tuple(_make_round(number, addressed, answers, resolution, chunk, stage) for number in range(rounds))
+    rounds = max([len(decision.services), *(int(told.max(initial=GRANTED)) + 1 for told in answers)])
+    planned = tuple(_make_round(number, addressed, answers, decision, chunk, stage) for number in range(rounds))
     nbytes = sum(request.nbytes for request in direct)
     nbytes += sum(request.nbytes for each in planned for request in each.reads)
     return LoadPlan(tuple(direct[first:] + direct[:first]), planned, nbytes)
@@ -101,11 +118,11 @@ def _make_round(
     number: int,
     addressed: Sequence[Sequence[Claim]],
     answers: Sequence[npt.NDArray[np.int32]],
-    resolution: Resolution,
+    decision: Decision,
     chunk: int,
     stage: int,
 ) -> Round:
-    service = resolution.services[number] if number < len(resolution.services) else Service()
+    service = decision.services[number] if number < len(decision.services) else Service()
     reads = [request for span in service.spans for request in _read(span, stage, chunk)]
     receives = tuple(tuple(_pick(claims, told, number)) for claims, told in zip(addressed, answers, strict=True))
     # In the order of the claims, which is the order in which they are received.

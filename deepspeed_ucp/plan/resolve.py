@@ -1,17 +1,25 @@
-"""The owner's side of two-phase reading: which claims are granted, what the owner reads and sends itself, and when."""
+"""The owner's side of two-phase reading: which claims are granted, what the owner reads and sends itself, and when.
+
+An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. It
+grants a claim that is one run apart from all others, if it is long or its rank is alone in the block; so no byte is
+granted to two ranks, or to one and sent to another. Everything else of a block of which something is sent is staged,
+padding included. A round stages, and sends, no more than its share of the window, or one block. What a rank receives in
+a round is bounded by the steps in which the round's bytes travel (``plan.load.Round``).
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from .claims import GRANTED, Blocks, Table
+from .intervals import find_gaps
 
-Row = tuple[int, int, tuple[int, ...]]
+_Row = tuple[int, int, Sequence[int]]
 """A claim: its rank, its number in that rank's table, its columns."""
 
 BLOCK = 4 << 20
@@ -61,146 +69,100 @@ class Service:
     staged: int = 0
     sent: int = 0
 
+    def add(self, block: Span, gaps: Iterable[tuple[int, int]], claims: Iterable[_Row]) -> None:
+        """Stage what is not granted of a block, and send what is claimed of it."""
+        base = self.staged - block.low
+        self.spans += [Span(block.record, low, high, base + low) for low, high in gaps]
+        self.staged += block.high - block.low
+        for rank, number, (_, offset, run, step, count, fresh) in claims:
+            send = Send(base + offset, run, step, count, bool(fresh))
+            self.sends[rank].append((number, send))
+            self.sent += send.nbytes
+
 
 @dataclass(slots=True)
-class Judgement:
-    """What an owner grants.
+class Decision:
+    """What an owner decides about the claims on its blocks.
 
     Attributes:
-        granted: per rank, for each of its claims whether it reads for itself.
-        shared: blocks of which the owner sends something.
-        unclaimed: spans of other blocks that only the checksums need (positions are not used).
+        answers: per rank, for each of its claims GRANTED or the round in which the owner sends the bytes.
+        services: what the owner does, by round.
+        unclaimed: spans of further blocks that only the checksums need (positions are not used).
     """
 
-    granted: list[npt.NDArray[np.bool_]]
-    shared: list[SharedBlock]
-    unclaimed: list[Span]
+    answers: list[npt.NDArray[np.int32]]
+    services: list[Service] = field(default_factory=list)
+    unclaimed: list[Span] = field(default_factory=list)
+
+    def serve(self, block: Span, gaps: Iterable[tuple[int, int]], claims: Sequence[_Row], share: int) -> None:
+        """Send claims on a block in the last round, or in a new one where its share is used up."""
+        sent = sum(row[2] * row[4] for _, _, row in claims)
+        last = self.services[-1] if self.services else None
+        if last is None or max(last.staged + block.high - block.low, last.sent + sent) > share:
+            last = Service()
+            self.services.append(last)
+        last.add(block, gaps, claims)
+        for rank, number, _ in claims:
+            self.answers[rank][number] = len(self.services) - 1
 
 
-@dataclass(slots=True)
-class SharedBlock:
-    """Bytes [low, high) of a record: ranges that are granted, and served claims as (rank, number, columns)."""
-
-    record: int
-    low: int
-    high: int
-    granted: list[tuple[int, int]] = field(default_factory=list)
-    served: list[Row] = field(default_factory=list)
-
-    def free(self) -> list[tuple[int, int]]:
-        """Ranges that are not granted."""
-        found, position = [], self.low
-        for low, high in sorted(self.granted):
-            if low > position:
-                found.append((position, low))
-            position = high
-        if position < self.high:
-            found.append((position, self.high))
-        return found
-
-
-def judge_claims(
+def decide(
     tables: Sequence[Table],
     blocks: Blocks,
     touched: npt.NDArray[np.int64],
     rank: int,
     *,
+    share: int,
     min_direct: int = MIN_DIRECT,
-) -> Judgement:
+) -> Decision:
     """Decide about every block that ``rank`` owns.
 
     Args:
         tables: per rank its claims on these blocks.
         touched: records of which some rank claims something, ascending.
+        share: bytes that are staged, or sent, per round.
         min_direct: bytes from which on a claim can be granted beside others' in one block.
     """
-    result = Judgement([np.ones(len(table), np.bool_) for table in tables], [], [])
+    decision = Decision([np.full(len(table), GRANTED, np.int32) for table in tables])
     claimed = _group(tables, blocks.block)
     for record, number in blocks.owned(rank, touched):
         low = number * blocks.block
-        block = SharedBlock(record, low, min(low + blocks.block, int(blocks.nbytes[record])))
-        _grant(block, claimed.get((record, number), []), min_direct)
-        for claimant, position, _ in block.served:
-            result.granted[claimant][position] = False
-        if block.served:
-            result.shared.append(block)
+        block = Span(record, low, min(low + blocks.block, int(blocks.nbytes[record])), 0)
+        granted, served = _split(claimed.get((record, number), []), low, min_direct)
+        gaps = find_gaps(granted, block.low, block.high)
+        if served:
+            decision.serve(block, gaps, served, share)
         else:
-            result.unclaimed += [Span(record, low, high, 0) for low, high in block.free()]
-    return result
+            decision.unclaimed += [Span(record, *gap, 0) for gap in gaps]
+    return decision
 
 
-def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[Row]]:
+def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_Row]]:
     """Claims by (record, block of it)."""
-    found: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    claimed: dict[tuple[int, int], list[_Row]] = defaultdict(list)
     for rank, table in enumerate(tables):
         for number, row in enumerate(table.tolist()):
-            found[row[0], row[1] // block].append((rank, number, tuple(row)))
-    return found
+            claimed[row[0], row[1] // block].append((rank, number, row))
+    return claimed
 
 
-def _grant(block: SharedBlock, claims: list[Row], min_direct: int) -> None:
-    """Sort a block's claims into those granted and those served by the owner."""
-    alone = len({rank for rank, _, _ in claims}) == 1
-    claims = sorted(claims, key=lambda claim: claim[2][1])
-    reach = block.low  # where the claims so far end
-    for position, (rank, number, row) in enumerate(claims):
-        _, low, run, step, count, _ = row
-        high = low + (count - 1) * step + run
-        follower = claims[position + 1][2][1] if position + 1 < len(claims) else high
-        apart = low >= reach and follower >= high
-        if apart and count == 1 and (alone or run >= min_direct):
-            block.granted.append((low, high))
-        else:
-            block.served.append((rank, number, row))
-        reach = max(reach, high)
-
-
-@dataclass(slots=True)
-class Resolution:
-    """An owner's decisions.
-
-    Attributes:
-        answers: per rank, for each of its claims GRANTED or the round in which its bytes come.
-        services: by round.
-        unclaimed: as judged.
-    """
-
-    answers: list[npt.NDArray[np.int32]]
-    services: list[Service]
-    unclaimed: list[Span]
-
-
-def schedule(judgement: Judgement, turns: Sequence[npt.NDArray[np.int32]], window: int) -> Resolution:
-    """Put shared blocks into rounds: none before its claimants' turn, and within the window.
+def _split(claims: list[_Row], reach: int, min_direct: int) -> tuple[list[tuple[int, int]], list[_Row]]:
+    """Ranges of a block's claims that are granted, and the claims that the owner serves.
 
     Args:
-        turns: per rank, for each of its claims the earliest round in which it wants the bytes.
-        window: bytes that are staged, or sent, per round.
+        reach: where the block begins; from there on, where the claims so far end.
     """
-    answers = [np.full(len(granted), GRANTED, np.int32) for granted in judgement.granted]
-    services: list[Service] = []
-    due = [(max(int(turns[rank][number]) for rank, number, _ in b.served), b) for b in judgement.shared]
-    due.sort(key=lambda item: (item[0], item[1].record, item[1].low))
-    current = 0
-    for turn, block in due:
-        current = max(current, turn)
-        services += [Service() for _ in range(current + 1 - len(services))]
-        sent = sum(row[2] * row[4] for _, _, row in block.served)
-        last = services[current]
-        if last.spans and max(last.staged + block.high - block.low, last.sent + sent) > window:
-            current += 1
-            services.append(Service())
-        _serve(block, services[current])
-        for rank, number, _ in block.served:
-            answers[rank][number] = current
-    return Resolution(answers, services, judgement.unclaimed)
-
-
-def _serve(block: SharedBlock, service: Service) -> None:
-    base = service.staged
-    service.spans += [Span(block.record, low, high, base + low - block.low) for low, high in block.free()]
-    service.staged += block.high - block.low
-    for rank, number, (_, offset, run, step, count, fresh) in block.served:
-        send = Send(base + offset - block.low, run, step, count, bool(fresh))
-        service.sends[rank].append((number, send))
-        service.sent += send.nbytes
+    alone = len({rank for rank, _, _ in claims}) == 1
+    claims = sorted(claims, key=lambda claim: claim[2][1])
+    starts = [row[1] for _, _, row in claims]
+    granted, served = [], []
+    for claim, follower in zip(claims, [*starts[1:], None], strict=bool(claims)):
+        _, low, run, step, count, _ = claim[2]
+        high = low + (count - 1) * step + run
+        apart = low >= reach and (follower is None or follower >= high)
+        if apart and count == 1 and (alone or run >= min_direct):
+            granted.append((low, high))
+        else:
+            served.append(claim)
+        reach = max(reach, high)
+    return granted, served

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import Record
 from deepspeed_ucp.patterns import Run
-from deepspeed_ucp.plan import Blocks, Claim, Part, Piece, address_claims, make_claims, take_turns
+from deepspeed_ucp.plan import Blocks, Claim, Part, Piece, address_claims, make_claims
 from deepspeed_ucp.plan.requests import MAX_PARTS
 from tests.reshard import examples
 
@@ -126,15 +126,3 @@ def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables
         [(0, 0), (0, 32)],
         [(0, 16), (0, 16), (1, 4)],
     ]
-
-
-# -- turns ------------------------------------------------------------------------------------------------------------
-
-
-def test_turns_follow_records_and_offsets_over_all_owners_and_pass_over_what_is_granted() -> None:
-    def claim(record: int, offset: int, nbytes: int) -> Claim:
-        return Claim(record, offset, nbytes, nbytes, 1, True, (Part(nbytes, 0, 0),))
-
-    addressed = [[claim(0, 0, 40), claim(0, 80, 40)], [claim(0, 40, 40), claim(1, 0, 40), claim(1, 40, 40)]]
-    granted = [np.array([False, False]), np.array([False, True, False])]
-    assert [turns.tolist() for turns in take_turns(addressed, granted, 60)] == [[0, 1], [0, 0, 2]]

@@ -224,16 +224,28 @@ def test_a_part_that_is_granted_is_not_staged() -> None:
     assert [request.parts for request in plans[0].rounds[0].reads] == [(Part(12, STAGE, 0),), (Part(4, STAGE, 28),)]
 
 
-def test_rounds_follow_the_turns_of_those_who_want_and_are_as_many_on_every_rank() -> None:
-    """Six blocks of 16 bytes for three ranks, which take 32 bytes a turn."""
+def test_owners_send_at_the_same_time_and_what_is_received_comes_in_steps() -> None:
+    """Six blocks of 16 bytes for three ranks, in rounds of 32 bytes: 48 are sent and received in each."""
     atom = make_atom("w", 24, (0, 24, 0, 0))
     plans = plan_wants([[Want(atom, 0, 24, 0, 0)]] * 3, [Record(0, 0, 96, 0)], block=16, window=32).plans
     assert [[[request.offset for request in each.reads] for each in plan.rounds] for plan in plans] == [
-        [[0], [48], []],
-        [[16], [], [64]],
-        [[], [32], [80]],
+        [[0], [48]],
+        [[16], [64]],
+        [[32], [80]],
     ]
+    assert {each.steps for plan in plans for each in plan.rounds} == {2}
     assert sum(plan.nbytes for plan in plans) == 96
+
+
+def test_every_rank_takes_part_in_as_many_rounds() -> None:
+    """Two blocks of the first rank, in rounds of one; the third rank has no part in them."""
+    atom = make_atom("w", 8, (0, 4, 0, 0), (4, 4, 0, 48))
+    wants = [[], [Want(atom, 0, 8, 0, 0)], [Want(atom, 0, 4, 0, 0)], [Want(atom, 4, 4, 0, 0)], [], []]
+    plans = plan_wants(wants[:3], [Record(0, 0, 64, 0)], block=16, window=16).plans
+    assert [len(plan.rounds) for plan in plans] == [1, 1, 1]
+    plans = plan_wants([*wants[1:4]], [Record(0, 0, 64, 0)], block=16, window=16).plans
+    assert [len(plan.rounds) for plan in plans] == [2, 2, 2]
+    assert plans[2].rounds[0].receives == ((), (), ())
 
 
 # -- random claims ----------------------------------------------------------------------------------------------------

@@ -8,32 +8,36 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import Record
-from deepspeed_ucp.plan import Blocks, Judgement, judge_claims, schedule
+from deepspeed_ucp.plan import Blocks, Decision, decide
+from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.resolve import Send, Span
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""
 
 
-def judge(*tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100) -> Judgement:
+def judge(
+    *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000
+) -> Decision:
     """What rank 0 decides about blocks that are all its own."""
     arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
-    return judge_claims(arrays, Blocks.of([Record(0, 0, nbytes, 0)], block, 1), np.array([0]), 0, min_direct=min_direct)
+    blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
+    return decide(arrays, blocks, np.array([0]), 0, share=share, min_direct=min_direct)
 
 
 def plain(offset: int, nbytes: int) -> Row:
     return (0, offset, nbytes, nbytes, 1)
 
 
-def decided(judgement: Judgement) -> list[list[bool]]:
-    return [granted.tolist() for granted in judgement.granted]
+def decided(decision: Decision) -> list[list[bool]]:
+    return [(answers == GRANTED).tolist() for answers in decision.answers]
 
 
 @pytest.mark.parametrize("nbytes", [1, 19, 100])
 def test_who_is_alone_in_a_block_reads_for_itself_whatever_the_length(nbytes: int) -> None:
     found = judge([plain(0, nbytes)], [])
     assert decided(found) == [[True], []]
-    assert found.shared == []
+    assert found.services == []
     assert found.unclaimed == ([Span(0, nbytes, 100, 0)] if nbytes < 100 else [])
 
 
@@ -53,9 +57,9 @@ def test_short_runs_of_several_ranks_are_served() -> None:
     found = judge([plain(0, 19)], [plain(19, 19)])
     assert decided(found) == [[False], [False]]
     assert found.unclaimed == []
-    (block,) = found.shared
-    assert block.free() == [(0, 100)]
-    assert [(rank, number) for rank, number, _ in block.served] == [(0, 0), (1, 0)]
+    (service,) = found.services
+    assert service.spans == [Span(0, 0, 100, 0)]
+    assert {rank: [number for number, _ in sends] for rank, sends in service.sends.items()} == {0: [0], 1: [0]}
 
 
 @pytest.mark.parametrize("other", [plain(0, 60), plain(59, 41), plain(10, 30)], ids=["same", "one byte", "inside"])
@@ -81,9 +85,7 @@ def test_runs_apart_are_served_even_to_one_rank() -> None:
 def test_what_is_granted_beside_others_is_not_staged() -> None:
     found = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
     assert decided(found) == [[True], [False], [False]]
-    (block,) = found.shared
-    assert block.free() == [(0, 10), (40, 100)]
-    (service,) = schedule(found, [np.zeros(1, np.int32)] * 3, 1000).services
+    (service,) = found.services
     assert service.spans == [Span(0, 0, 10, 0), Span(0, 40, 100, 40)]
     assert (service.staged, service.sent) == (100, 20)
     assert dict(service.sends) == {1: [(0, Send(40, 10, 10, 1, True))], 2: [(0, Send(45, 10, 10, 1, True))]}
@@ -97,50 +99,36 @@ def test_blocks_without_claims_are_read_for_the_checksum() -> None:
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
     empty = np.zeros((0, 6), np.int64)
-    found = judge_claims([empty, empty], blocks, np.array([0]), 1)
+    found = decide([empty, empty], blocks, np.array([0]), 1, share=1000)
     assert found.unclaimed == [Span(0, 50, 100, 0), Span(0, 150, 200, 0)]
-    assert judge_claims([empty, empty], blocks, np.zeros(0, np.int64), 1).unclaimed == []
+    assert decide([empty, empty], blocks, np.zeros(0, np.int64), 1, share=1000).unclaimed == []
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def rounds(turns: Sequence[Sequence[int]], window: int, ranks: int = 2) -> list[list[int]]:
+def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     """Blocks per round, four blocks of 50 bytes that all ranks want whole."""
-    found = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50)
-    resolution = schedule(found, [np.array(each, np.int32) for each in turns], window)
-    numbers = [[span.low // 50 for span in service.spans] for service in resolution.services]
+    found = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, share=window)
+    numbers = [[span.low // 50 for span in service.spans] for service in found.services]
     for number, blocks in enumerate(numbers):
-        for answers in resolution.answers:
+        for answers in found.answers:
             assert all(answers[block] == number for block in blocks)
     return numbers
 
 
 def test_blocks_come_in_order_as_many_as_the_window_takes() -> None:
-    assert rounds([[0] * 4] * 2, 1000) == [[0, 1, 2, 3]]
-    assert rounds([[0] * 4] * 2, 200) == [[0, 1], [2, 3]]  # 100 bytes staged, 200 sent
-    assert rounds([[0] * 4], 100, ranks=1) == []  # alone: granted
-    assert rounds([[0] * 4] * 2, 199) == [[0], [1], [2], [3]]
+    assert rounds(1000) == [[0, 1, 2, 3]]
+    assert rounds(200) == [[0, 1], [2, 3]]  # 100 bytes staged, 200 sent
+    assert rounds(100, ranks=1) == []  # alone: granted
+    assert rounds(199) == [[0], [1], [2], [3]]
 
 
 def test_a_block_that_is_larger_than_the_window_has_a_round_of_its_own() -> None:
-    assert rounds([[0] * 4] * 3, 10, ranks=3) == [[0], [1], [2], [3]]
-
-
-def test_a_block_waits_until_all_who_want_it_have_their_turn() -> None:
-    assert rounds([[0, 0, 0, 0], [0, 2, 1, 0]], 1000) == [[0, 3], [2], [1]]
-
-
-def test_a_round_in_which_nothing_is_due_is_empty() -> None:
-    assert rounds([[2, 2, 3, 3], [0, 0, 0, 0]], 1000) == [[], [], [0, 1], [2, 3]]
-
-
-def test_a_round_that_is_full_moves_the_next_block_behind_its_turn() -> None:
-    assert rounds([[0, 0, 0, 1], [0, 0, 0, 1]], 200) == [[0, 1], [2, 3]]
+    assert rounds(10, ranks=3) == [[0], [1], [2], [3]]
 
 
 def test_what_is_staged_fills_a_round_even_where_little_of_it_is_sent() -> None:
     """Two ranks want the first byte of each of four blocks."""
-    found = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50)
-    services = schedule(found, [np.zeros(4, np.int32)] * 2, 100).services
-    assert [(service.staged, service.sent) for service in services] == [(100, 4), (100, 4)]
+    found = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
+    assert [(service.staged, service.sent) for service in found.services] == [(100, 4), (100, 4)]
