@@ -138,11 +138,11 @@ def cut_parameter(numel: int, part: int, parts: int) -> tuple[int, int]:
     return start, min(size, numel - start)
 
 
-def find_gaps(spans: Iterable[Span], total: int) -> list[Span]:
-    """What of [0, total) no span covers, in order; spans may come in any order and overlap."""
-    found, position = [], 0
-    for low, high in [*sorted(spans), (total, total)]:
-        if low > position:
-            found.append((position, low))
-        position = max(position, high)
-    return found
+def find_gaps(spans: Iterable[Span], high: int, low: int = 0) -> list[Span]:
+    """What ranges [low, high), in any order, leave free of [``low``, ``high``)."""
+    gaps, position = [], low
+    for begin, end in [*sorted(spans), (high, high)]:
+        if begin > position:
+            gaps.append((position, begin))
+        position = max(position, end)
+    return gaps

@@ -7,7 +7,6 @@ import torch
 from ..flat import find_gaps
 from ..io.memory import allocate
 from ..plan import Part
-from ..plan.intervals import find_gaps
 
 
 class Buffer:
@@ -57,7 +56,7 @@ class Buffer:
 
     def _allocate(self) -> torch.Tensor:
         memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
-        for low, high in find_gaps(self.spans, 0, self.tensor.numel()):
+        for low, high in find_gaps(self.spans, self.tensor.numel()):
             memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
         return memory
 

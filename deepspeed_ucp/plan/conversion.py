@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .intervals import find_gaps
+from ..flat import find_gaps
 
 ALIGNMENT = 1 << 20
 """Bytes; ranges of one file begin at multiples of it, so that no two workers write to one page."""
@@ -104,7 +104,7 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Ran
         output = outputs[number]
         if is_split(output, most) or number in written:
             held = [(each.start, each.start + each.numel) for each in written.get(number, ())]
-            spans = find_gaps(held, 0, output.numel)
+            spans = find_gaps(held, output.numel)
             batches += [Batch((each,), each.numel * output.itemsize) for each in _cut(number, output, step, spans)]
         else:
             if bundle and (size + output.nbytes > step or len(bundle) == MAX_RANGES):

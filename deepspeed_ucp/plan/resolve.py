@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..flat import find_gaps
 from .claims import GRANTED, Blocks, Table
-from .intervals import find_gaps
 
 _Row = tuple[int, int, Sequence[int]]
 """A claim: its rank, its number in that rank's table, its columns."""
@@ -129,7 +129,7 @@ def decide(
         low = number * blocks.block
         block = Span(record, low, min(low + blocks.block, int(blocks.nbytes[record])), 0)
         granted, served = _split(claimed.get((record, number), []), low, min_direct)
-        gaps = find_gaps(granted, block.low, block.high)
+        gaps = find_gaps(granted, block.high, block.low)
         if served:
             decision.serve(block, gaps, served, share)
         else:
