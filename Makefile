@@ -43,12 +43,15 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo figures test bench lint pytest test-oldest clean
+.PHONY: help demo figures test test-all fuzz mutants bench lint pytest test-oldest clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt)'
 	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
+	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
+	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
+	@echo 'make mutants make sure that the tests notice mistakes in the code (tests/mutants)'
 	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
 	@echo 'make lint    ruff, mypy, import-linter'
 
@@ -64,12 +67,26 @@ figures: $(STAMP)
 bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py
 
-test: lint
-	$(MAKE) --no-print-directory pytest
-	$(MAKE) --no-print-directory test-oldest
+# Lint and the oldest DeepSpeed take what the tests leave of the cores in the first minutes. Each says what it has to say
+# in one piece when it is done; whatever fails fails the whole.
+test: $(STAMP)
+	beside() { local log rc=0; log=$$("$$@" 2>&1) || rc=$$?; printf '%s\n' "$$log"; return $$rc; }; \
+	beside $(MAKE) --no-print-directory lint test-oldest & others=$$!; rc=0; \
+	$(MAKE) --no-print-directory pytest || rc=$$?; \
+	wait $$others || { rc=$$?; echo 'make test: lint or the oldest DeepSpeed failed, see above' >&2; }; exit $$rc
 
 pytest: $(STAMP)
-	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	$(MAKE) --no-print-directory pytest PYTEST_ARGS="-m 'exhaustive or not exhaustive' $(PYTEST_ARGS)"
+
+SECONDS ?= 600
+fuzz: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
+
+mutants: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.mutants $(MUTANT_ARGS)
 
 test-oldest: $(OLDEST_STAMP)
 	$(call IN_ENV,$(OLDEST)) $(TIDY) $(OLDEST)/bin/python -m pytest -m engine_smoke $(PYTEST_ARGS)

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 import pytest
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
-ENGINES = Path(__file__).parent / "engine"
+EXHAUSTIVE = "exhaustive"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "engine: launches real DeepSpeed engines on gloo")
-    config.addinivalue_line("markers", "engine_smoke: the engine tests that also run on the oldest DeepSpeed")
     plugin = importlib.import_module(PLUGIN)
-    if not config.pluginmanager.is_registered(plugin):  # the installed package brings it as an entry point
+    if not config.pluginmanager.is_registered(plugin):
         config.pluginmanager.register(plugin, PLUGIN)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engine tests first: they take longest, and the others fill what they leave of the cores."""
-    items.sort(key=lambda item: ENGINES not in item.path.parents)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Exhaustive tests only where they are asked for; tests with worlds first, all in one worker.
+
+    They take longest, and their ranks are processes of their own: the other workers take what they leave of the cores,
+    file by file.
+    """
+    left_out = [item for item in items if item.get_closest_marker(EXHAUSTIVE)]
+    if left_out and EXHAUSTIVE not in config.option.markexpr:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        group = "worlds" if uses_worlds(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not uses_worlds(item))
+
+
+def uses_worlds(item: pytest.Item) -> bool:
+    return "ucp_worlds" in getattr(item, "fixturenames", ())

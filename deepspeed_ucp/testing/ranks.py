@@ -42,9 +42,15 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
     return losses
 
 
-def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str) -> Resumed:
-    """Load, compare with what the source left, train on."""
+def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folders: list[str]) -> list[Resumed]:
+    """Make one engine; load each folder in turn, compare with what its source left, train on."""
     training, engine = start(train_fn, ds_config)
+    found = [_resume(training, engine, steps, folder) for folder in folders]
+    stop(training, engine)
+    return found
+
+
+def _resume(training: Generator[Any, None, None], engine: Any, steps: int, folder: str) -> Resumed:
     path, client_state = engine.load_checkpoint(folder)
     state = capture(engine)
     if path is None:
@@ -56,7 +62,6 @@ def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str
     report = getattr(engine, "ucp_report", None)
     direct = None if report is None else bool(report.direct)
     losses = [] if differences else train(training, steps)
-    stop(training, engine)
     return Resumed(len(state.parameters), count, direct, differences, losses)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +143,39 @@ def check_resume(
     timeout: float | None = None,
 ) -> ResumeReport:
     """The second half of `assert_resume_equivalent`: load `saved` under `target`, compare, train on, compare losses."""
+    (check,) = resume_each(train_fn, [saved], target, worlds, loss_tolerance=loss_tolerance, timeout=timeout)
+    return check()
+
+
+def resume_each(
+    train_fn: TrainFn,
+    saves: Sequence[SavedRun],
+    target: Launch,
+    worlds: WorldPool,
+    *,
+    loss_tolerance: float | None = None,
+    timeout: float | None = None,
+) -> list[Callable[[], ResumeReport]]:
+    """Resume several saved runs, one after the other, in one engine.
+
+    What one of them leaves in the engine would be seen in the next one, as long as their states differ.
+
+    Returns:
+        For each saved run a function that gives its report, or raises what differs.
+    """
     from deepspeed_ucp.testing import ranks
 
     config = dict(target.ds_config)
     config["checkpoint"] = {"universal": True, **config.get("checkpoint", {})}
-    world = worlds.get(target.world_size)
-    arguments = (train_fn, config, len(saved.losses), str(saved.folder))
-    answers: list[ranks.Resumed] = world.run(ranks.run_target, *arguments, timeout=timeout)
+    world, folders = worlds.get(target.world_size), [str(saved.folder) for saved in saves]
+    arguments = (train_fn, config, len(saves[0].losses), folders)
+    answers: list[list[ranks.Resumed]] = world.run(ranks.run_target, *arguments, timeout=timeout)
+    by_save = zip(saves, zip(*answers, strict=True), strict=True)
+    return [partial(_judge, saved, found, target, loss_tolerance) for saved, found in by_save]
+
+
+def _judge(saved: SavedRun, answers: Sequence[Any], target: Launch, loss_tolerance: float | None) -> ResumeReport:
+    """What all ranks say of one resume."""
     _assert_same_state(answers, saved.launch, target)
     report = ResumeReport(
         parameters=answers[0].parameters,
@@ -171,7 +198,7 @@ def precision(ds_config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
-def _assert_same_state(answers: list[Any], source: Launch, target: Launch) -> None:
+def _assert_same_state(answers: Sequence[Any], source: Launch, target: Launch) -> None:
     for rank, answer in enumerate(answers):
         if answer.differences:
             shown = "\n  ".join(answer.differences[:20])

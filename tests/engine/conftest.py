@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_3d import Runs
-from engine_cases import Case, build_op, training
+from engine_cases import Case, build_op, is_direct, training
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.resume import SavedRun, check_resume, save_run
+from deepspeed_ucp.testing.resume import resume_each as resume_each_of
 
 STEPS = (3, 3)
 
@@ -63,6 +64,34 @@ def resume(sources: Sources, ucp_worlds: WorldPool) -> Callable[..., ResumeRepor
         return check_resume(train_fn, saved, target.launch, ucp_worlds, loss_tolerance=loss_tolerance)
 
     return run
+
+
+@pytest.fixture
+def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> Callable[..., None]:
+    """`resume_each(sources, target, check, **options)`: one engine takes all of them, each is a subtest.
+
+    Every source is trained from other weights, so that what one leaves in the engine is seen in the next.
+    """
+
+    def run(
+        cases: Sequence[Case],
+        target: Case,
+        check: Callable[[Case, Case, ResumeReport], None] = is_direct,
+        *,
+        steps: tuple[int, int] = STEPS,
+        **options: Any,
+    ) -> None:
+        saves = [sources.get(case, steps, seed=find_seed(case), **options) for case in cases]
+        judges = resume_each_of(training(**options), saves, target.launch, ucp_worlds)
+        for case, judge in zip(cases, judges, strict=True):
+            with subtests.test(f"{case}→{target}"):
+                check(case, target, judge())
+
+    return run
+
+
+def find_seed(case: Case) -> int:
+    return sum(map(ord, str(case)))
 
 
 @pytest.fixture(scope="session")

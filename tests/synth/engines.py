@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.multiprocessing
 
 from .description import Model, Param, Topology
 
@@ -116,38 +114,19 @@ class Saver(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
-@dataclass(slots=True)
-class World:
-    """Saves of several cases made by one set of processes, in `folder`/label."""
-
-    size: int
-    folder: Path
-    cases: Sequence[Saver] = field(default_factory=list)
-
-    def save_all(self) -> None:
-        """Runs the engines; raises what a rank raised."""
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.zero.stage3"])
-        torch.multiprocessing.start_processes(_run_rank, (self,), nprocs=self.size, start_method="forkserver")
-
-
-def _run_rank(rank: int, world: World) -> None:
-    torch.set_num_threads(1)
-    import deepspeed
+def save_all(cases: Sequence[Saver], folder: Path) -> None:
+    """Saves of several cases, in `folder`/label; on every rank of a world."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    import deepspeed_ucp
+
     CPU_Accelerator.is_fp16_supported = lambda self: True
-    # Without LOCAL_SIZE DeepSpeed leaves no shared memory behind.
-    os.environ.pop("LOCAL_SIZE", None)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size))
-    rendezvous = f"file://{world.folder / f'rendezvous{world.size}'}"
-    deepspeed.init_distributed(
-        "gloo", init_method=rendezvous, rank=rank, world_size=world.size, auto_mpi_discovery=False
-    )
-    for case in world.cases:
-        case.save(world.folder / case.label)
-    torch.distributed.destroy_process_group()
+    deepspeed_ucp.uninstall()
+    try:
+        for case in cases:
+            case.save(folder / case.label)
+    finally:
+        deepspeed_ucp.install()
 
 
 def _save(case: Case, folder: Path) -> None:

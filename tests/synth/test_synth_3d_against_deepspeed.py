@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from .compare import clear_garbage, differences, storage_sharing
 from .description import Model, Run, State, Topology
-from .engines import World
+from .engines import save_all
 from .engines3d import Case3D, cut
 from .files import build_local_files, write_files
 from .megatron import client_state, megatron_args, universal_info
@@ -22,6 +22,8 @@ from .stages import placement_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from deepspeed_ucp.testing import WorldPool
 
 pytestmark = [
     pytest.mark.engine,
@@ -46,10 +48,10 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def real_saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per case with DeepSpeed's own save, all of one world."""
     folder = tmp_path_factory.mktemp("real3d")
-    World(4, folder, CASES).save_all()
+    ucp_worlds.get(4).run(save_all, CASES, folder)
     return folder
 
 

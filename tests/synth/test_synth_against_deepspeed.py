@@ -11,15 +11,18 @@ from packaging.version import Version
 
 from .compare import clear_garbage, differences, storage_sharing
 from .description import Model, Run, State, Topology
-from .engines import CLIENT_STATE, Case, World, describe, parameter_groups
+from .engines import CLIENT_STATE, Case, describe, parameter_groups, save_all
 from .files import build_files, optim_file, write_files
 from .reader import read_state
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from deepspeed_ucp.testing import WorldPool
+
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(Version(deepspeed.__version__) < Version("0.19"), reason="the synthesiser writes 0.19's files"),
 ]
 
@@ -55,11 +58,12 @@ def _getters_tell(case: Case) -> bool:
 
 
 @pytest.fixture(scope="module")
-def real_saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder per case with DeepSpeed's own save: one world of processes per size for all of them."""
+def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per case with DeepSpeed's own save."""
     folder = tmp_path_factory.mktemp("real")
     for size in sorted({case.topology.dp for case in CASES}):
-        World(size, folder, [case for case in CASES if case.topology.dp == size]).save_all()
+        cases = [case for case in CASES if case.topology.dp == size]
+        ucp_worlds.get(size).run(save_all, cases, folder, timeout=500)  # DeepSpeed may have to compile an optimizer
     return folder
 
 

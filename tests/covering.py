@@ -1,0 +1,69 @@
+"""Fewer cases that show as much: every pair of values instead of every combination.
+
+What a fault needs to show is seldom more than two things at once: a source of this kind and a target of that one, a
+stage and a precision. The combinations that are left out run under `-m exhaustive`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Row = tuple[Any, ...]
+
+
+def cover(*factors: Sequence[Any], strength: int = 2, where: Callable[..., bool] = lambda *_: True) -> list[Row]:
+    """Rows in which every `strength` factors take all their combinations; the same ones every time.
+
+    Greedy: each row is the one that brings most combinations that no row had before, the first of equal ones.
+
+    Args:
+        where: combinations of all factors that make sense.
+    """
+    rows = [row for row in product(*(range(len(factor)) for factor in factors)) if where(*pick(factors, row))]
+    columns = list(combinations(range(len(factors)), min(strength, len(factors))))
+
+    def bring(row: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {(chosen, tuple(row[column] for column in chosen)) for chosen in columns}
+
+    missing = set().union(*(bring(row) for row in rows))
+    found = []
+    while missing:
+        best = max(rows, key=lambda row: len(bring(row) & missing))
+        missing -= bring(best)
+        found.append(pick(factors, best))
+    return found
+
+
+def pick(factors: Sequence[Sequence[Any]], row: Iterable[int]) -> Row:
+    return tuple(factor[index] for factor, index in zip(factors, row, strict=True))
+
+
+def turns(first: Sequence[Any], second: Sequence[Any], count: int) -> list[Row]:
+    """Each value with `count` of the other side's, in turn: steps through a Latin square's diagonals.
+
+    Every value of both sides comes in about equally many rows, with others that lie far apart.
+    """
+    longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
+    step = max(1, len(shorter) // max(count, 1))
+    rows = [(i, (i * 3 + k * step) % len(shorter)) for i in range(len(longer)) for k in range(count)]
+    chosen = dict.fromkeys(rows if longer is first else [(j, i) for i, j in rows])
+    chosen |= dict.fromkeys((i, i % len(second)) for i in range(len(first)) if not any(row[0] == i for row in chosen))
+    return [(first[i], second[j]) for i, j in sorted(chosen)]
+
+
+def params(chosen: Sequence[Row], every: Iterable[Row], ids: Callable[[Row], str] | None = None) -> list[Any]:
+    """Parameters of a test: the chosen rows, and all others as exhaustive ones."""
+    found = []
+    for row in [*chosen, *(row for row in every if row not in chosen)]:
+        marks = () if row in chosen else (pytest.mark.exhaustive,)
+        found.append(pytest.param(*row, id=ids(row) if ids else None, marks=marks))
+    return found
+
+
+def all_turns(first: Sequence[Any], second: Sequence[Any], count: int, ids: Callable[[Row], str] | None = None) -> Any:
+    """`params` of `turns`."""
+    return params(turns(first, second, count), list(product(first, second)), ids)

@@ -1,0 +1,281 @@
+"""The kinds of cases: each makes one from a number and looks at it in every way."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import pickletools
+import random
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.load import test_reshard, test_reshard_3d, test_reshard_atomic
+from tests.properties.samples import SOURCES, Source, inspect, load_folder, open_folder, verify
+
+Draw = random.Random
+Kind = Callable[[Draw, Path], None]
+
+_ZIPS = [source for source in SOURCES if not source.legacy and not source.atomic]
+_LEGACY = [source for source in SOURCES if source.legacy]
+_ATOMIC = [source for source in SOURCES if source.atomic]
+_RESHARDS = [
+    test_reshard.test_any_topology_loads_into_any_other,
+    test_reshard.test_there_and_back_again,
+    test_reshard.test_weights_alone,
+    test_reshard.test_an_optimizer_that_has_stepped_takes_the_saved_state,
+    test_reshard.test_a_flipped_bit_anywhere_in_a_needed_record_is_found,
+    test_reshard_3d.test_any_topology_loads_into_any_other,
+    test_reshard_3d.test_there_and_back_again,
+    test_reshard_atomic.test_any_topology_by_way_of_an_atomic_checkpoint,
+]
+
+
+# -- checkpoints to change ---------------------------------------------------------------------------------------------
+
+
+@cache
+def write_once(root: Path, name: str) -> Path:
+    source = next(source for source in SOURCES if source.name == name)
+    return source.write(root / name)
+
+
+def copy(draw: Draw, root: Path, sources: list[Source]) -> tuple[Source, Path]:
+    """A checkpoint of one of the kinds, to be changed."""
+    source = draw.choice(sources)
+    whole = write_once(root / "whole", source.name)
+    folder = root / "case" / whole.name
+    shutil.rmtree(root / "case", ignore_errors=True)
+    shutil.copytree(whole, folder)
+    return source, folder
+
+
+def pick_file(draw: Draw, folder: Path) -> Path:
+    return draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+
+
+def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
+    """One or two ways to look at it, drawn.
+
+    Args:
+        trusted: checksums hold what is in the files, so that a load is refused or right.
+    """
+    ways: list[Callable[[], object]] = [
+        lambda: open_folder(folder, source),
+        lambda: inspect(folder, source),
+        lambda: verify(folder, source, "--headers-only"),
+        lambda: verify(folder, source),
+        lambda: load_folder(folder, source) if trusted else load_anything(folder, source),
+    ]
+    for way in draw.sample(ways, 2):
+        way()
+
+
+def load_anything(folder: Path, source: Source) -> None:
+    """A load whose bits may be others: nothing can tell."""
+    try:
+        load_folder(folder, source)
+    except AssertionError:
+        return
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
+
+
+def header(draw: Draw, root: Path) -> None:
+    """Bytes of a file of zips: its directory, pickles, tensors, what lies between."""
+    source, folder = copy(draw, root, _ZIPS + _ATOMIC)
+    path = pick_file(draw, folder)
+    path.write_bytes(change_bytes(draw, path.read_bytes()))
+    look(draw, folder, source, trusted=True)
+
+
+def legacy(draw: Draw, root: Path) -> None:
+    """Bytes of a legacy file: pickles, one after the other, without a checksum."""
+    source, folder = copy(draw, root, _LEGACY)
+    path = pick_file(draw, folder)
+    path.write_bytes(change_bytes(draw, path.read_bytes()))
+    look(draw, folder, source, trusted=False)
+
+
+def pickled(draw: Draw, root: Path) -> None:
+    """Opcodes of a pickle, under a checksum that is right."""
+    source, folder = copy(draw, root, _ZIPS + _ATOMIC + _LEGACY)
+    path = pick_file(draw, folder)
+    if zipfile.is_zipfile(path):
+        forge_record(path, "data.pkl", lambda data: change_opcodes(draw, data))
+    elif path.suffix == ".pt":
+        path.write_bytes(change_opcodes(draw, path.read_bytes()))
+    look(draw, folder, source, trusted=False)
+
+
+def manifest(draw: Draw, root: Path) -> None:
+    """Values of a manifest, its digest made right again or not."""
+    source, folder = copy(draw, root, _ATOMIC)
+    path = folder / "ucp_manifest.json"
+    told = json.loads(path.read_text())
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        change_value(draw, told)
+    mended = draw.random() < 0.8
+    if mended and isinstance(told, dict):
+        told.pop("digest", None)
+        told["digest"] = hashlib.sha256(dump(told).encode()).hexdigest()
+    path.write_text(dump(told) + "\n")
+    look(draw, folder, source, trusted=not mended)
+
+
+def reshard(draw: Draw, root: Path) -> None:
+    """A drawn model, state, topology and target: the properties of tests/load, with other draws."""
+    test = draw.choice(_RESHARDS)
+    test.hypothesis.fuzz_one_input(draw.randbytes(draw.choice((64, 256, 1024, 4096))))  # type: ignore[attr-defined]
+
+
+KINDS: dict[str, Kind] = {
+    "header": header,
+    "legacy": legacy,
+    "pickle": pickled,
+    "manifest": manifest,
+    "reshard": reshard,
+}
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def change_bytes(draw: Draw, data: bytes) -> bytes:
+    """One to four changes of some bytes."""
+    found = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        at, length = draw.randrange(len(found) + 1), draw.choice((1, 1, 2, 4, 8, 64, 700))
+        if draw.random() < 0.3:  # the end holds a zip's directory, the beginning its first pickle
+            at = min(
+                len(found), draw.choice((draw.randrange(300), len(found) - draw.randrange(300))) % (len(found) + 1)
+            )
+        kind = draw.randrange(7)
+        if kind == 0 and at < len(found):
+            found[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            found[at : at + length] = draw.randbytes(min(length, len(found) - at))
+        elif kind == 2:
+            found[at : at + length] = bytes([draw.choice((0, 255))]) * min(length, len(found) - at)
+        elif kind == 3:
+            del found[at : at + length]
+        elif kind == 4:
+            found[at:at] = found[at : at + length]
+        elif kind == 5:
+            other = draw.randrange(len(found) + 1)
+            found[at : at + length] = found[other : other + length]
+        else:
+            del found[at:]
+        if not found:
+            break
+    return bytes(found)
+
+
+_SNIPPETS = [
+    b"0", b"1", b"2", b"(", b")", b"}", b"]", b"\x8f", b"\x90", b"\x91", b"t", b"u", b"s", b"a", b"e", b"R", b"b", b"Q",
+    b"\x85", b"\x86", b"\x87", b"\x81", b"\x92", b"\x93", b"\x94", b"N", b"\x88", b"\x89", b".",
+    b"q\x00", b"h\x00", b"h\xff", b"r\xff\xff\xff\x07", b"j\x00\x00\x00\x08", b"j\xff\xff\xff\xff",
+    b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x8b\x00\x01\x00\x00" + b"\x7f" * 256, b"G\x7f\xf8" + bytes(6),
+    b"cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R", b"cos\nsystem\n", b"ccollections\nOrderedDict\n)R", b"I1\n",
+    b"X\x05\x00\x00\x00param", b"(lp9\n", b"(dp9\n", b"2\x86" * 40, b"2\x87" * 30, b"2\x862" * 60 + b"\x91",
+    b"(" * 500, b"]" + b"]a" * 2000, b"\x95" + b"\xff" * 8, b"\x96\xff\xff\xff\xff\x00\x00\x00\x00", b"\x97", b"\x98",
+]  # fmt: skip
+
+
+def change_opcodes(draw: Draw, data: bytes) -> bytes:
+    """Opcodes taken out, moved, repeated, replaced, and snippets that build odd or huge things put in."""
+    starts = list_opcodes(data)
+    parts = [data[low:high] for low, high in zip(starts, [*starts[1:], len(data)], strict=True)]
+    for _ in range(draw.choice((1, 1, 2, 3, 8))):
+        at = draw.randrange(len(parts))
+        kind = draw.randrange(6)
+        if kind == 0 and len(parts) > 1:
+            del parts[at]
+        elif kind == 1:
+            parts.insert(at, draw.choice(parts))
+        elif kind == 2:
+            other = draw.randrange(len(parts))
+            parts[at], parts[other] = parts[other], parts[at]
+        elif kind == 3:
+            parts[at] = parts[at][:1] + draw.randbytes(len(parts[at]) - 1)
+        else:
+            parts.insert(at, draw.choice(_SNIPPETS))
+    return b"".join(parts)
+
+
+def list_opcodes(data: bytes) -> list[int]:
+    """Where opcodes begin, of all pickles that lie one after the other."""
+    stream, found = io.BytesIO(data), [0]
+    try:
+        while stream.tell() < len(data):
+            base = stream.tell()
+            starts = [at for _, _, at in pickletools.genops(stream) if at is not None]
+            found += [at if at >= base else base + at for at in starts]
+    except (ValueError, pickle.UnpicklingError, IndexError):
+        pass  # what follows are tensors
+    return sorted(set(found))
+
+
+def forge_record(path: Path, part: str, change: Callable[[bytes], bytes]) -> None:
+    """Another content of a zip's record, with checksums that fit."""
+    with zipfile.ZipFile(path) as archive:
+        records = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records:
+            archive.writestr(name, change(data) if name.endswith(part) else data)
+
+
+_ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 1.5, 1e308, "", "x", "../x", "/dev/zero", "\x1b[31m\n",
+    "\ud800", "a" * 5000, [], {}, [[]], [None], {"": None}, {"$float": "00"}, {"$float": "7ff8000000000000"},
+    {"$tuple": 3}, {"$tuple": [1, 2]}, {"$dict": [[1]]}, {"$dict": [[[], 1]]}, {"$bytes": "zz"}, {"$bytes": "00"},
+    "(a+)+$", "float32", "fp32", "shard-v", [1] * 1000, [10**9, 10**9],
+]  # fmt: skip
+
+
+def change_value(draw: Draw, told: Any) -> None:
+    """One value, somewhere, becomes an odd one, goes, or changes places with another."""
+    places = list_places(told)
+    if not places:
+        return
+    holder, key = draw.choice(places)
+    kind = draw.randrange(6)
+    if kind == 0:
+        del holder[key]
+    elif kind == 1:
+        other, place = draw.choice(places)
+        if place in other if isinstance(other, dict) else place < len(other):
+            holder[key], other[place] = json.loads(json.dumps(other[place])), json.loads(json.dumps(holder[key]))
+    elif kind == 2 and isinstance(holder[key], int):
+        holder[key] += draw.choice((-1, 1, 1000, 2**40))
+    elif kind == 3:
+        holder[key] = nest(draw.choice((3, 50, 3000)))
+    else:
+        holder[key] = draw.choice(_ODD)
+
+
+def list_places(told: Any) -> list[tuple[Any, Any]]:
+    """Every list and dict with every place in it."""
+    items = told.items() if isinstance(told, dict) else enumerate(told) if isinstance(told, list) else ()
+    found = []
+    for key, value in list(items):
+        found += [(told, key), *list_places(value)]
+    return found
+
+
+def nest(depth: int) -> str:
+    """A place for that many brackets, deeper than Python's own encoder goes."""
+    return f"@nest{depth}"
+
+
+def dump(told: Any) -> str:
+    """As the package writes manifests."""
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"))
+    return re.sub('"@nest([0-9]+)"', lambda found: "[" * int(found[1]) + "1" + "]" * int(found[1]), text)
