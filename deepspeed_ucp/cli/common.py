@@ -7,13 +7,14 @@ import json
 import shutil
 import textwrap
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..comm import Comm
 from ..errors import ConfigError
 from ..patterns import from_config
 from ..sources import open_checkpoint
 from ..sources.latest import find_checkpoint as resolve
+from .printing import Progress
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
@@ -101,6 +102,38 @@ def add_checkpoint_options(
         )
 
 
+def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
+    """``--workers`` and ``--window-mb``, which is ``window`` by default."""
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="threads per node (default: from its cores)"
+    )
+    parser.add_argument(
+        "--window-mb",
+        type=int,
+        default=window,
+        metavar="MB",
+        help=f"memory per node for data on its way (default: {window})",
+    )
+
+
+def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
+    """Fields of :class:`~deepspeed_ucp.stream.progress.WorkOptions`, with a bar that is named like the command.
+
+    Args:
+        least: MiB that the work needs.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    if options.workers < 0 or options.window_mb < least:
+        raise ConfigError(f"--workers must not be negative, --window-mb not below {least}.")
+    return {
+        "workers": options.workers,
+        "window": options.window_mb << 20,
+        "bar": lambda total: Progress(options, total, options.command),
+    }
+
+
 def open_index(
     options: argparse.Namespace, path: str | None = None, comm: Comm | None = None, *, weights_only: bool = False
 ) -> AtomicIndex:
@@ -110,9 +143,8 @@ def open_index(
         UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
     """
     comm = comm or Comm()
-    with comm.together():
-        folder = resolve(options.checkpoint if path is None else path)
-        groups = read_groups(getattr(options, "groups", None))
+    folder = options.checkpoint if path is None else path
+    folder, groups = comm.run(lambda: (resolve(folder), read_groups(options.groups)))
     return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only)
 
 

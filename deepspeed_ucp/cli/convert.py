@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
-from .common import add_checkpoint_options, add_command, read_groups, read_rules
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_work_options,
+    open_index,
+    read_rules,
+    read_work_options,
+    resolve,
+)
 from .figures import format_bytes, format_duration
-from .printing import OK, Progress, emit
+from .printing import OK, emit
+
+if TYPE_CHECKING:
+    from ..stream.report import OutputReport
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,12 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "destination", metavar="DST", nargs="?", help="folder to be made (default: the tag's folder + _universal)"
     )
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="threads per node (default: from its cores)"
-    )
-    parser.add_argument(
-        "--window-mb", type=int, default=256, metavar="MB", help="memory per node for data on its way (default: 256)"
-    )
+    add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace another atomic checkpoint at DST")
     parser.add_argument("--no-latest", action="store_true", help="leave latest_universal as it is")
     parser.add_argument(
@@ -47,44 +54,33 @@ def run(options: argparse.Namespace) -> int:
     """Convert; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..convert import ConvertOptions, convert_index, default_destination
-    from ..errors import ConfigError
-    from ..sources import open_checkpoint
-    from ..sources.latest import find_checkpoint
 
-    if options.workers < 0 or options.window_mb < 16:
-        raise ConfigError("--workers must not be negative, --window-mb not below 16.")
+    how = ConvertOptions(
+        **read_work_options(options, least=16),
+        verify=not options.no_verify,
+        overwrite=options.overwrite,
+        latest=not options.no_latest,
+    )
     with join_launch() as comm:
-        folder = ""
-        with comm.together():
-            folder = find_checkpoint(options.source)
-            rules = read_rules(options)
-            groups = read_groups(options.groups)
-        index = open_checkpoint(folder, comm, groups=groups)
-        report = convert_index(
-            index,
-            folder,
-            options.destination or default_destination(folder),
-            comm,
-            ConvertOptions(
-                workers=options.workers,
-                window=options.window_mb << 20,
-                verify=not options.no_verify,
-                overwrite=options.overwrite,
-                latest=not options.no_latest,
-                bar=lambda total: Progress(options, total, "convert"),
-            ),
-            rules=rules,
-        )
-        if report.reused:
-            text = f"{report.destination}: already there, made of the same checkpoint."
-        else:
-            rate = report.state_bytes / max(report.seconds, 1e-9)
-            again = (
-                f", {format_bytes(report.resumed_bytes)} of it by an earlier attempt" if report.resumed_bytes else ""
-            )
-            text = (
-                f"{report.destination}: {report.atoms} atoms, {format_bytes(report.bytes_written)} in "
-                f"{format_duration(report.seconds)} ({format_bytes(rate)}/s){again}."
-            )
-        emit(options, report.to_json(), [text])
+        folder, rules = comm.run(lambda: (resolve(options.source), read_rules(options)))
+        index = open_index(options, folder, comm)
+        destination = options.destination or default_destination(folder)
+        report = convert_index(index, folder, destination, comm, how, rules=rules)
+        emit(options, _to_data(report), [_to_text(report)])
     return OK
+
+
+def _to_data(report: OutputReport) -> dict[str, Any]:
+    names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes", "nodes")
+    return {"atoms": report.tensors, **report.to_data(*names, "workers", "phases", "seconds")}
+
+
+def _to_text(report: OutputReport) -> str:
+    if report.reused:
+        return f"{report.destination}: already there, made of the same checkpoint."
+    rate = report.state_bytes / max(report.seconds, 1e-9)
+    again = f", {format_bytes(report.resumed_bytes)} of it by an earlier attempt" if report.resumed_bytes else ""
+    return (
+        f"{report.destination}: {report.tensors} atoms, {format_bytes(report.bytes_written)} in "
+        f"{format_duration(report.seconds)} ({format_bytes(rate)}/s){again}."
+    )

@@ -8,9 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .common import add_checkpoint_options, add_command, open_index, read_rules
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_work_options,
+    open_index,
+    read_rules,
+    read_work_options,
+)
 from .figures import format_count, format_table
-from .printing import FAULT, OK, Progress, emit
+from .printing import FAULT, OK, emit
 
 if TYPE_CHECKING:
     from ..examine.diff import AtomDifference, Difference
@@ -42,35 +49,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tolerance", type=float, default=0.0, metavar="ATOL", help="let values pass that are no further apart"
     )
     parser.add_argument("--all", action="store_true", help="a line for every atom that differs")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="ranges compared at once (default: from the cores)"
-    )
-    parser.add_argument("--window-mb", type=int, default=64, metavar="MB", help="memory for them (default 64)")
+    add_work_options(parser, 64)
 
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out."""
     from ..comm import join_launch
     from ..examine.diff import DiffOptions, diff_checkpoints
-    from ..stream.progress import default_workers
 
-    if options.workers < 0 or options.window_mb < 1 or not options.tolerance >= 0:
-        raise ConfigError(
-            "--workers must not be negative, --window-mb must be at least 1, --tolerance must not be negative."
-        )
-    states = frozenset(filter(None, options.states.split(",")))
+    if not options.tolerance >= 0:
+        raise ConfigError("--tolerance must not be negative.")
+    how = DiffOptions(
+        **read_work_options(options, least=1),
+        only=options.only,
+        states=frozenset(filter(None, options.states.split(","))),
+        tolerance=options.tolerance,
+    )
     with join_launch() as comm:
-        with comm.together():
-            rules = read_rules(options)
+        rules = comm.run(lambda: read_rules(options))
         left, right = (open_index(options, path, comm) for path in (options.a, options.b))
-        how = DiffOptions(
-            only=options.only,
-            states=states,
-            tolerance=options.tolerance,
-            threads=options.workers or default_workers(),
-            window=options.window_mb << 20,
-            bar=lambda total: Progress(options, total, "diff"),
-        )
         found = diff_checkpoints(left, right, comm, how, rules=rules)
     emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
     return OK if found.equal else FAULT

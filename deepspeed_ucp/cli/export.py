@@ -8,14 +8,22 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .common import add_checkpoint_options, add_command, open_index, read_rules
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_work_options,
+    open_index,
+    read_rules,
+    read_work_options,
+)
 from .figures import format_bytes, format_count, format_duration
-from .printing import OK, Progress, emit
+from .printing import OK, emit
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..comm import Comm
-    from ..export.tensors import ExportOptions, ExportReport
+    from ..export.tensors import ExportOptions
+    from ..stream.report import OutputReport
 
 DTYPES = {
     "fp32": "float32",
@@ -53,12 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_content_options(parser)
     _add_dcp_options(parser)
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="threads per node (default: from its cores)"
-    )
-    parser.add_argument(
-        "--window-mb", type=int, default=256, metavar="MB", help="memory per node for data on its way (default: 256)"
-    )
+    add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
 
 
@@ -125,8 +128,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.workers < 0 or options.window_mb < 8:
-        raise ConfigError("--workers must not be negative, --window-mb not below 8.")
     foreign = ["weights_only", "flatten_optimizer", "torchtitan"] if options.format == "safetensors" else ["hf_dir"]
     given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(options, name)]
     if given:
@@ -135,17 +136,17 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--hf-dir {options.hf_dir}: holds no config.json, so it is no Hugging Face model.")
 
 
-def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> ExportReport:
-    rules, told = read_rules(options), make_options(options)
+def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
+    rules, how = read_rules(options), make_options(options)
     if options.format == "safetensors":
         from ..export.safetensors import export_safetensors
 
         size = parse_size(options.max_shard_size)
-        return export_safetensors(index, options.out, comm, told, rules=rules, max_shard=size, hf_dir=options.hf_dir)
+        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=size, hf_dir=options.hf_dir)
     from ..export.dcp import export_dcp
 
     layout = "torchtitan" if options.torchtitan else "flattened" if options.flatten_optimizer else "torch"
-    return export_dcp(index, options.out, comm, told, rules=rules, weights_only=options.weights_only, layout=layout)
+    return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)
 
 
 def make_options(options: argparse.Namespace) -> ExportOptions:
@@ -167,10 +168,8 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
         keep_padding=options.keep_padding,
         strip_prefix=options.strip_prefix,
         renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),
-        workers=options.workers,
-        window=options.window_mb << 20,
         overwrite=options.overwrite,
-        bar=lambda total: Progress(options, total, "export"),
+        **read_work_options(options, least=8),
     )
 
 
@@ -188,15 +187,15 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _to_data(report: ExportReport) -> dict[str, Any]:
-    names = ("format", "folder", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
-    return {name: getattr(report, name) for name in (*names, "nodes", "workers")}
+def _to_data(report: OutputReport) -> dict[str, Any]:
+    names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
+    return {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}
 
 
-def _to_text(report: ExportReport) -> list[str]:
+def _to_text(report: OutputReport) -> list[str]:
     rate = report.bytes_read / max(report.seconds, 1e-9)
     return [
-        f"{report.folder}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
+        f"{report.destination}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
         f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
         f"{format_duration(report.seconds)} ({format_bytes(rate)}/s read)."
     ]

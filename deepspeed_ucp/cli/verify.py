@@ -6,10 +6,17 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError
-from .common import add_checkpoint_options, add_command, read_groups, resolve
+from ..errors import CheckpointError
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_work_options,
+    read_groups,
+    read_work_options,
+    resolve,
+)
 from .figures import format_bytes, format_duration
-from .printing import FAULT, OK, Progress, emit
+from .printing import FAULT, OK, emit
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
@@ -38,10 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "or of one that was converted from it), which proves that they are the ones",
     )
     parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="reads under way at once (default: from the cores)"
-    )
-    parser.add_argument("--window-mb", type=int, default=64, metavar="MB", help="memory for reading (default 64)")
+    add_work_options(parser, 64)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,8 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from ..comm import join_launch
     from ..examine.verify import Verification, verify_checkpoint
 
-    if options.workers < 0 or options.window_mb < 1:
-        raise ConfigError("--workers must not be negative, --window-mb must be at least 1.")
+    means = read_work_options(options, least=1)
     if (dangling := find_dangling(options.checkpoint)) is not None:
         nothing = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (dangling,))
         emit(options, to_data(nothing), [_word(dangling)])
@@ -60,12 +63,12 @@ def run(options: argparse.Namespace) -> int:
         found = verify_checkpoint(
             folder,
             comm,
-            threads=options.workers,
-            window=options.window_mb << 20,
+            threads=means["workers"],
+            window=means["window"],
+            bar=means["bar"],
             headers_only=options.headers_only,
             groups=read_groups(options.groups),
             against=options.against,
-            bar=lambda total: Progress(options, total, "verify"),
         )
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import convert_checkpoint, default_destination
     from .driver import ConvertOptions, convert_index
-    from .report import ConvertReport
 
 _HOMES = {
     "ConvertOptions": "driver",
-    "ConvertReport": "report",
     "convert_checkpoint": "api",
     "convert_index": "driver",
     "default_destination": "api",
@@ -26,4 +24,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
-__all__ = ["ConvertOptions", "ConvertReport", "convert_checkpoint", "convert_index", "default_destination"]
+__all__ = ["ConvertOptions", "convert_checkpoint", "convert_index", "default_destination"]

@@ -8,8 +8,8 @@ from ..comm import Comm
 from ..patterns import from_config
 from ..sources import open_checkpoint
 from ..sources.latest import find_checkpoint
+from ..stream.report import OutputReport
 from .driver import ConvertOptions, convert_index
-from .report import ConvertReport
 
 
 def convert_checkpoint(
@@ -20,7 +20,7 @@ def convert_checkpoint(
     patterns: Any = None,
     groups: Any = None,
     options: ConvertOptions | None = None,
-) -> ConvertReport:
+) -> OutputReport:
     """Write a checkpoint as an atomic checkpoint (``ds_ucp convert``); collective over ``comm``.
 
     Args:
@@ -35,10 +35,7 @@ def convert_checkpoint(
         UcpError: the source is damaged or not covered, or the destination may not be written; the same on every rank.
     """
     comm = comm or Comm()
-    folder = ""
-    with comm.together():
-        folder = find_checkpoint(source)
-        rules = from_config(patterns)
+    folder, rules = comm.run(lambda: (find_checkpoint(source), from_config(patterns)))
     index = open_checkpoint(folder, comm, groups=groups)
     return convert_index(
         index, folder, destination or default_destination(folder), comm, options or ConvertOptions(), rules=rules

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..io.disk import check_space, write_atomically
 from ..io.staging import MANIFEST, Staging, write_latest
 from ..patterns import RuleSet
 from ..patterns.recorded import read_pattern
-from ..plan.conversion import Range, plan_conversion
+from ..plan.conversion import Batch, Range, plan_conversion
 from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
@@ -32,8 +31,9 @@ from ..sources.atomic.manifest import (
     make_manifest,
     read_manifest,
 )
-from ..stream.progress import Bar, divide_window, no_bar
+from ..stream.progress import WorkOptions, divide_window
 from ..stream.reader import Reader
+from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from ..stream.wholes import Wholes, settle_wholes
 from ..version import __version__
@@ -48,7 +48,6 @@ from .outputs import (
     make_folders,
     write_file,
 )
-from .report import ConvertReport
 from .states import StateFile, write_states
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -61,41 +60,36 @@ HALT = ".ucp-halt"
 """File in the staging folder by which a node that has failed stops the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(WorkOptions):
     """How to convert.
 
     Attributes:
-        workers: threads per node; 0 chooses from its cores.
-        window: bytes of memory per node for data on its way.
         verify: hold every byte of the source against its CRC32.
         overwrite: convert anew and replace whatever atomic checkpoint is at the destination.
         refresh: replace one of ours that is of something else; one of the same thing is taken as it is.
         latest: let ``latest_universal`` beside the destination name it.
-        bar: makes a progress bar of so many bytes.
     """
 
-    workers: int = 0
-    window: int = 256 << 20
     verify: bool = True
     overwrite: bool = False
     refresh: bool = False
     latest: bool = True
-    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
 
 
 @dataclass(slots=True)
-class _Work:
+class _Conversion:
     """One conversion under way."""
 
     index: AtomicIndex
     comm: Comm
     options: ConvertOptions
     staging: Staging
-    report: ConvertReport
+    report: OutputReport
     wholes: Wholes
     files: list[OutputFile]
-    steps: dict[str, bytes] = field(default_factory=dict)
+    steps: dict[str, bytes]
+    identity: dict[str, Any]
     entries: list[dict[str, Any]] = field(default_factory=list)
     replace: bool = False
 
@@ -114,7 +108,7 @@ def convert_index(
     *,
     rules: Sequence[RuleSet] = (),
     live: Sequence[RuleSet] = (),
-) -> ConvertReport:
+) -> OutputReport:
     """Write a checkpoint's atoms as an atomic checkpoint; collective.
 
     Args:
@@ -127,33 +121,46 @@ def convert_index(
     Raises:
         UcpError: the same on every rank; the source is untouched and the destination as it was.
     """
-    report, begin = ConvertReport(source, destination, nodes=comm.size), time.perf_counter()
-    work, identity = None, {}
-    with report.phase("plan"), comm.together():
-        _refuse(index)
-        wholes = settle_wholes(index, rules, live=live)
-        if wholes.unused and comm.rank == 0:
-            logger.warning("patterns: rules that match no parameter: %s", shorten(wholes.unused))
-        if comm.rank == 0 and (formless := find_formless(wholes)):
-            logger.warning(
-                "DeepSpeed's own load_universal cannot cut %s as they are cut; at tensor-parallel degrees above 1 load "
-                "this checkpoint with deepspeed_ucp",
-                shorten(formless),
-            )
-        identity = _identify(index, wholes, options) if comm.rank == 0 else {}
-        if comm.rank == 0 and (unplain := find_unplain(index)):
-            logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
-        work = _Work(index, comm, options, Staging(destination, source, CONVERSION), report, wholes, list_files(wholes))
-        work.steps = list_steps(index)
-        check_paths([*(file.path for file in work.files), *work.steps])
-    if work is None:
-        raise CheckpointError(f"{source}: was not planned.")
-    with ExitStack() as stack:
-        report.reused, work.entries = comm.once(lambda: _begin(work, identity, stack))
+    report = OutputReport(format="atomic", source=source, destination=destination, nodes=comm.size)
+    with report.timed(), ExitStack() as stack:
+        with report.phase("plan"):
+            work = comm.run(lambda: _plan(index, comm, options, report, rules, live))
+            if comm.rank == 0:
+                _warn_losses(index, work.wholes)
+        report.reused, work.entries = comm.once(lambda: _begin(work, stack))
         if not report.reused:
             _convert(work)
-    report.seconds = time.perf_counter() - begin
     return report
+
+
+def _plan(
+    index: AtomicIndex,
+    comm: Comm,
+    options: ConvertOptions,
+    report: OutputReport,
+    rules: Sequence[RuleSet],
+    live: Sequence[RuleSet],
+) -> _Conversion:
+    _refuse(index)
+    wholes = settle_wholes(index, rules, live=live)
+    staging = Staging(report.destination, report.source, CONVERSION)
+    files, steps = list_files(wholes), list_steps(index)
+    check_paths([*(file.path for file in files), *steps])
+    identity = _identify(index, wholes, options) if comm.rank == 0 else {}
+    return _Conversion(index, comm, options, staging, report, wholes, files, steps, identity)
+
+
+def _warn_losses(index: AtomicIndex, wholes: Wholes) -> None:
+    if wholes.unused:
+        logger.warning("patterns: rules that match no parameter: %s", shorten(wholes.unused))
+    if formless := find_formless(wholes):
+        logger.warning(
+            "DeepSpeed's own load_universal cannot cut %s as they are cut; at tensor-parallel degrees above 1 load "
+            "this checkpoint with deepspeed_ucp",
+            shorten(formless),
+        )
+    if unplain := find_unplain(index):
+        logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
 
 
 def _refuse(index: AtomicIndex) -> None:
@@ -184,22 +191,22 @@ def _identify(index: AtomicIndex, wholes: Wholes, options: ConvertOptions) -> di
     }
 
 
-def _begin(work: _Work, identity: dict[str, Any], stack: ExitStack) -> tuple[bool, list[dict[str, Any]]]:
+def _begin(work: _Conversion, stack: ExitStack) -> tuple[bool, list[dict[str, Any]]]:
     """Lock the destination; whether it is there already, else the journals of an earlier attempt; rank 0 alone.
 
     Args:
         stack: what ends the lock, and clears up after an error.
     """
     stack.enter_context(work.staging.lock())
-    if _reuse(work, identity):
+    if _reuse(work):
         work.staging.discard()  # of an attempt to overwrite it that was stopped
         return True, []
-    entries = work.staging.begin(identity)
+    entries = work.staging.begin(work.identity)
     stack.enter_context(work.staging.attempt())
     return False, entries
 
 
-def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
+def _reuse(work: _Conversion) -> bool:
     """Whether the destination is the same conversion, complete; rank 0 alone.
 
     Raises:
@@ -208,7 +215,7 @@ def _reuse(work: _Work, identity: dict[str, Any]) -> bool:
     staging, options = work.staging, work.options
     manifest = None if options.overwrite else _read_own(staging.destination)
     if manifest is not None:
-        fault = _find_fault(staging.destination, manifest, identity, work)
+        fault = _find_fault(staging.destination, manifest, work)
         if not fault:
             if options.latest:
                 write_latest(staging.parent, staging.name)
@@ -227,9 +234,9 @@ def _read_own(folder: str) -> Manifest | None:
         return None
 
 
-def _find_fault(folder: str, manifest: Manifest, identity: dict[str, Any], work: _Work) -> str:
+def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     """Why an existing output does not do; empty where it does."""
-    if (manifest.fingerprint, manifest.view) != (identity["fingerprint"], identity["view"]):
+    if (manifest.fingerprint, manifest.view) != (work.identity["fingerprint"], work.identity["view"]):
         return "it was made of something else"
     if work.options.verify and not manifest.verified:
         return "it was made without verifying the source"
@@ -249,7 +256,7 @@ def _find_fault(folder: str, manifest: Manifest, identity: dict[str, Any], work:
     return ""
 
 
-def _convert(work: _Work) -> None:
+def _convert(work: _Conversion) -> None:
     comm, report = work.comm, work.report
     done, kept = _take_up(work)
     outcome = _write(work, done)
@@ -261,66 +268,80 @@ def _convert(work: _Work) -> None:
             check_samples(work.index, [whole.atom for whole in work.wholes.atoms.values()], comm)
     _finish(work, sorted(written))
     report.bytes_read = sum(comm.gather(report.bytes_read))
-    report.atoms, report.state_bytes = len(work.files), work.wholes.nbytes
+    report.tensors, report.state_bytes = len(work.files), work.wholes.nbytes
 
 
-def _take_up(work: _Work) -> tuple[list[Range], Outcome]:
+def _take_up(work: _Conversion) -> tuple[list[Range], Outcome]:
     """What an earlier attempt wrote and is still there, to the bit; each rank looks at a part of it; collective.
 
     Returns:
         the ranges that are done, on every rank; and this rank's part of them.
     """
-    numbers = {file.path: number for number, file in enumerate(work.files)}
-    kept = Outcome()
-    with work.report.phase("resume"), work.comm.together():
-        for entry in work.entries[work.comm.rank :: work.comm.size]:
-            ranges = [Written(Range(numbers[path], start, numel), crc) for path, start, numel, crc in entry["ranges"]]
-            if all(is_intact(work.files[each.range.output], each, work.staging.folder) for each in ranges):
-                kept.add(ranges, [Checked(*row) for row in entry["checks"]])
+    with work.report.phase("resume"):
+        kept = work.comm.run(lambda: _find_intact(work))
     done = sorted({each.range for part in work.comm.gather(kept.written) for each in part})
     work.report.resumed_bytes = sum(each.numel * work.files[each.output].whole.itemsize for each in done)
     return done, kept
 
 
-def _write(work: _Work, done: Sequence[Range]) -> Outcome:
+def _find_intact(work: _Conversion) -> Outcome:
+    numbers = {file.path: number for number, file in enumerate(work.files)}
+    kept = Outcome()
+    for entry in work.entries[work.comm.rank :: work.comm.size]:
+        ranges = [Written(Range(numbers[path], start, numel), crc) for path, start, numel, crc in entry["ranges"]]
+        if all(is_intact(work.files[each.range.output], each, work.staging.folder) for each in ranges):
+            kept.add(ranges, [Checked(*row) for row in entry["checks"]])
+    return kept
+
+
+def _write(work: _Conversion, done: Sequence[Range]) -> Outcome:
     """Read and write this node's batches; collective."""
-    comm, report, options = work.comm, work.report, work.options
-    report.workers, most = divide_window(options.workers, options.window)
-    halt = work.staging.path(HALT)
-    with comm.together():
-        if comm.rank == 0:
-            check_space(work.staging.folder, sum(file.image.size for file in work.files))
-            make_folders(work.staging.folder, [*(file.path for file in work.files), *work.steps])
-            with suppress(FileNotFoundError):
-                os.unlink(halt)  # of an earlier attempt
-    with comm.together():
-        if not os.path.isdir(work.staging.folder):
-            raise CheckpointError(
-                f"{work.staging.folder}: is not here; rank 0 has made it. Every node needs the same destination: name "
-                "a folder on a shared file system."
-            )
+    comm, report = work.comm, work.report
+    report.workers, most = divide_window(work.options.workers, work.options.window)
+    comm.once(lambda: _prepare_folder(work))
+    comm.run(lambda: _check_folder(work.staging.folder))
     plan = plan_conversion(list_outputs(work.files), comm.size, most=most, done=done)
-    outcome = Outcome()
+    with report.phase("write"):
+        outcome = comm.run(lambda: _write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank]))
+    report.bytes_read = outcome.checks.nbytes
+    return outcome
+
+
+def _prepare_folder(work: _Conversion) -> None:
+    folder = work.staging.folder
+    check_space(folder, sum(file.image.size for file in work.files))
+    make_folders(folder, [*(file.path for file in work.files), *work.steps])
+    with suppress(FileNotFoundError):
+        os.unlink(work.staging.path(HALT))  # of an earlier attempt
+
+
+def _check_folder(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise CheckpointError(
+            f"{folder}: is not here; rank 0 has made it. Every node needs the same destination: name a folder on a "
+            "shared file system."
+        )
+
+
+def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int) -> Outcome:
+    """This node's batches."""
+    comm, halt = work.comm, work.staging.path(HALT)
     with (
-        report.phase("write"),
-        comm.together(),
         _tell_others(halt),
-        Reader(work.index, checksum=options.verify) as reader,
+        Reader(work.index, checksum=work.options.verify) as reader,
         work.staging.journal(comm.rank) as journal,
-        options.bar(plan.shares[comm.rank]) as bar,
+        work.options.bar(nbytes) as bar,
     ):
-        outcome = run_batches(
-            plan.nodes[comm.rank],
+        return run_batches(
+            batches,
             work.files,
             work.staging.folder,
             reader,
             journal,
-            workers=report.workers,
+            workers=work.report.workers,
             progress=bar.add,
             halted=lambda: comm.size > 1 and os.path.exists(halt),
         )
-    report.bytes_read = outcome.checks.nbytes
-    return outcome
 
 
 @contextmanager
@@ -334,44 +355,45 @@ def _tell_others(halt: str) -> Iterator[None]:
         raise
 
 
-def _finish(work: _Work, written: Sequence[Written]) -> None:
+def _finish(work: _Conversion, written: Sequence[Written]) -> None:
     """Close files, write what is small, and commit; collective."""
-    comm, staging = work.comm, work.staging
-    states: list[StateFile] = []
-    crcs: dict[int, int] = {}
-    with work.report.phase("finish"), comm.together():
-        crcs = join_ranges(written, work.files)
-        split = sorted(
-            {each.range.output for each in written if each.range.numel < work.files[each.range.output].whole.numel}
-        )
-        for number in split[comm.rank :: comm.size]:
-            close_file(work.files[number], crcs[number], staging.folder)
-        for path in sorted(work.steps)[comm.rank :: comm.size]:
-            write_file(staging.folder, path, work.steps[path])
-        if comm.rank == 0:
-            states = write_states(work.index, staging.folder)
-    with work.report.phase("sync"), comm.together():
-        staging.sync()
-    with work.report.phase("commit"), comm.together():
-        if comm.rank == 0:
-            manifest = make_manifest(
-                work.index,
-                list(_list_records(work, crcs)),
-                work.wholes.patterns,
-                work.wholes.origin,
-                states,
-                verified=work.options.verify,
-            )
-            text = manifest.to_json().encode()
-            write_atomically(staging.path(MANIFEST), text)
-            sizes = [file.image.size for file in work.files] + [len(data) for data in work.steps.values()]
-            inodes = {os.stat(staging.path(state.name)).st_ino: state.size for state in states}  # hard links once
-            work.report.bytes_written = sum(sizes) + sum(inodes.values()) + len(text)
-            staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
-    work.report.bytes_written = comm.broadcast(work.report.bytes_written)
+    comm, report = work.comm, work.report
+    with report.phase("finish"):
+        crcs = comm.run(lambda: _close_files(work, written))
+        states = comm.once(lambda: write_states(work.index, work.staging.folder))
+    with report.phase("sync"):
+        comm.run(work.staging.sync)
+    with report.phase("commit"):
+        report.bytes_written = comm.once(lambda: _commit(work, crcs, states))
 
 
-def _list_records(work: _Work, crcs: dict[int, int]) -> Iterable[AtomRecord]:
+def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int]:
+    """Write this rank's share of what surrounds files of several ranges, and of small files; each file's CRC32."""
+    comm, folder = work.comm, work.staging.folder
+    crcs = join_ranges(written, work.files)
+    split = {each.range.output for each in written if each.range.numel < work.files[each.range.output].whole.numel}
+    for number in sorted(split)[comm.rank :: comm.size]:
+        close_file(work.files[number], crcs[number], folder)
+    for path in sorted(work.steps)[comm.rank :: comm.size]:
+        write_file(folder, path, work.steps[path])
+    return crcs
+
+
+def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateFile]) -> int:
+    """Write the manifest and let the output appear; its bytes."""
+    staging = work.staging
+    records = list(_list_records(work, crcs))
+    patterns, origin = work.wholes.patterns, work.wholes.origin
+    manifest = make_manifest(work.index, records, patterns, origin, states, verified=work.options.verify)
+    text = manifest.to_json().encode()
+    write_atomically(staging.path(MANIFEST), text)
+    sizes = [file.image.size for file in work.files] + [len(data) for data in work.steps.values()]
+    inodes = {os.stat(staging.path(state.name)).st_ino: state.size for state in states}  # hard links once
+    staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
+    return sum(sizes) + sum(inodes.values()) + len(text)
+
+
+def _list_records(work: _Conversion, crcs: dict[int, int]) -> Iterable[AtomRecord]:
     for number, file in enumerate(work.files):
         whole = file.whole
         pattern = work.wholes.patterns.get(whole.name)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from ..atoms import AtomicIndex, ParamKey
 from ..comm import Comm
@@ -14,7 +13,7 @@ from ..patterns import RuleSet
 from ..patterns.facts import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
 from ..stream.batches import ReadBatch, Source, stream
-from ..stream.progress import Bar, default_workers, no_bar
+from ..stream.progress import WorkOptions, default_workers
 from ..stream.reader import Item, Reader
 from ..topology import find_differences
 from .elements import Tally, compare
@@ -93,8 +92,8 @@ class Difference:
         return not self.values and all(atom.is_within(self.tolerance) for atom in self.atoms)
 
 
-@dataclass(frozen=True, slots=True)
-class DiffOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffOptions(WorkOptions):
     """What is compared, and with which means.
 
     Attributes:
@@ -102,22 +101,17 @@ class DiffOptions:
             the like are left out.
         states: names of states; then everything but tensors is left out.
         tolerance: absolute; values that differ by no more are reported, and let pass.
-        threads: how many batches are compared at once.
-        window: bytes of memory for them.
-        bar: makes a progress bar of so many bytes (of both sides together).
     """
 
     only: str = ""
     states: Collection[str] = ()
     tolerance: float = 0.0
-    threads: int = field(default_factory=default_workers)
     window: int = 64 << 20
-    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
 
     @property
-    def workers(self) -> int:
-        """Threads that the memory is enough for: each holds both sides of a batch, and replicas."""
-        return max(min(self.threads, self.window // (3 * ALIGNMENT)), 1)
+    def threads(self) -> int:
+        """Those that the memory is enough for: each holds both sides of a batch, and replicas."""
+        return max(min(self.workers or default_workers(), self.window // (3 * ALIGNMENT)), 1)
 
     def wants(self, name: str, state: str = "") -> bool:
         """Whether an atom is compared (or a parameter, without ``state``)."""
@@ -147,18 +141,9 @@ def diff_checkpoints(
         ConfigError: ``only`` is no regular expression.
     """
     comm = comm or Comm()
-    with comm.together():
-        pairs = pair_atoms(left, right, rules, options.wants)
-        batches = plan_batches(pairs.both, options)[comm.rank :: comm.size]
-        tallies = _compare_batches(left, right, pairs.both, batches, options)
-        values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
-        topology = (replace(index.topology, flats=()) for index in (left, right))
-        notes = [f"topology: {text}" for text in find_differences(*topology)]
-        notes += [f"{side}: {index.dropped}" for side, index in (("A", left), ("B", right)) if index.dropped]
-        if not options.only and not options.states:
-            found, told = compare_runs(left, right)
-            values, notes = values + found, notes + told
-    merged = _merge(comm.gather(tallies))
+    pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
+    merged = _merge(comm.each(lambda: _compare_share(left, right, pairs.both, options, comm)))
+    values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))
     return Difference(
         compared=len(pairs.both),
         numel=sum(pair.numel for pair in pairs.both),
@@ -171,10 +156,31 @@ def diff_checkpoints(
     )
 
 
+def _compare_share(
+    left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
+) -> Tallies:
+    batches = plan_batches(pairs, options)[comm.rank :: comm.size]
+    return _compare_batches(left, right, pairs, batches, options)
+
+
+def _compare_rest(
+    left: AtomicIndex, right: AtomicIndex, pairs: Pairs, options: DiffOptions
+) -> tuple[list[ValueDifference], list[str]]:
+    """Everything but tensors: what differs, and what is noted."""
+    values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
+    topology = (replace(index.topology, flats=()) for index in (left, right))
+    notes = [f"topology: {text}" for text in find_differences(*topology)]
+    notes += [f"{side}: {index.dropped}" for side, index in (("A", left), ("B", right)) if index.dropped]
+    if not options.only and not options.states:
+        found, told = compare_runs(left, right)
+        values, notes = values + found, notes + told
+    return values, notes
+
+
 def plan_batches(pairs: Sequence[Pair], options: DiffOptions = DEFAULT) -> list[Batch]:
     """Ranges of elements that are compared together, in the order of A's files."""
     widest = [max(pair.left.itemsize, pair.right.itemsize) for pair in pairs]
-    most = max(min(BATCH, options.window // (3 * options.workers)), ALIGNMENT)
+    most = max(min(BATCH, options.window // (3 * options.threads)), ALIGNMENT)
     outputs = [Output(pair.numel, width, pair.left.place) for pair, width in zip(pairs, widest, strict=True)]
     return cut_batches(outputs, most)
 
@@ -198,7 +204,7 @@ def _compare_batches(
     with Reader(left, checksum=False) as first, Reader(right, checksum=False) as second:
         sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
         with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as bar:
-            stream(sides, batches, consume, threads=options.workers, progress=bar.add)
+            stream(sides, batches, consume, threads=options.threads, progress=bar.add)
     return tallies
 
 

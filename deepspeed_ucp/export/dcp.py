@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +28,12 @@ from ..plan.conversion import ALIGNMENT
 from ..stream.checks import Checks
 from ..stream.progress import Bar, divide_window
 from ..stream.reader import Item, Reader
+from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from .chunks import Planner, Writer, deal
 from .output import list_sizes, stage_output
 from .statedict import LAYOUTS, make_tree
-from .tensors import WEIGHTS, ExportOptions, ExportReport, Tensor, select_tensors, warn_losses
+from .tensors import WEIGHTS, ExportOptions, Selection, Tensor, select_tensors, start_report, warn_losses
 
 ITEM_OVERHEAD = 2048
 """Bytes that torch writes around a tensor, and a little."""
@@ -48,7 +48,7 @@ def export_dcp(
     rules: Sequence[RuleSet] = (),
     weights_only: bool = False,
     layout: str = "torch",
-) -> ExportReport:
+) -> OutputReport:
     """Write a checkpoint's weights and optimizer state for ``torch.distributed.checkpoint``; collective.
 
     Args:
@@ -62,22 +62,22 @@ def export_dcp(
     Raises:
         UcpError: the same on every rank; the destination is as it was.
     """
-    comm, options, begin = comm or Comm(), options or ExportOptions(), time.perf_counter()
-    with comm.together():
+    comm, options = comm or Comm(), options or ExportOptions()
+
+    def plan() -> tuple[Selection, dict[str, Any], Mapping[int, Tensor]]:
         _check_arguments(index, weights_only, layout)
         wanted = WEIGHTS.__contains__ if weights_only else _accept
         selection = select_tensors(index, rules, options, tied="copy", states=wanted)
-        tree, tensors = make_tree(index, selection, options, weights_only=weights_only, layout=layout)
+        return selection, *make_tree(index, selection, options, weights_only=weights_only, layout=layout)
+
+    selection, tree, tensors = comm.run(plan)
     warn_losses(index, selection, comm)
-    report = ExportReport("dcp", destination, tensors=len(tensors), nodes=comm.size)
-    report.parameters = sum(tensor.numel for tensor in selection.tensors if tensor.whole.name not in index.buffers)
-    report.dtypes = tuple(sorted({tensor.dtype for tensor in selection.tensors}))
-    size = sum(tensor.nbytes + ITEM_OVERHEAD for tensor in tensors.values())
-    with stage_output(index, destination, size, options.overwrite, comm) as folder:
+    report = start_report("dcp", index, destination, selection, len(tensors), comm.size)
+    nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor in tensors.values())
+    with report.timed(), stage_output(index, destination, nbytes, options.overwrite, comm) as folder:
         _fill(index, folder, tree, tensors, comm, options, report)
         report.files = list_sizes(folder)
     report.bytes_written = sum(report.files.values())
-    report.seconds = time.perf_counter() - begin
     return report
 
 
@@ -151,34 +151,35 @@ def _fill(
     tensors: Mapping[int, Tensor],
     comm: Comm,
     options: ExportOptions,
-    report: ExportReport,
+    report: OutputReport,
 ) -> None:
     """Plan, read and write this node's chunks, and hold the source against its checksums; collective."""
     report.workers, most = divide_window(options.workers, options.window)
     reading = Reading(index)
-    with comm.together():
-        planner = Planner(tensors, reading.read, max(most // 2, ALIGNMENT))
-        writer = Writer(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
-        writer.destination = os.path.abspath(report.folder)
+    planner = Planner(tensors, reading.read, max(most // 2, ALIGNMENT))
+    writer = Writer(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+    writer.destination = os.path.abspath(report.destination)
+
+    def plan() -> tuple[list[SavePlan], Any]:
         planner.set_up_planner(tree, is_coordinator=True)
         writer.set_up_storage_writer(True)
         shares = deal(planner, planner.create_local_plan(), comm.size * report.workers)
         plans, metadata = planner.create_global_plan(shares)
         plans = writer.prepare_global_plan(plans)
-        mine = plans[comm.rank * report.workers : (comm.rank + 1) * report.workers]
-    results: list[WriteResult] = []
-    with comm.together(), reading.reader, options.bar(sum(map(planner.count_plan, mine))) as bar:
-        reading.bar = bar
-        with explain_full(folder):
+        return plans[comm.rank * report.workers : (comm.rank + 1) * report.workers], metadata
+
+    def write_share() -> list[WriteResult]:
+        results: list[WriteResult] = []
+        with reading.reader, options.bar(sum(map(planner.count_plan, mine))) as bar, explain_full(folder):
+            reading.bar = bar
             run_threads(mine, lambda each: results.extend(_write(writer, planner, each)), report.workers)
-    with comm.together():
-        # The chunks of a tied name may have been another rank's: then they are not compared.
-        if comm.size == 1:
+        if comm.size == 1:  # the chunks of a tied name may have been another rank's: then they are not compared
             reading.compare()
-    written = comm.gather(results)
-    with comm.together():
-        if comm.rank == 0:
-            writer.finish(metadata, written)
+        return results
+
+    mine, metadata = comm.run(plan)
+    written = comm.each(write_share)
+    comm.once(lambda: writer.finish(metadata, written))
     nbytes = reading.checks.nbytes + reading.repeated.nbytes
     nbytes += reading.checks.verify(index, comm, threads=report.workers)
     check_samples(index, [tensor.whole.atom for tensor in tensors.values()], comm)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, shorten
 from ..io.cast import cast
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
@@ -24,9 +23,10 @@ from ..stream.batches import ReadBatch, Source, stream
 from ..stream.checks import Checks
 from ..stream.progress import divide_window
 from ..stream.reader import Reader
+from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from .output import copy_beside, list_sizes, stage_output
-from .tensors import ExportOptions, ExportReport, Selection, Tensor, select_tensors, warn_losses
+from .tensors import ExportOptions, Selection, Tensor, select_tensors, start_report, warn_losses
 
 MAX_SHARD = 5 * 10**9
 """Bytes of one file's tensors, as Hugging Face's libraries have it."""
@@ -97,8 +97,10 @@ def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], max_shard: 
         max_shard: bytes of data per file; a tensor that is larger has a file of its own.
 
     Raises:
-        UnsupportedError: an element type that the format does not know.
+        UnsupportedError: an element type that the format does not know, or a name that is no Unicode text.
     """
+    if odd := [name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)]:
+        raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --format dcp has them.")
     unknown = sorted({dtype for dtype, _, _ in tensors.values()} - set(DTYPES))
     if unknown:
         raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --format dcp has.")
@@ -145,7 +147,7 @@ def _lay_file(name: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Export:
     """One export under way."""
 
     folder: str
@@ -163,7 +165,7 @@ def export_safetensors(
     rules: Sequence[RuleSet] = (),
     max_shard: int = MAX_SHARD,
     hf_dir: str | None = None,
-) -> ExportReport:
+) -> OutputReport:
     """Write a checkpoint's weights as safetensors; collective.
 
     Args:
@@ -177,22 +179,21 @@ def export_safetensors(
     Raises:
         UcpError: the same on every rank; the destination is as it was.
     """
-    comm, options, begin = comm or Comm(), options or ExportOptions(), time.perf_counter()
-    with comm.together():
+    comm, options = comm or Comm(), options or ExportOptions()
+
+    def plan() -> tuple[Selection, SafeLayout]:
         selection = select_tensors(index, rules, options, tied="drop")
-        layout = lay_out(_list_entries(selection), max_shard)
+        return selection, lay_out(_list_entries(selection), max_shard)
+
+    selection, layout = comm.run(plan)
     warn_losses(index, selection, comm)
-    report = ExportReport("safetensors", destination, tensors=len(layout.places), nodes=comm.size)
-    report.parameters = sum(tensor.numel for tensor in selection.tensors if tensor.whole.name not in index.buffers)
-    report.dtypes = tuple(sorted({tensor.dtype for tensor in selection.tensors}))
-    with stage_output(index, destination, sum(file.size for file in layout.files), options.overwrite, comm) as folder:
-        with comm.together():
-            if comm.rank == 0:
-                _prepare(folder, layout, hf_dir)
+    report = start_report("safetensors", index, destination, selection, len(layout.places), comm.size)
+    nbytes = sum(file.size for file in layout.files)
+    with report.timed(), stage_output(index, destination, nbytes, options.overwrite, comm) as folder:
+        comm.once(lambda: _prepare(folder, layout, hf_dir))
         _fill(index, _make_work(folder, selection, layout), comm, options, report)
         report.files = list_sizes(folder)
     report.bytes_written = sum(report.files.values())
-    report.seconds = time.perf_counter() - begin
     return report
 
 
@@ -201,13 +202,13 @@ def _list_entries(selection: Selection) -> dict[str, tuple[str, tuple[int, ...],
     return {**entries, **{alias: entries[name] for alias, name in selection.ties.items() if name in entries}}
 
 
-def _make_work(folder: str, selection: Selection, layout: SafeLayout) -> _Work:
+def _make_work(folder: str, selection: Selection, layout: SafeLayout) -> _Export:
     names: dict[str, list[str]] = {tensor.name: [tensor.name] for tensor in selection.tensors}
     for alias, name in selection.ties.items():
         if name in names:
             names[name].append(alias)
     places = [tuple(layout.places[each] for each in names[tensor.name]) for tensor in selection.tensors]
-    return _Work(folder, layout, selection.tensors, places)
+    return _Export(folder, layout, selection.tensors, places)
 
 
 def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
@@ -225,7 +226,7 @@ def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
             stream.write(layout.index())
 
 
-def _fill(index: AtomicIndex, work: _Work, comm: Comm, options: ExportOptions, report: ExportReport) -> None:
+def _fill(index: AtomicIndex, work: _Export, comm: Comm, options: ExportOptions, report: OutputReport) -> None:
     """Read, cast and write this node's batches, and hold the source against its checksums; collective."""
     report.workers, most = divide_window(options.workers, options.window)
     outputs = [Output(tensor.numel, tensor.whole.itemsize, tensor.whole.place) for tensor in work.tensors]
@@ -237,15 +238,18 @@ def _fill(index: AtomicIndex, work: _Work, comm: Comm, options: ExportOptions, r
         for item, each in zip(read.sides[0], read.batch.ranges, strict=True):
             _write_range(work, each, item.into, read.scratch)
 
-    with comm.together(), Reader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:
-        source = Source(reader, [tensor.whole for tensor in work.tensors])
-        stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=bar.add)
+    def write_share() -> None:
+        with Reader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:
+            source = Source(reader, [tensor.whole for tensor in work.tensors])
+            stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=bar.add)
+
+    comm.run(write_share)
     nbytes = checks.nbytes + checks.verify(index, comm, threads=report.workers)
     check_samples(index, [tensor.whole.atom for tensor in work.tensors], comm)
     report.bytes_read = sum(comm.gather(nbytes))
 
 
-def _write_range(work: _Work, each: Range, data: memoryview, scratch: Scratch) -> None:
+def _write_range(work: _Export, each: Range, data: memoryview, scratch: Scratch) -> None:
     tensor = work.tensors[each.output]
     if tensor.dtype != tensor.whole.dtype:
         into = scratch.take(each.numel * ITEMSIZE[tensor.dtype])

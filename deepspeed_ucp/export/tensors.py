@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..comm import Comm
@@ -13,7 +13,8 @@ from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedErr
 from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
-from ..stream.progress import Bar, no_bar
+from ..stream.progress import WorkOptions
+from ..stream.report import OutputReport
 from ..stream.wholes import Whole, Wholes, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -22,8 +23,8 @@ WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(WorkOptions):
     """What to export, and how.
 
     Attributes:
@@ -33,10 +34,7 @@ class ExportOptions:
         keep_padding: keep the padding rows of vocabularies.
         strip_prefix: cut off names that begin with it, after renaming.
         renames: saved names → names to be written; the first that matches counts.
-        workers: threads per node; 0 chooses from its cores.
-        window: bytes of memory per node for data on its way.
         overwrite: replace an earlier export at the destination.
-        bar: makes a progress bar of so many bytes.
     """
 
     dtype: str | None = "float32"
@@ -44,10 +42,7 @@ class ExportOptions:
     keep_padding: bool = False
     strip_prefix: str = ""
     renames: tuple[Rename, ...] = ()
-    workers: int = 0
-    window: int = 256 << 20
     overwrite: bool = False
-    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +104,19 @@ class Selection:
         return Tensor(self.names[whole.name], whole, shape, dtype if is_cast and dtype else whole.dtype)
 
 
-@dataclass(slots=True)
-class ExportReport:
-    """What an export did: files with their sizes in bytes, tensors, bytes, seconds, threads per node."""
-
-    format: str
-    folder: str
-    files: dict[str, int] = field(default_factory=dict)
-    tensors: int = 0
-    parameters: int = 0
-    dtypes: tuple[str, ...] = ()
-    bytes_read: int = 0
-    bytes_written: int = 0
-    seconds: float = 0.0
-    nodes: int = 1
-    workers: int = 1
+def start_report(
+    format: str, index: AtomicIndex, destination: str, selection: Selection, tensors: int, nodes: int
+) -> OutputReport:
+    """What is known of an export before it has written anything."""
+    return OutputReport(
+        format=format,
+        source=os.path.dirname(index.state_file),
+        destination=destination,
+        tensors=tensors,
+        parameters=sum(each.numel for each in selection.tensors if each.whole.name not in index.buffers),
+        dtypes=tuple(sorted({each.dtype for each in selection.tensors})),
+        nodes=nodes,
+    )
 
 
 def select_tensors(

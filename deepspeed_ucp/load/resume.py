@@ -12,12 +12,13 @@ from ..atoms import AtomicIndex
 from ..collection import pause_collection
 from ..comm import Comm, connect
 from ..config import UniversalConfig
-from ..convert import ConvertOptions, ConvertReport, convert_index, default_destination
+from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..patterns import RuleSet
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import is_atomic
 from ..sources.ownfiles import compare_own_files
+from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load
@@ -212,7 +213,7 @@ def _load(
 
 def convert_first(
     index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
-) -> tuple[AtomicIndex, ConvertReport]:
+) -> tuple[AtomicIndex, OutputReport]:
     """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
     rules = read_rules(config.patterns)
     census = take_census(target, (), comm)
@@ -224,7 +225,8 @@ def convert_first(
     )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
-        logger.info("%s: %s", destination, "taken as it is" if converted.reused else f"{converted.atoms} atoms written")
+        done = "taken as it is" if converted.reused else f"{converted.tensors} atoms written"
+        logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..io.threads import count_threads
@@ -24,6 +26,21 @@ class _NoBar:
 def no_bar(total: int) -> AbstractContextManager[Bar]:
     """Progress that is shown to nobody."""
     return nullcontext(_NoBar())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkOptions:
+    """Means of a node's work.
+
+    Attributes:
+        workers: threads; 0 chooses from the cores.
+        window: bytes of memory for data on its way.
+        bar: makes a progress bar of so many bytes.
+    """
+
+    workers: int = 0
+    window: int = 256 << 20
+    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
 
 
 def default_workers() -> int:

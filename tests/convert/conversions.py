@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ucp.convert import ConvertOptions, ConvertReport, convert_checkpoint
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+from deepspeed_ucp.stream.report import OutputReport
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 MODEL = Model(
@@ -29,7 +30,7 @@ def _cut(_name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
 
 def convert(
     source: Path, destination: Path | None = None, *, overwrite: bool = False, workers: int = 1, patterns: Any = None
-) -> ConvertReport:
+) -> OutputReport:
     """One process; one worker does everything in the same order each time."""
     options = ConvertOptions(workers=workers, overwrite=overwrite)
     to = str(destination) if destination else None

@@ -68,7 +68,7 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
         wholes = settle_wholes(again)
         with Reader(again) as reader:
             assert check_atoms(reader, wholes.atoms, held, None) > 0
-        assert report.atoms == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
+        assert report.tensors == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
             assert getattr(again, field) == getattr(index, field), field
         assert [(g.members, g.hyper) for g in again.groups] == [(g.members, g.hyper) for g in index.groups]

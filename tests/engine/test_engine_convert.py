@@ -38,7 +38,7 @@ def converted(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Convert
             saved = sources.get(case, **options)
             folder = tmp_path_factory.mktemp("converted")
             report = convert_checkpoint(str(saved.folder), str(folder / f"step{len(made)}_universal"))
-            assert report.atoms
+            assert report.tensors
             assert not report.reused
             shutil.copy(saved.folder / REFERENCE, folder)
             made[key] = replace(saved, folder=folder)

@@ -1,0 +1,77 @@
+"""What a program over a checkpoint's bytes did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What all such programs tell.
+
+    Attributes:
+        phases: seconds per phase on this rank.
+        bytes_read: bytes asked of storage, each once.
+    """
+
+    phases: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputReport(Report):
+    """Figures of one conversion or export, over all nodes where not said otherwise.
+
+    Attributes:
+        format: ``atomic``, ``safetensors`` or ``dcp``.
+        source, destination: folders.
+        reused: the destination held the same conversion already; nothing was written.
+        tensors: logical tensors written; of a conversion the atoms.
+        parameters, dtypes, files: of an export: elements, their types, and each file's bytes.
+        state_bytes: of a conversion: the atoms' bytes.
+        bytes_read: bytes asked of the source's storage, each once (replicas once more for the comparison).
+        bytes_written: bytes of the output.
+        resumed_bytes: bytes that an earlier attempt had written.
+        nodes, workers: ranks, and threads on each.
+        seconds: wall time.
+    """
+
+    format: str
+    source: str
+    destination: str
+    reused: bool = False
+    tensors: int = 0
+    parameters: int = 0
+    dtypes: tuple[str, ...] = ()
+    files: dict[str, int] = field(default_factory=dict)
+    state_bytes: int = 0
+    bytes_written: int = 0
+    resumed_bytes: int = 0
+    nodes: int = 1
+    workers: int = 1
+    seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time the whole."""
+        begin = time.perf_counter()
+        yield
+        self.seconds = time.perf_counter() - begin
+
+    def to_data(self, *names: str) -> dict[str, Any]:
+        """Some of it as plain data."""
+        told = asdict(self)
+        return {name: told[name] for name in names}
