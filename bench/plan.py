@@ -33,7 +33,7 @@ from deepspeed_ucp.collection import pause_collection
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
-from deepspeed_ucp.forecast.virtual import cut_sub_groups
+from deepspeed_ucp.forecast.target import cut_sub_groups
 from deepspeed_ucp.load.census import check_alike, find_renamed, read_rules, settle_layouts, take_census
 from deepspeed_ucp.load.negotiate import BLOCK, negotiate
 from deepspeed_ucp.load.prepare import make_work

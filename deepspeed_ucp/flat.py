@@ -1,4 +1,4 @@
-"""How ZeRO lays parameters out in flat buffers and cuts these: one description for files, live and foreseen targets."""
+"""How ZeRO lays parameters out in flat buffers and cuts these: one description for files, engines and forecasts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ class FlatBuffer:
     def find_part(self, dp_rank: int) -> int:
         """The partition that a data-parallel rank holds; the ranks take turns where there are more than partitions."""
         return (dp_rank if self.ranks is None else self.ranks.index(dp_rank)) % self.parts
+
+    def find_ranks(self, part: int, dp: int) -> range:
+        """The data-parallel ranks, of ``dp``, that hold a partition."""
+        return (range(dp) if self.ranks is None else self.ranks)[part :: self.parts]
 
     def cuts(self, part: int) -> list[Cut]:
         """What a partition holds, in its order; empty parameters and padding are not in it."""

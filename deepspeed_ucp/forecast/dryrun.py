@@ -22,9 +22,8 @@ from ..torchsave.torchfile import read_header
 from .degrees import Degrees
 from .estimate import RankFigures, Totals, measure_plan, measure_sampled
 from .everyone import plan_everyone
-from .foresee import foresee_target
 from .sample import Sampler
-from .virtual import FRESH, VirtualTarget
+from .target import ForecastTarget, foretell_target
 
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
@@ -122,12 +121,12 @@ def dry_run(
     if degrees.refused:
         return run
     try:
-        found = foresee_target(index, degrees, rules)
+        found = foretell_target(index, degrees, rules)
     except MismatchError as error:
         run.obstacles.append(f"{error}{_HINT if index.topology.tp != degrees.tp else ''}")
         return run
-    run.origin, run.assumed = found.origin, [*found.assumed, _AGAIN]
-    measure(index, found.target, run, config, exact=exact, samples=samples)
+    run.origin, run.assumed = dict(found.origin), [*found.assumed, _AGAIN]
+    measure(index, found, run, config, exact=exact, samples=samples)
     return run
 
 
@@ -180,7 +179,7 @@ def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None
 
 def measure(
     index: AtomicIndex,
-    target: VirtualTarget,
+    target: ForecastTarget,
     run: DryRun,
     config: UniversalConfig,
     *,
@@ -205,13 +204,13 @@ def measure(
     run.totals = _sum_up(index, target, run, sampler)
 
 
-def is_cheap(target: VirtualTarget, block: int = BLOCK) -> bool:
+def is_cheap(target: ForecastTarget, block: int = BLOCK) -> bool:
     """Whether planning all ranks takes seconds."""
     if target.ranks > MOST_RANKS:
         return False
     claims = 0
     for rank in range(target.ranks):
-        wants = list(target.wants(rank))
+        wants = target.wants(rank).wants
         shards = sum(len(want.view.shards) if want.view else 1 for want in wants)
         claims += shards + sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants) // block
         if claims > MOST_CLAIMS:
@@ -226,16 +225,20 @@ def choose_ranks(world: int, samples: int) -> list[int]:
 
 
 def _measure_all(
-    index: AtomicIndex, target: VirtualTarget, share: int, threads: int, block: int, min_direct: int
+    index: AtomicIndex, target: ForecastTarget, share: int, threads: int, block: int, min_direct: int
 ) -> list[RankFigures]:
-    claims = [list_claims(target.wants(rank), lambda buffer: buffer == FRESH, block) for rank in range(target.ranks)]
-    everyone = plan_everyone(claims, index.records, block=block, share=share, min_direct=min_direct, stage=FRESH + 1)
+    claims, stage = [], 0
+    for rank in range(target.ranks):
+        wants = target.wants(rank)
+        claims.append(list_claims(wants.wants, wants.is_fresh, block))
+        stage = max(stage, len(wants.sinks))
+    everyone = plan_everyone(claims, index.records, block=block, share=share, min_direct=min_direct, stage=stage)
     files = [record.file for record in index.records]
     found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(everyone.plans))
     return [_place(target, rank, figures) for rank, figures in enumerate(found)]
 
 
-def _place(target: VirtualTarget, rank: int, found: Mapping[str, int]) -> RankFigures:
+def _place(target: ForecastTarget, rank: int, found: Mapping[str, int]) -> RankFigures:
     stage, dp_rank, tp_rank = target.place(rank)
     return RankFigures(
         rank=rank,
@@ -248,14 +251,14 @@ def _place(target: VirtualTarget, rank: int, found: Mapping[str, int]) -> RankFi
     )
 
 
-def _sum_up(index: AtomicIndex, target: VirtualTarget, run: DryRun, sampler: Sampler) -> Totals:
+def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> Totals:
     sizes = list_checkpoint(index)
     sampled = sum(rank.received for rank in run.ranks)
     exchanged = sampled if run.exact else sampled * target.ranks // len(run.ranks)
     return Totals(
         checkpoint=sum(sizes),
         files=len(sizes),
-        state=sum(atom.nbytes for param in sampler.users for atom in target.states[param]),
+        state=sum(atom.nbytes for param in sampler.users for atom in target.atoms[param]),
         read=sampler.count_bytes(),
         needed=sum(target.measure_needed(rank) for rank in range(target.ranks)),
         exchanged=exchanged,
@@ -278,12 +281,12 @@ def list_checkpoint(index: AtomicIndex) -> list[int]:
     return [size for size in list_sizes(os.path.dirname(index.state_file)).values() if size >= 0]
 
 
-def _count_replicas(target: VirtualTarget, params: Iterable[ParamKey]) -> int:
+def _count_replicas(target: ForecastTarget, params: Iterable[ParamKey]) -> int:
     """Bytes that are read to compare replicas: both of every pair."""
     total = 0
     for param in params:
         layouts = target.layouts.get(param.name)
-        for atom in target.states[param]:
+        for atom in target.atoms[param]:
             if layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1:
                 total += 2 * (len(atom.shards) - 1) * count(atom.shape) * ITEMSIZE[atom.dtype]
     return total

@@ -22,7 +22,11 @@ from ..plan.claims import GRANTED, Blocks, Claim, list_claims, make_claims
 from ..plan.claims import address_claims as address
 from ..plan.locate import Piece, Want, cut_blocks, find_shards, locate
 from ..plan.resolve import MIN_DIRECT, Service, Span, decide
-from .virtual import FRESH, LIVE, VirtualExtra, VirtualPart, VirtualTarget
+from ..plan.wants import view_shards
+from .target import ForecastTarget, ModelRank
+
+LIVE, FRESH = 0, 1
+"""Numbers that stand for all buffers of the engine, and for all memory that is not part of it yet."""
 
 Block = tuple[int, int]
 """(record, number of the block in it)."""
@@ -92,19 +96,19 @@ class Sampler:
         min_direct: see :func:`~deepspeed_ucp.plan.resolve.decide`.
     """
 
-    def __init__(self, index: AtomicIndex, target: VirtualTarget, block: int, min_direct: int = MIN_DIRECT) -> None:
+    def __init__(self, index: AtomicIndex, target: ForecastTarget, block: int, min_direct: int = MIN_DIRECT) -> None:
         self.index, self.target, self.block, self.min_direct = index, target, block, min_direct
         self.blocks = Blocks.of(index.records, block, target.ranks)
         self.users = self._find_users()
-        self.homes = [_find_homes(part) for part in target.parts]
+        self.homes = [_find_homes(held) for held in target.model_ranks]
         self.held = self._list_fragments()
         self.touched = np.array(sorted(self.held), np.int64)
 
     def _find_users(self) -> dict[ParamKey, list[int]]:
         """Model-parallel ranks that hold each parameter."""
         users: dict[ParamKey, list[int]] = defaultdict(list)
-        for number, part in enumerate(self.target.parts):
-            for param in part.params.values():
+        for number, held in enumerate(self.target.model_ranks):
+            for param in held.match.params.values():
                 users[param].append(number)
         return users
 
@@ -112,7 +116,7 @@ class Sampler:
         """Per record (first byte, behind the last, atom, shard, fragment, buffer), of what some rank wants."""
         held: dict[int, list[tuple[int, int, Atom, int, Fragment, int]]] = defaultdict(list)
         for param in self.users:
-            for number, atom in enumerate(self.target.states[param]):
+            for number, atom in enumerate(self.target.atoms[param]):
                 for shard in self._find_shards(atom):
                     for fragment in atom.shards[shard].fragments:
                         if self._is_dropped(atom, shard, fragment):
@@ -147,7 +151,8 @@ class Sampler:
 
     def sample(self, rank: int) -> Sampled:
         """What a rank does, exactly."""
-        mine = list_claims(self.target.wants(rank), _is_fresh, self.block)
+        wants = self.target.wants(rank)
+        mine = list_claims(wants.wants, wants.is_fresh, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
         decided = self._decide(owned, rank)
         elsewhere = self._decide(self._choose_others(mine, set(owned), rank), rank)
@@ -259,38 +264,32 @@ class Sampler:
 
     def _assign(self, atom: Atom, buffer: int, tp_rank: int, low: int, high: int) -> Iterator[tuple[int, Want]]:
         """The wants of every rank that holds some of elements [low, high) of a target shard."""
-        tp = self.target.degrees.tp
+        tp, layouts = self.target.degrees.tp, self.target.layouts.get(atom.name)
+        views = view_shards(layouts, tp_rank)
+        if layouts is not None and layouts[0].mean:  # replicas are read into memory of their own
+            buffer = FRESH
         for number in self.users[atom.param]:
             if number % tp != tp_rank:
                 continue
             for dp_rank, first, last in self._find_holders(number, atom.param, low, high):
                 rank = (number // tp * self.target.degrees.shards + dp_rank) * tp + tp_rank
-                for want in self.target.want_atom(atom, first, last - first, tp_rank, buffer):
-                    yield rank, want
+                for view in views:
+                    yield rank, Want(atom, first, last - first, buffer, 0, view)
 
     def _find_holders(self, number: int, param: ParamKey, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """(data-parallel rank, first, behind the last element) of those that hold elements of a parameter."""
-        shards = self.target.degrees.shards
-        home = self.homes[number].get(param)
-        if isinstance(home, VirtualExtra):
-            for rank in range(shards):
-                start, numel = home.cut(rank)
-                first, last = max(low, start), min(high, start + numel)
-                if first < last:
-                    yield rank, first, last
-        elif home is not None:
-            flat, place = home
-            for rank, first, last in flat.find_holders(place, low, high):
-                for copy in range(rank, shards, flat.parts):
-                    yield copy, first, last
+        if param not in self.homes[number]:
+            return
+        buffer, place = self.homes[number][param]
+        for part, first, last in buffer.find_holders(place, low, high):
+            for dp_rank in buffer.find_ranks(part, self.target.degrees.shards):
+                yield dp_rank, first, last
 
 
-def _find_homes(part: VirtualPart) -> dict[ParamKey, VirtualExtra | tuple[FlatBuffer, int]]:
-    """Per parameter where a model-parallel rank holds it: a flat buffer and the place in it, or a tensor of its own."""
-    homes: dict[ParamKey, VirtualExtra | tuple[FlatBuffer, int]] = {part.params[e.name]: e for e in part.extras}
-    for flat in part.flats:
-        homes.update({part.params[name]: (flat, place) for place, name in enumerate(flat.names)})
-    return homes
+def _find_homes(held: ModelRank) -> dict[ParamKey, tuple[FlatBuffer, int]]:
+    """Per parameter where a model-parallel rank holds it: a buffer and the place in it."""
+    buffers = (*held.flats, *held.tensors)
+    return {held.match.params[name]: (each, at) for each in buffers for at, name in enumerate(each.names)}
 
 
 def _is_fresh(buffer: int) -> bool:

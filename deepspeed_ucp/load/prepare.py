@@ -108,7 +108,7 @@ def make_work(
     if with_states:
         optimizer.check()
     layout = describe_target(target, extras, optimizer if with_states else None)
-    wants = list_wants(index, layout, match, layouts, with_states=with_states)
+    wants = list_wants(index, layout, match, layouts, with_states=with_states, states=optimizer.states_of)
     states: list[States] = []
     if with_states:
         dtypes = wants.list_states()

@@ -1,4 +1,4 @@
-"""From what a rank of a target holds to what it wants of a checkpoint: data, for live and foreseen targets alike."""
+"""From what a rank of a target holds to what it wants of a checkpoint: data, for live targets and forecasts alike."""
 
 from __future__ import annotations
 
@@ -132,7 +132,15 @@ class Wants:
         return spans
 
 
-def list_wants(index: AtomicIndex, layout: TargetLayout, match: Match, layouts: Layouts, *, with_states: bool) -> Wants:
+def list_wants(
+    index: AtomicIndex,
+    layout: TargetLayout,
+    match: Match,
+    layouts: Layouts,
+    *,
+    with_states: bool,
+    states: Mapping[ParamKey, set[str]] | None = None,
+) -> Wants:
     """What a rank wants of a checkpoint.
 
     Args:
@@ -140,8 +148,9 @@ def list_wants(index: AtomicIndex, layout: TargetLayout, match: Match, layouts: 
         match: which saved parameters its own take their state from; the others keep their values.
         layouts: how both sides cut each of these.
         with_states: optimizer states as well.
+        states: those of each saved parameter, where they are known already.
     """
-    maker = _Maker(index, match, layouts, layout.tp_rank, with_states)
+    maker = _Maker(index, match, layouts, layout.tp_rank, with_states, list_states(index) if states is None else states)
     for number, held in enumerate(layout.flats):
         maker.add_masters(number, held)
         if with_states:
@@ -170,10 +179,17 @@ def view_shards(layouts: tuple[Layout, Layout] | None, tp_rank: int) -> tuple[Vi
 
 
 class _Maker:
-    def __init__(self, index: AtomicIndex, match: Match, layouts: Layouts, tp_rank: int, with_states: bool) -> None:
-        self.index, self.match, self.layouts = index, match, layouts
+    def __init__(
+        self,
+        index: AtomicIndex,
+        match: Match,
+        layouts: Layouts,
+        tp_rank: int,
+        with_states: bool,
+        states: Mapping[ParamKey, set[str]],
+    ) -> None:
+        self.index, self.match, self.layouts, self.states = index, match, layouts, states
         self.tp_rank, self.with_states, self.wants = tp_rank, with_states, Wants()
-        self.states = list_states(index)
 
     def add_masters(self, number: int, held: HeldBuffer) -> None:
         params = self._find_params(held)

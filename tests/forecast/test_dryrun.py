@@ -20,9 +20,8 @@ from deepspeed_ucp.forecast import dryrun
 from deepspeed_ucp.forecast.degrees import Degrees, parse_degrees
 from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, measure
 from deepspeed_ucp.forecast.estimate import measure_plan
-from deepspeed_ucp.forecast.foresee import foresee_target
 from deepspeed_ucp.forecast.sample import Sampler
-from deepspeed_ucp.forecast.virtual import VirtualTarget
+from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.resolve import find_share
 from deepspeed_ucp.sources import open_checkpoint
@@ -84,7 +83,7 @@ def choose_blocks(case: int) -> Small:
     return (Small(), Small(512, 16384, 64), Small(1024, 65536, 1 << 20))[case % 3]
 
 
-def predict(index: AtomicIndex, target: VirtualTarget, small: Small, monkeypatch: pytest.MonkeyPatch) -> DryRun:
+def predict(index: AtomicIndex, target: ForecastTarget, small: Small, monkeypatch: pytest.MonkeyPatch) -> DryRun:
     run = DryRun(target.degrees)
     share = find_share(small.window, small.chunk)
     monkeypatch.setattr(dryrun, "find_share", lambda _window, _block: share)
@@ -93,7 +92,7 @@ def predict(index: AtomicIndex, target: VirtualTarget, small: Small, monkeypatch
     return run
 
 
-def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: VirtualTarget, small: Small) -> None:
+def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: ForecastTarget, small: Small) -> None:
     """What the loader did is what was foretold, rank by rank, by the plan of all and by samples."""
     files = [record.file for record in index.records]
     sampler = Sampler(index, target, small.chunk, small.min_direct)
@@ -162,7 +161,7 @@ def test_it_foretells_what_every_rank_does(
     folder = write_checkpoint(tmp_path, MODEL, state, source)
     targets = make_targets(MODEL, target)
     index, ranks = load(folder, targets, small)
-    virtual = foresee_target(index, degrees_of(target)).target
+    virtual = foretell_target(index, degrees_of(target))
     compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
 
 
@@ -200,7 +199,7 @@ def test_it_foretells_what_every_rank_of_a_3d_target_does(
     index, ranks = load(held.write(tmp_path), targets, small, config)
     rules = from_config(config.patterns)
     shapes, stages = live_shapes(targets), live_stages(targets)
-    virtual = foresee_target(index, degrees_of(target), rules, shapes=shapes, stages=stages).target
+    virtual = foretell_target(index, degrees_of(target), rules, shapes=shapes, stages=stages)
     compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
 
 
@@ -212,7 +211,7 @@ def test_it_foretells_any_trip(trip: Trip, case: int) -> None:
         targets = expect(trip.source, trip.target).make_targets()
         index, ranks = load(trip.source.write(folder), targets, small, config)
         rules, shapes, stages = from_config(config.patterns), live_shapes(targets), live_stages(targets)
-        virtual = foresee_target(index, degrees_of(trip.target), rules, shapes=shapes, stages=stages).target
+        virtual = foretell_target(index, degrees_of(trip.target), rules, shapes=shapes, stages=stages)
         compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
 
 
@@ -241,7 +240,7 @@ def test_a_part_of_the_work_goes_through_rounds_in_these_cases(tmp_path: Path, m
     source, target = Topology(2, 3, "fp16"), Topology(0, 2, "fp16")
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision="fp16"), source)
     index = open_checkpoint(str(folder), Comm())
-    run = predict(index, foresee_target(index, degrees_of(target)).target, Small(), monkeypatch)
+    run = predict(index, foretell_target(index, degrees_of(target)), Small(), monkeypatch)
     assert all(rank.rounds > 3 and rank.received and rank.sent for rank in run.ranks)
 
 
@@ -291,15 +290,15 @@ def test_the_checkpoints_stages_are_kept_where_their_number_is(tmp_path: Path) -
     held = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     held.write(tmp_path)
     index = open_checkpoint(str(tmp_path), Comm())
-    found = foresee_target(index, parse_degrees("dp=1,tp=2,pp=2", index.topology))
+    found = foretell_target(index, parse_degrees("dp=1,tp=2,pp=2", index.topology))
     assert any("own pipeline stages" in text for text in found.assumed)
     live = live_stages(held.make_targets())
-    for number, part in enumerate(found.target.parts):
-        assert set(part.params) == {name for name, stages in live.items() if number // 2 in stages}
+    for number, part in enumerate(found.model_ranks):
+        assert set(part.match.params) == {name for name, stages in live.items() if number // 2 in stages}
 
 
 def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp_path: Path) -> None:
     held = draw_state(PLAIN, Topology(2, 1, tp=2))
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts the following is not known \(8 parameters\)"):
-        foresee_target(index, parse_degrees("dp=2,tp=1", index.topology))
+        foretell_target(index, parse_degrees("dp=2,tp=1", index.topology))

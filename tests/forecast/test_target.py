@@ -1,10 +1,10 @@
-"""Foreseen targets: how ZeRO 3 would cut a param group into sub-groups."""
+"""Forecast targets: how ZeRO 3 would cut a param group into sub-groups."""
 
 from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.forecast.virtual import cut_sub_groups
+from deepspeed_ucp.forecast.target import cut_sub_groups
 
 
 @pytest.mark.parametrize(
