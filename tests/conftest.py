@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import pytest
 
@@ -11,6 +12,8 @@ EXHAUSTIVE = "exhaustive"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if EXHAUSTIVE in config.option.markexpr:
+        os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
     plugin = importlib.import_module(PLUGIN)
     if not config.pluginmanager.is_registered(plugin):
         config.pluginmanager.register(plugin, PLUGIN)

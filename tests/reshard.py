@@ -450,10 +450,11 @@ def _collect_flat(
 
 
 def examples(count: int) -> settings:
-    """How many cases; UCP_EXAMPLES=N multiplies them and draws new ones."""
+    """How many cases: so many under `-m exhaustive`, else a third. UCP_EXAMPLES=N multiplies them, with new draws."""
     factor = int(os.environ.get("UCP_EXAMPLES", "0"))
+    share = count if os.environ.get("UCP_EXHAUSTIVE") else -(-count // 3)
     return settings(
-        max_examples=count * max(factor, 1),
+        max_examples=share * max(factor, 1),
         derandomize=not factor,
         database=None,
         deadline=None,

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from deepspeed_ucp.load.negotiate import BLOCK, negotiate
 from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.plan import LoadPlan
+from tests.covering import cover, params
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.ranks import World, run_ranks
 from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, make_targets, open_for
@@ -117,13 +119,17 @@ def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verify", ["crc", "off"])
+ONE_RANK = [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(2), Topology(3, 1, "bf16", sub_group_size=30)]
+
+
 @pytest.mark.parametrize(
-    "target",
-    [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(2), Topology(3, 1, "bf16", sub_group_size=30)],
-    ids=lambda t: t.label,
+    ("source", "target", "verify"),
+    params(
+        cover(KINDS, ONE_RANK, ["crc", "off"]),
+        product(KINDS, ONE_RANK, ["crc", "off"]),
+        lambda row: f"{row[0].label}→{row[1].label}-{row[2]}",
+    ),
 )
-@pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
 def test_one_rank(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
     path, state = write(tmp_path, source, AWKWARD)
     rank = FakeTarget(AWKWARD, target, 0)
@@ -501,11 +507,17 @@ def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> No
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verify", ["crc", "off"])
+SEVERAL = [Topology(3, 2), Topology(2, 3), Topology(3, 5), Topology(0, 3)]
+
+
 @pytest.mark.parametrize(
-    "target", [Topology(3, 2), Topology(2, 3), Topology(3, 5), Topology(0, 3)], ids=lambda t: t.label
+    ("source", "target", "verify"),
+    params(
+        cover(KINDS[:7], SEVERAL, ["crc", "off"]),
+        product(KINDS[:7], SEVERAL, ["crc", "off"]),
+        lambda row: f"{row[0].label}→{row[1].label}-{row[2]}",
+    ),
 )
-@pytest.mark.parametrize("source", KINDS[:7], ids=lambda t: t.label)
 def test_several_ranks(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
     path, state = write(tmp_path, source)
     targets = make_targets(PLAIN, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
+from tests.covering import cover, params
 from tests.load.test_reshard import take_a_step
 from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare_rank
 from tests.synth import (
@@ -106,9 +108,18 @@ def make_state(keys: tuple[str, ...], step: float | None, hyper: dict[str, Any],
     return replace(state, groups=tuple({**hyper, "lr": hyper["lr"] / (1 + i)} for i in range(2)))
 
 
-@pytest.mark.parametrize("family", FAMILY)
-@pytest.mark.parametrize("source", [Topology(0), Topology(1, 3, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
-@pytest.mark.parametrize("target", [Topology(0), Topology(2, 2), Topology(3, 3, "bf16")], ids=lambda t: f"→{t.label}")
+SOURCES = [Topology(0), Topology(1, 3, "bf16"), Topology(3, 2)]
+TARGETS = [Topology(0), Topology(2, 2), Topology(3, 3, "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "target"),
+    params(
+        cover(list(FAMILY), SOURCES, TARGETS),
+        product(FAMILY, SOURCES, TARGETS),
+        lambda row: f"{row[0]}-{row[1].label}→{row[2].label}",
+    ),
+)
 def test_every_elementwise_optimizer(family: str, source: Topology, target: Topology, tmp_path: Path) -> None:
     make, keys, step, hyper = FAMILY[family]
     state = make_state(keys, step, hyper, source.precision)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from tests.covering import all_turns, params
 from tests.ranks import run_ranks
 from tests.reshard import (
     BUFFERS,
@@ -79,6 +80,10 @@ def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: 
         resume(case, target, folder, chunk=chunk)
 
 
+def pair_id(pair: tuple[Topology, ...]) -> str:
+    return f"{pair[0].label}→{pair[1].label}"
+
+
 KINDS = [
     Topology(0),
     Topology(0, 1, "bf16", "fused"),
@@ -108,14 +113,15 @@ AWKWARD = Model(
 )
 
 
-@pytest.mark.parametrize("target", KINDS, ids=lambda t: f"→{t.label}")
-@pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
+@pytest.mark.parametrize(("source", "target"), all_turns(KINDS, KINDS, 4, pair_id))
 def test_every_kind_into_every_kind(source: Topology, target: Topology, tmp_path: Path) -> None:
     state = random_state(AWKWARD, 7, precision=source.precision)
     resume(Case(AWKWARD, source, state, legacy=False), target, tmp_path)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 32])
+@pytest.mark.parametrize(
+    "dp", params([(1,), (2,), (3,), (5,), (8,), (13,)], [(dp,) for dp in (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 32)])
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_more_ranks_than_elements(stage: int, dp: int, tmp_path: Path) -> None:
     model = Model((Param("a", (3,)), Param("b", (1,), group=1), Param("c", (2, 2))))
@@ -124,16 +130,17 @@ def test_more_ranks_than_elements(stage: int, dp: int, tmp_path: Path) -> None:
     resume(Case(model, Topology(4 - stage, 3), state, False), Topology(stage, dp), tmp_path / "in")
 
 
-@pytest.mark.parametrize("source", KINDS, ids=lambda t: t.label)
-@pytest.mark.parametrize("target", [KINDS[0], KINDS[2], KINDS[3], KINDS[8]], ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize(("source", "target"), all_turns(KINDS, [KINDS[0], KINDS[2], KINDS[3], KINDS[8]], 2, pair_id))
 def test_zero_dimensional_parameters(source: Topology, target: Topology, tmp_path: Path) -> None:
     """A learned temperature: its states have the shape of a scalar and are none."""
     model = Model((Param("w", (3, 5)), Param("t", ()), Param("u", (), 1), Param("v", (), frozen=True)))
     resume(Case(model, source, random_state(model, 0, precision=source.precision), False), target, tmp_path)
 
 
-@pytest.mark.parametrize("source", [s for s in KINDS if s.stage < 3], ids=lambda t: t.label)
-@pytest.mark.parametrize("target", [KINDS[0], KINDS[2], KINDS[3], KINDS[6]], ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize(
+    ("source", "target"),
+    all_turns([s for s in KINDS if s.stage < 3], [KINDS[0], KINDS[2], KINDS[3], KINDS[6]], 2, pair_id),
+)
 def test_trainable_parameters_that_no_optimizer_was_given(source: Topology, target: Topology, tmp_path: Path) -> None:
     """They train in no wrapper (ZeRO 3 does not even save them): the module states hold them."""
     model = Model((Param("w", (3, 5)), Param("loose", (7,), group=None)))

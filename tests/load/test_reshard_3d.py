@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
+from tests.covering import all_turns
 from tests.load.test_direct import check_untouched, run_load
+from tests.load.test_reshard import pair_id
 from tests.ranks import World, run_ranks
 from tests.reshard import (
     FakeTarget,
@@ -71,8 +73,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("target", PIPELINES, ids=lambda t: f"→{t.label}")
-@pytest.mark.parametrize("source", PIPELINES, ids=lambda t: t.label)
+@pytest.mark.parametrize(("source", "target"), all_turns(PIPELINES, PIPELINES, 3, pair_id))
 def test_pipelines_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PIPELINE, source), target, tmp_path)
 
@@ -90,8 +91,7 @@ PLAINS = [
 ]
 
 
-@pytest.mark.parametrize("target", PLAINS, ids=lambda t: f"→{t.label}")
-@pytest.mark.parametrize("source", PLAINS, ids=lambda t: t.label)
+@pytest.mark.parametrize(("source", "target"), all_turns(PLAINS, PLAINS, 3, pair_id))
 def test_tensor_parallel_models_without_a_pipeline(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PLAIN, source), target, tmp_path)
 
@@ -128,10 +128,12 @@ def test_any_topology_loads_into_any_other(trip: Trip) -> None:
 # -- one pattern at a time --------------------------------------------------------------------------------------------
 
 
+DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)]
+
+
 @pytest.mark.parametrize(
-    "degrees", [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)], ids=lambda d: f"tp{d[0]}→tp{d[1]}"
+    ("kind", "degrees"), all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 3)
 )
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}))
 def test_every_pattern(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     source, target = (Topology(2, 2, tp=tp) for tp in degrees)
     resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)

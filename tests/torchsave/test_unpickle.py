@@ -9,6 +9,7 @@ import pickletools
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from deepspeed_ucp.sources.reading import read_hyper
 from deepspeed_ucp.torchsave.objects import Global, PickledObject, to_member, to_number
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
+from tests.covering import cover, params
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})
@@ -104,9 +106,17 @@ def base(files: dict[str, Any]) -> dict[str, Any]:
     return state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("topology", [Topology(0), Topology(1, 1), Topology(3, 1)], ids=lambda t: t.label)
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+WRITERS = [Topology(0), Topology(1, 1), Topology(3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("place", "topology", "legacy"),
+    params(
+        cover(list(PLACES), WRITERS, [False, True]),
+        product(PLACES, WRITERS, [False, True]),
+        lambda row: f"{row[0]}-{row[1].label}{'-legacy' * row[2]}",
+    ),
+)
 def test_no_code_runs_while_a_checkpoint_is_looked_at(
     tmp_path: Path, place: str, topology: Topology, legacy: bool
 ) -> None:
