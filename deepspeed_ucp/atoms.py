@@ -190,6 +190,8 @@ class AtomicIndex:
             ``checkpoint_version``, ``iteration``.
         scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
         recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
+        globals: classes and functions that the files' pickles name, beyond those of every checkpoint: dotted name →
+            path of a file that does.
         dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
     """
 
@@ -215,6 +217,7 @@ class AtomicIndex:
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
     recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
     dropped: str = ""
+    globals: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
         """An atom; None where there is none."""

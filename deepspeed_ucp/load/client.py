@@ -1,23 +1,37 @@
-"""Scheduler state, client state and the like: real objects, unpickled with torch's own restricted unpickler."""
+"""Scheduler state, client state and the like: real objects, made of harmless classes only.
+
+What the file's pickle says is read as inert data first (:mod:`~deepspeed_ucp.torchsave.unpickle`), so that everything
+that speaks against it is known before anything runs. Then only the client's part is pickled again and unpickled, with
+the classes that were found harmless and no others; the model's tensors are left in the file.
+"""
 
 from __future__ import annotations
 
 import argparse
 import collections
-import copy
 import datetime
+import enum
+import io
 import pathlib
 import pickle
-import re
+import sys
+import types
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
+from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UcpError, shorten
 from ..targets import pickled_classes
-from ..torchsave.records import is_zip
+from ..torchsave.dtypes import STORAGE_DTYPES
+from ..torchsave.objects import Global, PickledObject, walk
+from ..torchsave.repickle import PROTOCOL, write_pickle
+from ..torchsave.rewrite import open_storage
+from ..torchsave.torchfile import TorchFile, read_header
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
 """Key under which the modules' extra states are returned."""
@@ -25,72 +39,173 @@ EXTRA_STATES = "deepspeed_ucp.extra_states"
 _BULKY = ("module", "optimizer", "frozen_param_fragments")
 """Tensors of the model that the index reads; they do not belong to the client."""
 
+_COPIES = 16
+"""How many times the file's size all arguments of calls may be together: every call may copy its own, which can be
+one long string over and over."""
+
 
 def read_client_objects(path: str, comm: Comm, *, trust_pickle: bool) -> dict[str, Any]:
     """Read everything but the model's tensors from a model-states file, on rank 0, and tell all ranks; collective.
 
     Args:
         path: the file.
-        trust_pickle: allow any class (``weights_only=False``).
+        trust_pickle: allow any class.
 
     Raises:
-        CheckpointError: the client state holds a class that torch does not unpickle safely.
+        CheckpointError: the client state holds classes that are not known to be harmless, or is damaged.
     """
-    found: dict[str, Any] = {}
-    with comm.together():
-        if comm.rank == 0:
-            found = _read(path, trust_pickle)
-    return comm.broadcast(found)  # type: ignore[no-any-return]
+    return comm.once(lambda: read_objects(path, trust_pickle=trust_pickle))
 
 
-def _read(path: str, trust_pickle: bool) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals(safe_classes()):
-            # A zip is mapped, so that the model's own bytes are not read.
-            saved = torch.load(path, map_location="cpu", mmap=is_zip(path), weights_only=not trust_pickle)
-    except pickle.UnpicklingError as error:
+def read_objects(path: str, *, trust_pickle: bool) -> dict[str, Any]:
+    """The same without other ranks."""
+    file = read_header(path)
+    kept = _select_client(file)
+    allowed = None
+    if not trust_pickle:
+        allowed = _list_allowed()
+        names = dict.fromkeys(value.kind for value in walk(kept) if isinstance(value, Global))
+        _refuse_unknown(path, [name for name in names if not _allow(name, allowed)])
+        _check_copies(file, kept)
+    return _build(file, kept, allowed)
+
+
+def check_trusted(index: AtomicIndex) -> None:
+    """Refuse a checkpoint whose files name anything else than harmless classes: DeepSpeed's own load would run it.
+
+    Raises:
+        CheckpointError: naming all of it.
+    """
+    allowed = _list_allowed()
+    unknown = [name for name in index.globals if not _allow(name, allowed)]
+    _refuse_unknown(index.globals[unknown[0]] if unknown else "", unknown)
+
+
+def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:
+    if named := shorten(unknown, 20):
         raise CheckpointError(
-            f"{path}: the client state or scheduler holds an object that is not unpickled without your consent "
-            f"({_shorten_reason(str(error))}). If you trust the file, allow the class with "
-            'torch.serialization.add_safe_globals or set "checkpoint": {"universal": {"trust_pickle": true}}.'
-        ) from error
-    kept = {key: value for key, value in saved.items() if key not in _BULKY}
-    module = saved.get("module")
+            f"{path}: holds objects that are not unpickled without your consent ({named}). If you trust the "
+            "checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
+            '"checkpoint": {"universal": {"trust_pickle": true}}.'
+        )
+
+
+def _select_client(file: TorchFile) -> dict[Any, Any]:
+    if not isinstance(file.tree, dict):
+        raise CheckpointError(f"{file.path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
+    kept = {key: value for key, value in file.tree.items() if key not in _BULKY}
+    module = file.tree.get("module")
     if isinstance(module, dict):
         kept[EXTRA_STATES] = {key: value for key, value in module.items() if str(key).endswith("_extra_state")}
-    return copy.deepcopy(kept)  # so that nothing refers to the mapped file any more
+    return kept
 
 
-def _shorten_reason(text: str) -> str:
-    """What torch says about the object, without its advice and colours."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    if blocked := re.search(r"Trying to load unsupported GLOBAL \S+[^\n]*", plain):
-        return blocked[0]
-    reason = plain.split("WeightsUnpickler error:")[-1]
-    return re.split(r"\. Please use|\n\s*\n|Check the documentation", reason.strip())[0].strip().rstrip(".")
+def _list_allowed() -> dict[str, Any]:
+    """Harmless classes and functions by dotted name: torch's own, the user's, and :func:`safe_classes`."""
+    allowed = {_name(each): each for each in safe_classes()}
+    for given in torch.serialization.get_safe_globals():
+        each, name = given if isinstance(given, tuple) else (given, _name(given))
+        allowed[name] = each
+    return {**allowed, **_get_allowed_globals()}
+
+
+def _name(each: Any) -> str:
+    return f"{each.__module__}.{each.__qualname__}"
+
+
+def _allow(name: str, allowed: dict[str, Any]) -> bool:
+    """Whether a name is that of something harmless; of packages that are imported it is added to ``allowed``."""
+    if name not in allowed:
+        module, _, attribute = name.rpartition(".")
+        found = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
+        if _is_harmless(found):
+            allowed[name] = found
+    return name in allowed
+
+
+def _is_harmless(found: Any) -> bool:
+    """Enums, dtypes, and dicts and lists with attributes: unpickling one runs no code of its class but an enum's."""
+    if not isinstance(found, type):
+        return isinstance(found, torch.dtype)
+    if issubclass(found, (enum.Enum, np.generic)):
+        return True
+    own = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
+    plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in own)
+    return plain and not any(name in vars(kind) for kind in own for name in _RUN_BY_PICKLE)
+
+
+_RUN_BY_PICKLE = (
+    *("__new__", "__init__", "__setstate__", "__setitem__", "append", "extend", "__del__", "__getattribute__"),
+    *("__setattr__", "__hash__", "__eq__"),
+)
+"""Methods that unpickling or discarding an object may call."""
+
+
+def _check_copies(file: TorchFile, kept: Mapping[Any, Any]) -> None:
+    """Refuse calls that together copy many times what the file holds."""
+    calls = (value for value in walk(kept) if isinstance(value, PickledObject))
+    sized = (arg for made in calls for arg in made.args if isinstance(arg, (str, bytes, bytearray, list, tuple)))
+    if sum(map(len, sized)) > _COPIES * file.size:
+        raise CheckpointError(f"{file.path}: its objects copy one value over and over; the file is made to harm.")
+
+
+def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | None) -> dict[str, Any]:
+    try:
+        data = write_pickle(dict(kept), max(file.protocol, PROTOCOL))
+        return _ClientUnpickler(data, file, allowed).load()  # type: ignore[no-any-return]
+    except UcpError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{file.path}: its client state cannot be unpickled ({kind}: {error}).") from error
+
+
+class _ClientUnpickler(pickle.Unpickler):
+    """Unpickles what was read, with the allowed classes (None: all); storages come from their records, on the CPU."""
+
+    def __init__(self, data: bytes, file: TorchFile, allowed: Mapping[str, Any] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self.file, self.allowed = file, allowed
+        self.storages: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return getattr(torch, STORAGE_DTYPES.get(name, "uint8"))  # a storage is referred to, never made by a call
+        if self.allowed is None:
+            return super().find_class(module, name)
+        return self.allowed[Global(module, name).kind]
+
+    def persistent_load(self, pid: Any) -> Any:
+        _storage, dtype, key, _location, numel = pid
+        if key not in self.storages:
+            self.storages[key] = self._read_storage(key, numel)
+        return torch.storage.TypedStorage(wrap_storage=self.storages[key], dtype=dtype, _internal=True)
+
+    def _read_storage(self, key: str, numel: int) -> Any:
+        data = bytearray().join(open_storage(self.file, key, numel).pieces)
+        return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
 
 
 def safe_classes() -> list[Any]:
     """Classes without side effects that client states and DeepSpeed's own headers commonly hold."""
     found: list[Any] = [
         argparse.Namespace,
+        types.SimpleNamespace,
         collections.OrderedDict,
         collections.Counter,
+        collections.defaultdict,
+        collections.deque,
         datetime.datetime,
         datetime.timedelta,
         datetime.timezone,
         datetime.date,
         pathlib.PosixPath,
         pathlib.PurePosixPath,
-        set,
-        frozenset,
-        slice,
-        complex,
-        bytearray,
+        *(int, float, bool, str, list, dict, tuple, set, frozenset, slice, complex, bytearray, bytes, object),
         torch.Size,
         np.ndarray,
         np.dtype,
-        *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?c"},
+        *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?cSUmM"},
     ]
     core = getattr(np, "_core", None) or np.core
     found += [core.multiarray._reconstruct, core.multiarray.scalar]

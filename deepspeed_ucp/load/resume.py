@@ -25,6 +25,7 @@ from ..targets.finish import refresh_after_own_load
 from ..targets.guard import release, seal
 from ..topology import ATOMIC, find_differences
 from .census import Census, find_renamed, join_groups, list_live_rules, read_rules, take_census
+from .client import check_trusted
 from .direct import LoadArguments, has_masters, load_direct
 from .report import LoadReport
 from .sameness import find_unnoticed
@@ -80,7 +81,7 @@ def resume(
         return own()
     folder = os.path.join(load_dir, found)
     with report.phase("index"), pause_collection():
-        decision = decide(engine, folder, comm, arguments, upstream=upstream)
+        decision = decide(engine, folder, comm, arguments, config, upstream=upstream)
     report.reason, report.direct = decision.reason, decision.index is not None
     if comm.rank == 0:
         logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", decision.reason)
@@ -124,7 +125,15 @@ def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False) ->
     return tags[0]
 
 
-def decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments, *, upstream: bool = False) -> Decision:
+def decide(
+    engine: Any,
+    folder: str,
+    comm: Comm,
+    arguments: LoadArguments,
+    config: UniversalConfig,
+    *,
+    upstream: bool = False,
+) -> Decision:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Args:
@@ -143,7 +152,7 @@ def decide(engine: Any, folder: str, comm: Comm, arguments: LoadArguments, *, up
         target = comm.run(lambda: open_target(engine))
     except UnknownLayoutError as error:
         return _trust_own_files(engine, folder, comm, str(error), "Resume in the topology that saved it")
-    return _compare(engine, folder, target, comm, arguments, upstream=upstream)
+    return _compare(engine, folder, target, comm, arguments, config, upstream=upstream)
 
 
 def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str) -> Decision:
@@ -163,7 +172,14 @@ def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str
 
 
 def _compare(
-    engine: Any, folder: str, target: Target, comm: Comm, arguments: LoadArguments, *, upstream: bool
+    engine: Any,
+    folder: str,
+    target: Target,
+    comm: Comm,
+    arguments: LoadArguments,
+    config: UniversalConfig,
+    *,
+    upstream: bool,
 ) -> Decision:
     """Hold the checkpoint's index against the live engine's layout; collective."""
     weights_only = not (arguments.with_states and has_masters(target, comm))
@@ -174,6 +190,8 @@ def _compare(
     if upstream:
         everyone.append("load_universal is on, this is a normal checkpoint")
     if not everyone:
+        if not config.trust_pickle:
+            comm.run(lambda: check_trusted(index))
         return Decision(f"same topology ({index.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
     return Decision(f"{index.topology.describe()} → {target.topology.describe()}: {told}", target, index)

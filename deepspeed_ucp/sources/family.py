@@ -58,6 +58,15 @@ class Save:
             raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no model states.")
         return model
 
+    def list_globals(self) -> dict[str, str]:
+        """Classes and functions that the files' pickles name → path of the first file that does."""
+        found: dict[str, str] = {}
+        for group in (*self.models, *self.shards, *(layers.values() for layers in self.layers)):
+            for header in group:
+                for name in header.globals:
+                    found.setdefault(name, self.path(header))
+        return found
+
     def path(self, header: FileHeader) -> str:
         """Full path of a file."""
         return self.listing.path(header.name)

@@ -134,7 +134,8 @@ class ModelHeader:
 class FileHeader:
     """One file's header: a model's, an optimizer's, or the tensors of one layer of a pipeline.
 
-    ``marks`` are what all files of a save have alike (:mod:`.marks`).
+    ``marks`` are what all files of a save have alike (:mod:`.marks`); ``globals`` the classes and functions that its
+    pickle names, beyond those of every checkpoint.
     """
 
     name: str
@@ -145,6 +146,7 @@ class FileHeader:
     layer: dict[str, Piece] | None = None
     crc: int | None = None
     marks: dict[str, str] = field(default_factory=dict)
+    globals: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:

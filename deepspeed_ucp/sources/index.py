@@ -85,6 +85,7 @@ def build_index(
         instances={**stages.instances, **instances},
         scalar_dtypes=builder.scalar_dtypes,
         hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
+        globals=save.list_globals(),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UcpError, UnsupportedError
+from ..torchsave.dtypes import is_dtype, is_storage
 from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
@@ -21,6 +22,14 @@ from .marks import read_marks
 
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
+
+_COMMON_GLOBALS = frozenset(
+    (
+        *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter"),
+        *("torch._tensor._rebuild_from_type_v2", "torch.Size", "collections.OrderedDict", "builtins.set"),
+    )
+)
+"""What nearly every state file names; all of it harmless (``load.client``)."""
 
 _EMPTY = FileRecord("", 0, 0, None)
 _MOST_ENTRIES = 2_000_000  # of a module's state_dict
@@ -54,6 +63,17 @@ def _read_file(path: str, name: str) -> FileHeader:
         )
     if not isinstance(file.tree, dict):
         raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
+    return replace(_read_parts(file, name), globals=_list_globals(file))
+
+
+def _list_globals(file: TorchFile) -> tuple[str, ...]:
+    """Names beyond those that are in every checkpoint, which need not travel to all ranks."""
+    names = dict.fromkeys(each.kind for each in file.globals)
+    return tuple(name for name in names if not (name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)))
+
+
+def _read_parts(file: TorchFile, name: str) -> FileHeader:
+    path = file.path
     reader = Reader(file)
     marks = read_marks(file.tree, file.writer)
     if is_layer_file(name):

@@ -39,6 +39,12 @@ def is_dtype(kind: str) -> bool:
     return module == "torch" and _NAME.fullmatch(name) is not None
 
 
+def is_storage(kind: str) -> bool:
+    """Whether a dotted name is that of one of torch's storage classes."""
+    module, _, name = kind.rpartition(".")
+    return module in ("torch", "torch.storage") and (name in STORAGE_DTYPES or name == "UntypedStorage")
+
+
 def unpack_scalar(dtype: str, data: bytes) -> Any:
     """The Python number in the bytes of one element.
 

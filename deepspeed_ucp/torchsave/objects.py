@@ -7,15 +7,13 @@ what the pickle gives, so that :mod:`~.repickle` writes again what :mod:`~.unpic
 from __future__ import annotations
 
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..atoms import count
 from .dtypes import unpack_scalar
-
-_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""Modules by the names of Python 2, which the pickle protocol of ``torch.save`` writes."""
 
 _NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 _SHORT = 60
@@ -30,8 +28,9 @@ class Global:
 
     @property
     def kind(self) -> str:
-        """Dotted name, with the module's name of Python 3."""
-        return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
+        """Dotted name in Python 3: ``torch.save``'s protocol writes names of Python 2 (``__builtin__.long``)."""
+        module, name = NAME_MAPPING.get((self.module, self.name), (self.module, self.name))
+        return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 @dataclass(eq=False, slots=True)

@@ -47,14 +47,22 @@ def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes]
         OSError: the new file cannot be written.
     """
     storages: dict[str, bytes | Stream] = {
-        key: added[key] if key in added else _open_storage(file, key, ref.numel)
+        key: added[key] if key in added else open_storage(file, key, ref.numel)
         for key, ref in list_storages(root).items()
     }
     crc = write_torch_file(path, write_pickle(root, max(file.protocol, PROTOCOL)), storages)
     return os.stat(path).st_size, crc
 
 
-def _open_storage(file: TorchFile, key: str, numel: int) -> Stream:
+def open_storage(file: TorchFile, key: str, numel: int) -> Stream:
+    """A storage's bytes, held against their checksum while they are taken.
+
+    Args:
+        numel: how many elements the pickle says that it has; an empty storage may have no record.
+
+    Raises:
+        CheckpointError: it is missing; later, that its bytes are not what was saved.
+    """
     record = file.storages.get(key) if numel else FileRecord(f"{DATA}{key}", 0, 0, None)
     if record is None:
         raise CheckpointError(f"{file.path}: storage {key} of a tensor is missing; the file is damaged.")

@@ -25,6 +25,17 @@ MOST_KEY_PARTS: Final = 256
 recursion: sharing makes that exponential, depth makes it overflow the stack."""
 
 _FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error)
+_LARGE = 1 << 16
+_TENSORS = ("", "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_ALLOCATING = frozenset(
+    (
+        *("builtins.bytearray", "builtins.bytes", "numpy.void", "numpy.ndarray"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+        *(f"torch.{name}{kind}" for name in _TENSORS for kind in ("Tensor", "Storage")),
+        "torch.storage.UntypedStorage",
+    )
+)
+"""What makes as many bytes as a number says. No writer pickles them so; what they hold stands in the file."""
 _MOST_ARGUMENTS = 16  # of a call whose result is looked into
 _HASHED_AT_ONCE = frozenset((str, int, float, bool, bytes, type(None), Global, PickledObject, TensorRef))
 _NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}
@@ -76,7 +87,20 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
 class _Machine:
     """Stack, marks and memo of the machine that pickles are programs for."""
 
-    __slots__ = ("data", "end", "globals", "marks", "memo", "path", "protocol", "stack", "storages", "tensors", "views")
+    __slots__ = (
+        "allocating",
+        "data",
+        "end",
+        "globals",
+        "marks",
+        "memo",
+        "path",
+        "protocol",
+        "stack",
+        "storages",
+        "tensors",
+        "views",
+    )
 
     def __init__(self, data: bytes, path: str) -> None:
         self.data, self.path = data, path
@@ -88,6 +112,7 @@ class _Machine:
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
+        self.allocating: set[int] = set()  # globals of :data:`_ALLOCATING`, by identity
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose results are looked into, by identity
 
     def run(self, at: int) -> int:
@@ -128,6 +153,8 @@ class _Machine:
         self.stack.append(named)
         if view := _VIEWS.get(named.kind):
             self.views[id(named)] = view
+        elif named.kind in _ALLOCATING:
+            self.allocating.add(id(named))
 
     def make(self, op: str, number: int) -> None:
         """Push the object that a call makes; tensors and a few containers by what they are."""
@@ -135,6 +162,8 @@ class _Machine:
         maker, args = parts[:2]
         if not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
             raise ValueError(f"it calls {describe(maker)} with {describe(args)}")
+        if id(maker) in self.allocating and any(map(_is_large, (*args[:_MOST_ARGUMENTS], parts[1:]))):
+            raise ValueError(f"it calls {describe(maker)} for a memory of many bytes")
         made = PickledObject(op, parts)
         found: Any = made
         view = self.views.get(id(maker))
@@ -170,6 +199,12 @@ class _Machine:
         storage = StorageRef(str(key), kind, location, numel)
         self.storages[storage.key] = storage
         self.stack.append(storage)
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value is a large number, or a tuple with one: a count of elements."""
+    numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
+    return any(isinstance(number, int) and number > _LARGE for number in numbers)
 
 
 def _find_made(value: Any) -> PickledObject:

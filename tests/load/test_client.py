@@ -6,8 +6,12 @@ import argparse
 import collections
 import copy
 import datetime
+import enum
+import functools
+import os
 import pathlib
 import random
+import types
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,29 @@ TOPOLOGIES = [
     Topology(1, 2, "bf16", "bf16"),
     Topology(3, 2),
 ]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntFlag):
+    LOW = 1
+    HIGH = 4
+
+
+class Attributes(dict[str, Any]):
+    """As Lightning's ``AttributeDict``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def _attribute(made: Any, **fields: Any) -> Any:
+    vars(made).update(fields)
+    return made
 
 
 class Own:
@@ -91,6 +118,14 @@ COMMON = {
     "path": pathlib.Path("/data/x"),
     "counter": collections.Counter("aab"),
     "ordered": collections.OrderedDict(b=1, a=2),
+    "deque": collections.deque([1, 2], maxlen=3),
+    "defaultdict of numbers": collections.defaultdict(int, x=1),
+    "string array": np.array(["a"]),
+    "times": np.array(["2026-01-02"], dtype="datetime64[D]"),
+    "enums": [Colour.RED, {Colour.RED: Level.LOW | Level.HIGH}],
+    "a dict with attributes": _attribute(Attributes(a=1), b=[2]),
+    "simple namespace": types.SimpleNamespace(a=1),
+    "classes of numbers": [np.float32, float, torch.bfloat16],
     "sets": [{1, 2}, frozenset({3})],
     "bytes": [b"ab", bytearray(b"cd")],
     "numbers": [1j, 1 << 80, float("inf"), True, None, slice(1, 2)],
@@ -131,11 +166,11 @@ def test_cycles_come_back(tmp_path: Path) -> None:
 
 UNKNOWN = {
     "own class": (Own(3), "test_client.Own"),
-    "deque": (collections.deque([1, 2]), "deque"),
     "defaultdict": (collections.defaultdict(Own, x=1), "defaultdict|Own"),
-    "defaultdict of numbers": (collections.defaultdict(int, x=1), "defaultdict|int"),
     "function": (len, "len"),
-    "string array": (np.array(["a"]), "StrDType|dtype"),
+    "partial": (functools.partial(os.system, "true"), "partial, posix.system"),
+    "several": ([Own(3), len, {"x": (os.getcwd,)}], "test_client.Own, builtins.len, posix.getcwd"),
+    "objects in an array": (np.array([Own(3)], dtype=object), "Own"),
 }
 
 
@@ -191,6 +226,6 @@ def test_only_rank_0_reads(tmp_path: Path) -> None:
 
         def broadcast(self, value: Any, src: int = 0) -> Any:
             assert src == 0
-            return {"from": "rank 0"}
+            return self._pack({"from": "rank 0"}), None
 
     assert read_client_objects(str(tmp_path / "absent.pt"), Second(), trust_pickle=False) == {"from": "rank 0"}
