@@ -15,7 +15,6 @@ from typing import Any
 from ..atoms import count
 from ..errors import MismatchError
 from .affine import FORMAT, read_map
-from .facts import compile_regex
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV, _Cut
 from .layout import Layout, Shape
 from .rules import Rule, RuleSet
@@ -33,6 +32,11 @@ WIDTHS = "sub_param_shard_widths"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 AFFINE = "affine_map"
 VOCAB_SIZE = "original_vocab_size"
+
+_SIMPLE = re.compile(r"[^*+?{}()|]*(?:[*+][^*+?{}()|]*)?")
+"""Expressions that Python's engine matches in at most quadratic time: one repeat of one character, no alternatives."""
+
+_MOST_PARTS = 1 << 12
 
 _LISTS: tuple[tuple[str, Pattern], ...] = (
     (REPLICATED, Replicate()),
@@ -107,12 +111,23 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
     name = "universal_checkpoint_info" if side != "target" else "the live engine's universal_checkpoint_info"
     if not isinstance(info, Mapping):
         return RuleSet(name, reported=False)
+    try:
+        return _read_info(name, info, tp, side)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise MismatchError(
+            f"universal_checkpoint_info: an entry is of another form than DeepSpeed's ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _read_info(name: str, info: Mapping[str, Any], tp: int, side: str | None) -> RuleSet:
     unsupported = info.get(UNSUPPORTED) or {}
     affine = _read_affine(info)
     rules = [*affine[0], *_read_parts(info, tp), *_read_lists(info)]
     # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
     fallback = ShardV() if UNSUPPORTED in info and AFFINE not in info else None
     vocab = info.get(VOCAB_SIZE)
+    if isinstance(vocab, int) and vocab < 1:
+        raise MismatchError(f"universal_checkpoint_info: {VOCAB_SIZE} is {vocab}")
     literal: dict[str, list[Rule]] = {}
     for rule in rules:
         if (whole_name := _unescape(rule.text)) is not None:
@@ -129,9 +144,54 @@ def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleS
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixRegex:
+    """An expression of the checkpoint's. As in DeepSpeed's converter it need not reach to the end of a name.
+
+    It comes from a file that anybody may have written, so it is matched in time linear in the name, by RE2. The simple
+    ones that scripts write are left to Python's engine, which is several times faster for them.
+    """
+
+    compiled: Any
+
+    def fullmatch(self, name: str, /) -> re.Match[str] | None:
+        """A match that begins with the name's first character."""
+        return self.compiled.match(name.encode("utf-8", "replace").decode())  # type: ignore[no-any-return]
+
+
+def compile_prefix(text: object) -> PrefixRegex:
+    """Compile an expression of the checkpoint's.
+
+    Raises:
+        MismatchError: it is none, or one that cannot be matched in linear time.
+    """
+    if not isinstance(text, str):
+        raise MismatchError(f"universal_checkpoint_info: {text!r:.80} is not a regular expression")
+    try:
+        return PrefixRegex(_compile(text))
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise MismatchError(
+            f"universal_checkpoint_info: the expression {text!r:.80} cannot be matched in linear time ({error})"
+        ) from None
+
+
+def _compile(text: str) -> Any:
+    if _SIMPLE.fullmatch(text):
+        return re.compile(text)
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options)
+    except re2.error as error:
+        raise ValueError(error.args[0].decode() if error.args else "") from None
+
+
 def _make_rule(text: str, pattern: Pattern | None = None, rank: int = 0, vocab: bool = False) -> Rule:
-    # DeepSpeed's converter uses re.match: its expressions need not reach to the end of a name.
-    return Rule(text, compile_regex(f"(?:{text}).*"), pattern=pattern, rank=rank, vocab=vocab)
+    if isinstance(text, str) and (name := _unescape(text)) is not None:
+        return Rule(text, re.compile(re.escape(name)), pattern=pattern, rank=rank, vocab=vocab)
+    return Rule(text, compile_prefix(text), pattern=pattern, rank=rank, vocab=vocab)
 
 
 def _unescape(text: str) -> str | None:
@@ -162,13 +222,21 @@ def _read_parts(info: Mapping[str, Any], tp: int) -> Iterator[Rule]:
             view, axis, texts = tuple(entry["shape"]), int(entry["partition_dim"]), entry["patterns"]
             told = view[axis]
         except (KeyError, TypeError, IndexError, ValueError):
-            raise MismatchError(f"universal_checkpoint_info: {PARTS} has an entry of unknown form: {entry!r}") from None
+            raise MismatchError(
+                f"universal_checkpoint_info: {PARTS} has an entry of unknown form: {entry!r:.200}"
+            ) from None
         sizes = tuple(1 if dim == axis else _add(size) for dim, size in enumerate(view))
         for text in texts:
-            known = widths.get(text)
+            known = tuple(tuple(map(int, part)) for part in widths.get(text) or ()) or None
             parts = _read_sizes(told, known, version)
-            pattern = Viewed(sizes, axis, parts, known and tuple(tuple(part) for part in known))
+            _check_sizes(entry, (*sizes, *((parts,) if isinstance(parts, int) else parts)))
+            pattern = Viewed(sizes, axis, parts, known)
             yield _make_rule(text, pattern, rank=1)
+
+
+def _check_sizes(entry: Any, sizes: Sequence[int]) -> None:
+    if min(sizes) < -1 or 0 in sizes or len(sizes) > _MOST_PARTS:
+        raise MismatchError(f"universal_checkpoint_info: {PARTS} has an entry of odd sizes: {entry!r:.200}")
 
 
 def _read_sizes(told: Any, widths: Any, version: float) -> tuple[int, ...] | int:
@@ -177,7 +245,11 @@ def _read_sizes(told: Any, widths: Any, version: float) -> tuple[int, ...] | int
         return tuple(sum(part) for part in widths)
     if isinstance(told, (list, tuple)):
         return tuple(int(size) for size in told)
-    return int(told) if version < WIDTHS_SINCE else (int(told),)
+    if version >= WIDTHS_SINCE:
+        return (int(told),)
+    if not 0 < int(told) <= _MOST_PARTS:
+        raise MismatchError(f"universal_checkpoint_info: {PARTS} tells of {told} sub-parameters")
+    return int(told)
 
 
 def _add(size: Any) -> int:

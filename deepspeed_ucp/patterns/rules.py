@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ConfigError, MismatchError
 from .facts import Facts, UnknownError, compile_regex
@@ -66,6 +66,12 @@ FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_val
 """Names of fused attention projections: per-rank [q; k; v] and interleaved per head group have the same shapes."""
 
 
+class Regex(Protocol):
+    """What matches names: Python's expressions, and those of a checkpoint."""
+
+    def fullmatch(self, name: str, /) -> re.Match[str] | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Parameters whose name ``regex`` matches have a pattern.
@@ -80,13 +86,14 @@ class Rule:
     """
 
     text: str
-    regex: re.Pattern[str]
+    regex: Regex
     spec: Mapping[str, Any] = field(default_factory=dict)
     pattern: Pattern | None = None
     rank: int = 0
     vocab: bool = False
 
     def match(self, name: str) -> re.Match[str] | None:
+        """The whole name's match."""
         return self.regex.fullmatch(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
+from ..errors import CheckpointError, MismatchError
 from ..patterns import RuleSet, Settled, from_recorded, from_universal_info, settle
 from ..patterns.layout import Shape
 
@@ -44,10 +45,17 @@ def settle_index(
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
-    """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's."""
+    """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's.
+
+    Raises:
+        CheckpointError: what the checkpoint tells of itself is of another form than DeepSpeed's.
+    """
     found = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
     if info := index.hints.get(INFO):
-        found.append(from_universal_info(info, index.topology.tp))
+        try:
+            found.append(from_universal_info(info, index.topology.tp))
+        except MismatchError as error:
+            raise CheckpointError(f"{index.state_file}: {error}. Give the model's patterns.") from error
     return [*found, *live]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from ..atoms import MODULE, are_alike, strip_compiled
-from ..errors import shorten
+from ..errors import CheckpointError, MismatchError, shorten
+from ..patterns import Rule, from_universal_info
 from .atomic.paramfile import Part
 from .builder import Builder, Seat
 from .hints import INFO
@@ -57,6 +56,14 @@ def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
     return lost
 
 
+def _read_shared(part: Part) -> tuple[Rule, ...]:
+    """What the checkpoint says to be alike on all pipeline stages."""
+    try:
+        return from_universal_info(part.save.model(0).hints.get(INFO), part.save.tp).shared
+    except MismatchError as error:
+        raise CheckpointError(f"{part.save.path(part.save.main)}: {error}.") from error
+
+
 def tell_copies(part: Part) -> list[str]:
     """Parameters of several pipeline stages: the converter joins all stages' files under one name, the last one counts.
 
@@ -67,8 +74,7 @@ def tell_copies(part: Part) -> list[str]:
     for stage in range(save.pp):
         for name in {raw for group in save.model(stage * save.tp).param_shapes or () for raw, _ in group}:
             stages[name] = stages.get(name, 0) + 1
-    info = save.model(0).hints.get(INFO) or {}
-    shared = info.get("pipeline_replicated_parameter_patterns") or []
-    copies = sorted(n for n, held in stages.items() if held > 1 and not any(re.match(text, n) for text in shared))
+    shared = _read_shared(part)
+    copies = sorted(n for n, held in stages.items() if held > 1 and not any(rule.match(n) for rule in shared))
     told = "of parameters that several pipeline stages hold the converter kept one stage's values, whichever it was"
     return [f"{told}: {shorten(copies)}"] if copies else []

@@ -377,3 +377,57 @@ def test_thousands_of_named_parameters():
     assert rules.rules == ()
     shapes = dict.fromkeys(names, ((2, 3), (2, 3)))
     assert len(settle(names, shapes, None, [rules]).layouts) == 3000
+
+
+HOSTILE = {
+    "nested repeats": "(a+)+$",
+    "alternatives": "(a|a)*$",
+    "several repeats": ".*a.*a.*a.*a.*a.*a.*a.*a.*a.*a$",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_expressions_are_matched_in_linear_time(text):
+    """Python's engine takes years for these."""
+    (rule,) = from_universal_info({"tp_replicated_parameter_patterns": [text]}, 2).rules
+    names = ["a" * 5000 + "b", "a" * 9 + "\ud800b", "b" * 5000]
+    assert not any(rule.match(name) for name in names)
+    assert rule.match("a" * 5000)
+
+
+def test_expressions_are_those_of_the_converter():
+    """From a name's front, not necessarily to its end."""
+    texts = [r"\d+.dense.weight", r"(.+\.)?q_proj", "^a.b$", r"^a\.b$", "a"]
+    rules = [from_universal_info({"tp_replicated_parameter_patterns": [text]}, 2) for text in texts]
+    names = ("12.dense.weight", "12.dense.weight.more", "x.q_proj.weight", "a.b", "a.bc", "acb", "ba", "12dense.weight")
+    for name in names:
+        for text, each in zip(texts, rules, strict=True):
+            found = any(rule.match(name) for rule in (*each.rules, *each.literal.get(name, ())))
+            assert found == bool(re.match(text, name)), (text, name)
+
+
+ODD = {
+    "no expression": {"tp_replicated_parameter_patterns": ["("]},
+    "a number": {"tp_replicated_parameter_patterns": [7]},
+    "looks ahead": {"tp_replicated_parameter_patterns": ["(?!a)(b)*"]},
+    "refers back": {"tp_replicated_parameter_patterns": [r"(a+)\1"]},
+    "large": {"tp_replicated_parameter_patterns": ["((a{100}){100}){100}"]},
+    "unsupported": {"autotp_unsupported_parameter_patterns": ["w"]},
+    "map": {"affine_map": ["w"]},
+    "map's version": {"affine_map": {"version": "x"}},
+    "map's parameters": {"affine_map": {"params": ["w"]}},
+    "map's entry": {"affine_map": {"params": {"w": 3}}},
+    "map's ranks": {"affine_map": {"params": {"w": {"logical_shape": [2], "ranks": {"0": None}}}}},
+    "version": {**parts_info([3, -1], 0, 0.3), "universal_checkpoint_version": "new"},
+    "widths": parts_info([(4, 4), 5], 0, widths=[["x", "y"]]),
+    "very many parts": parts_info([10**9, -1], 0, 0.3),
+    "no parts": parts_info([0, -1], 0, 0.3),
+    "negative": parts_info([(4, -4), 5], 0),
+    "vocabulary": {"original_vocab_size": -3},
+}
+
+
+@pytest.mark.parametrize("info", ODD.values(), ids=ODD)
+def test_odd_forms_are_refused(info):
+    with pytest.raises(MismatchError, match="universal_checkpoint_info"):
+        from_universal_info(info, 2)

@@ -1,0 +1,99 @@
+"""How a checkpoint's parameters are cut: which bytes prove a replica, who is asked first, whose file is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.patterns import Replicate, ShardV, from_config
+from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
+from deepspeed_ucp.plan.settling import list_weights, settle_index
+from deepspeed_ucp.topology import Topology
+
+WHOLE = {"b": ((4,), (4,), (4,), (4,))}
+"""Four ranks that each hold all of it."""
+
+
+def make_index(
+    crcs: Sequence[int | None], offsets: Sequence[int] | None = None, hints: Mapping[str, Any] | None = None
+) -> AtomicIndex:
+    """A buffer of which every tensor-parallel rank has four elements in a record with a checksum."""
+    at = offsets or [0] * len(crcs)
+    shards = tuple(Shard((4,), (Fragment(0, 4, number, offset),)) for number, offset in enumerate(at))
+    atom = Atom("b", MODULE, "float32", shards)
+    return AtomicIndex(
+        files=(),
+        records=tuple(Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)),
+        atoms={atom.key: atom},
+        scalars={},
+        groups=(),
+        aliases={},
+        buffers=frozenset({"b"}),
+        counters={},
+        scaler={},
+        clip_grad=None,
+        state_file="tag/mp_rank_00_model_states.pt",
+        topology=Topology(1, "zero12", "float32", tp=len(crcs)),
+        hints=dict(hints or {}),
+    )
+
+
+def test_checksums_prove_that_a_buffer_is_a_replica() -> None:
+    settled = settle_index(make_index([7, 7])).require()
+    assert (settled.patterns, settled.origin) == ({"b": Replicate()}, {"b": EQUAL})
+    assert settle_index(make_index([7, 7]), target=WHOLE).pairs["b"][1].replicated
+    assert settle_index(make_index([7, 7]), degree=4).pairs["b"][1].local_shapes == WHOLE["b"]
+
+
+@pytest.mark.parametrize(
+    ("crcs", "offsets"), [([None, None], [0, 0]), ([7, 8], [0, 0]), ([7, 7], [0, 16])], ids=["none", "other", "place"]
+)
+def test_what_nothing_proves_is_open(crcs: Sequence[int | None], offsets: Sequence[int]) -> None:
+    """Equal shapes are not equal bytes, nor are two places in equal records."""
+    index = make_index(crcs, offsets)
+    for settled in (settle_index(index), settle_index(index, degree=4)):
+        assert list(settled.open) == ["b"]
+        with pytest.raises(MismatchError, match="is not known"):
+            settled.require()
+
+
+@pytest.mark.parametrize("crc", [7, None])
+def test_the_users_rules_are_asked_first(crc: int | None) -> None:
+    rules = from_config([{"match": "b", "pattern": "shard-v"}])
+    target = {"b": ((2,),) * 4}
+    settled = settle_index(make_index([crc, crc]), rules, target).require()
+    assert settled.patterns["b"] == ShardV()
+    settled = settle_index(make_index([crc, crc]), rules, WHOLE)
+    assert "shapes differ" in settled.wrong["b"] or settled.wrong["b"]
+
+
+def test_ranks_of_two_degrees_that_hold_one_shape_are_replicas() -> None:
+    settled = settle_index(make_index([None, None]), target=WHOLE).require()
+    assert settled.origin == {"b": SHAPES}
+
+
+def test_what_autotp_says_of_unnamed_parameters_is_not_said_of_buffers() -> None:
+    info = {"universal_checkpoint_info": {"autotp_unsupported_parameter_patterns": {}}}
+    assert settle_index(make_index([7, 7], hints=info)).patterns["b"] == Replicate()
+    assert settle_index(make_index([None, None], hints=info)).patterns["b"] == ShardV()
+
+
+def test_odd_metadata_is_the_files_fault() -> None:
+    index = make_index([7, 7], hints={"universal_checkpoint_info": {"affine_map": ["b"]}})
+    with pytest.raises(
+        CheckpointError, match=r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
+    ):
+        settle_index(index)
+
+
+def test_a_master_is_a_parameters_weight_and_the_modules_tensor_where_there_is_none() -> None:
+    shard = (Shard((4,), ()),)
+    atoms = [Atom("a", state, "float32", shard) for state in ("exp_avg", MODULE, MASTER)]
+    atoms += [Atom("b", state, "float32", shard) for state in ("exp_avg", MODULE)]
+    index = make_index([7])
+    index.atoms.update({atom.key: atom for atom in atoms})
+    assert {name: atom.state for name, atom in list_weights(index).items()} == {"a": MASTER, "b": MODULE}
