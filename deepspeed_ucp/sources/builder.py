@@ -142,8 +142,11 @@ class Builder:
             numel: elements that a state tensor must have to be element-wise.
             file: where they lie.
         """
+        scalars = {name: value for name, value in holder.single.items() if numel != 1} | holder.scalars
         for state, piece in holder.states.items():
-            if piece.fault:
+            if state in scalars:
+                self.scalar_dtypes.setdefault(state, piece.dtype)
+            elif piece.fault:
                 self.mark_irregular(seat, cuts, state, piece.fault)
             elif piece.numel != numel:
                 what = f"shape {piece.shape} where the parameter's part has {numel} elements"
@@ -156,7 +159,7 @@ class Builder:
             if scalar in holder.scalars:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for cut in cuts:
-            self.add_scalars(seat.param(cut.name), holder.scalars, file)
+            self.add_scalars(seat.param(cut.name), scalars, file)
 
     def mark_irregular(self, seat: Seat, cuts: Sequence[Cut], state: str, what: str) -> None:
         """Note a state that cannot be cut element by element."""

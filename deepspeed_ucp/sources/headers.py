@@ -57,13 +57,15 @@ class Unread:
 class Holder:
     """What an optimizer keeps for one of its tensors: element-wise states, scalars, and anything else by name.
 
-    ``zero_dim`` locates those scalars that are 0-dim tensors: for a 0-dim parameter they are its states.
+    ``zero_dim`` locates those scalars that are 0-dim tensors: for a 0-dim parameter they are its states. ``single`` has
+    the numbers of those states that are one element, of shape (1,): for a larger parameter they are scalars.
     """
 
     states: dict[str, Piece] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     zero_dim: dict[str, Piece] = field(default_factory=dict)
     other: dict[str, str] = field(default_factory=dict)
+    single: dict[str, Any] = field(default_factory=dict)
 
     def of_zero_dim(self) -> Holder:
         """The same for a 0-dim parameter, whose states look like scalars; ``step`` remains one."""

@@ -219,7 +219,7 @@ class Reader:
         )
 
     def _read_holder(self, entries: dict[str, Any]) -> Holder:
-        states, scalars, zero_dim, other = {}, {}, {}, {}
+        states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
         for name, value in entries.items():
             if value is None:
                 continue
@@ -230,9 +230,11 @@ class Reader:
                     zero_dim[str(name)] = self.piece(value, str(name))
             elif isinstance(value, TensorRef):
                 states[str(name)] = self.piece(value, str(name))
+                if value.data is not None:
+                    single[str(name)] = value.item()
             else:
                 other[str(name)] = describe(value)
-        return Holder(states, scalars, zero_dim, other)
+        return Holder(states, scalars, zero_dim, other, single)
 
 
 def _is_nested(module: dict[Any, Any]) -> bool:

@@ -98,10 +98,10 @@ def _sort(state: Mapping[str, Any], shape: torch.Size) -> Kept:
     for name, value in state.items():
         if value is None:
             continue
-        if isinstance(value, (int, float, bool)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
-            scalars[name] = value
-        elif isinstance(value, torch.Tensor) and value.shape == shape:
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             elementwise[name] = value.dtype
+        elif isinstance(value, (int, float, bool)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            scalars[name] = value
         else:
             other[name] = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     return Kept(elementwise, scalars, other)
@@ -162,10 +162,10 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore_scalar(name: str, value: Any, kept: Kept | None) -> Any:
-    """A saved scalar in the form that the optimizer keeps it: a 0-dim tensor or a number."""
+    """A saved scalar in the form that the optimizer keeps it: a tensor of one element, or a number."""
     example = kept.scalars.get(name) if kept else None
     if isinstance(example, torch.Tensor):
-        return torch.tensor(value, dtype=example.dtype, device=example.device)
+        return torch.full(example.shape, value, dtype=example.dtype, device=example.device)
     if isinstance(example, bool) or isinstance(value, bool):
         return bool(value)
     if isinstance(example, (int, float)):

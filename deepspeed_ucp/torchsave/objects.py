@@ -129,7 +129,7 @@ class TensorRef:
     Attributes:
         dtype: name of the element type, as ``float32``.
         made: the call by which the pickle makes it.
-        data: the element's bytes (little-endian) of a 0-dim tensor of a file that was read, else None.
+        data: the bytes (little-endian) of the only element, where the tensor has one and its file was read; else None.
     """
 
     storage: StorageRef
@@ -146,7 +146,7 @@ class TensorRef:
         return count(self.shape)
 
     def item(self) -> Any:
-        """The number of a 0-dim tensor whose bytes are known."""
+        """The number in a tensor of one element whose bytes are known."""
         if self.data is None:
             raise TypeError("a tensor whose elements were not read")
         return unpack_scalar(self.dtype, self.data)
@@ -173,7 +173,7 @@ def make_instance(module: str, name: str, fields: Mapping[str, Any]) -> PickledO
 
 def to_number(value: Any) -> Any:
     """A Python number for a 0-dim tensor or one of numpy's scalars; anything else as it is."""
-    if isinstance(value, TensorRef) and value.data is not None:
+    if isinstance(value, TensorRef) and value.data is not None and not value.shape:
         return value.item()
     if isinstance(value, PickledObject) and value.kind.endswith(".multiarray.scalar"):
         return _read_numpy_scalar(value)

@@ -71,7 +71,7 @@ def read_header(path: str) -> TorchFile:
         pickled, records = read(path, stream)
         storages = records.storages
         for ref in pickled.tensors:
-            if ref.shape == () and ref.dtype in ITEMSIZE:
+            if ref.numel == 1 and ref.dtype in ITEMSIZE:
                 ref.data = _read_element(ref, path, stream, storages)
     saved_as = None if records.saved_as == ROOT else records.saved_as
     named = tuple(dict.fromkeys(pickled.globals))

@@ -197,6 +197,35 @@ def test_saved_states_that_are_not_elementwise_are_refused_by_name(source: Topol
     assert not ranks[0].target.wrapped.state
 
 
+class OneElement(torch.optim.AdamW):
+    """Keeps its step as a tensor of shape (1,)."""
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state["step"] = state["step"].reshape(())
+        super().step(closure)
+        for state in self.state.values():
+            state["step"] = state["step"].reshape(1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OneElement])
+@pytest.mark.parametrize("source", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
+def test_a_state_of_one_element_is_a_scalar(source: Topology, kind: Any, tmp_path: Path) -> None:
+    state = random_state(MODEL, 0)
+    files = build_files(MODEL, state, source)
+    for content in files.values():
+        saved = content.get("optimizer_state_dict") or content.get("optimizer") or {}
+        base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
+        for entry in base.get("state", {}).values():
+            entry["step"] = torch.as_tensor(entry["step"]).reshape(1)
+    write_files(tmp_path, files)
+    targets = make_targets(MODEL, Topology(2, 3), kind)
+    ranks = load(open_for(tmp_path, targets[0]), targets)
+    check_content(ranks, state)
+    steps = [each["step"] for rank in ranks for each in rank.target.wrapped.state.values()]
+    assert {step.shape for step in steps} == {torch.Size([1] if kind is OneElement else [])}
+
+
 def test_live_states_that_are_not_elementwise_are_refused_by_name(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2))
     targets = make_targets(MODEL, Topology(2, 2), Factored)
