@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 """Element types that an export casts; all others stay as they are."""
 
-_NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_NUMPY = frozenset({"float64", "float32", "float16", "bfloat16"})
 _STEP = 1 << 15
 """Elements per step: what the intermediate results of a step take fits the cache."""
 
@@ -33,9 +32,15 @@ def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
     if source == target:
         into[:] = data
     elif source in _NUMPY and target in _NUMPY:
-        _cast_numpy(np.frombuffer(data, _NUMPY[source]), np.frombuffer(into, _NUMPY[target]))
+        _cast_numpy(np.frombuffer(data, _find_dtype(source)), np.frombuffer(into, _find_dtype(target)))
     else:
         _cast_torch(data, source, into, target)
+
+
+def _find_dtype(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _cast_numpy(data: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:

@@ -26,12 +26,12 @@ def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
 def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank's first batch fail."""
     if kind == "die":
-        monkeypatch.setattr(execute, "_run_batch", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(execute, "_write_range", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if kind == "full":
         monkeypatch.setattr(execute, "write_at", _fail_full)
         monkeypatch.setattr(execute, "write_parts", _fail_full)
     if kind == "bug":
-        monkeypatch.setattr(execute, "_run_batch", lambda *_: 1 // 0)
+        monkeypatch.setattr(execute, "_write_range", lambda *_: 1 // 0)
 
 
 def _fail_full(*_: object) -> None:
