@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..atoms import MASTER, MODULE, AtomicIndex, AtomKey
+from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import UnsupportedError, shorten
 from ..plan.match import Match, match_groups, match_parameters
-from ..plan.wants import HeldBuffer, Home, Layouts, TargetLayout, Wants, list_wants
+from ..plan.wants import REPLICA, HeldBuffer, Home, Layouts, TargetLayout, Wants, list_wants
 from ..targets import Extra, Target
 from ..targets.base import dtype_name
 from .census import Census, check_alike, find_renamed, read_rules, settle_layouts, take_census
@@ -78,7 +78,7 @@ def prepare(
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
         check_alike(census, target, extras)
         if with_states:
-            match_groups(index, target.group_members(), match)
+            match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
         layouts = settle_layouts(index, census, match, rules, tell=tell)
         return make_work(index, target, match, extras, layouts, with_states=with_states), layouts
 
@@ -113,10 +113,29 @@ def make_work(
     if with_states:
         dtypes = wants.list_states()
         states = [optimizer.make_states(number, dtypes.get(number, {})) for number in range(len(target.flats))]
+        fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
+        match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
+    match.notes += _tell_rounding(wants)
     tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.master for number, flat in enumerate(target.flats)}
     tensors.update({(MODULE, number): extra.tensor for number, extra in enumerate(extras)})
     into = bind(wants, {**tensors, **list_tensors(states)})
     return Work(wants, into, states, match)
+
+
+_FRESH = (
+    "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
+    "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
+)
+
+
+def _tell_rounding(wants: Wants) -> list[str]:
+    """Masters or states that are of fewer bits here than they were saved in."""
+    found = set()
+    for buffer, stored in wants.sinks:
+        spec = wants.buffers[buffer]
+        if spec.home[0] not in (MODULE, REPLICA) and ITEMSIZE[spec.dtype] < ITEMSIZE[stored]:
+            found.add(f"{spec.home[0]} is rounded from {stored} to {spec.dtype}, as this run's optimizer keeps it")
+    return sorted(found)
 
 
 def describe_target(target: Target, extras: Sequence[Extra], optimizer: OptimizerMatch | None) -> TargetLayout:
@@ -139,12 +158,14 @@ def _share(index: AtomicIndex, target: Target, census: Census, layouts: Layouts,
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
     # Data-parallel ranks need parts of the same atoms, so that one of them tells.
     mine = list(work.wants.touched) if target.place.dp_rank == 0 else []
-    everyone = comm.gather((mine, work.wants.grown))
-    work.touched = sorted({key for touched, _ in everyone for key in touched})
+    everyone = comm.gather((mine, work.wants.grown, work.match.notes))
+    work.touched = sorted({key for touched, _, _ in everyone for key in touched})
     work.replicated = [key for key in work.touched if _is_replicated(layouts, index, key)]
 
     def tell() -> None:  # rank 0 alone: every rank would read the same elements
-        _tell(work.match, index.dropped, {item for _, grown in everyone for item in grown.items()})
+        for text in dict.fromkeys(text for _, _, notes in everyone for text in notes):
+            logger.warning("%s", text)
+        _tell(work.match, index.dropped, {item for _, grown, _ in everyone for item in grown.items()})
         check_instances(index, census.everyone, work.touched)
 
     comm.once(tell)

@@ -12,6 +12,7 @@ from ..atoms import AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 from ..plan.match import Match
 from ..plan.wants import Home, list_states
+from ..sources.headers import Unread
 from ..targets import Flat, Target
 from ..targets.base import flatten
 from ..targets.optimizer import Kept, probe_optimizer, restore_hyper, restore_scalar
@@ -57,8 +58,7 @@ class OptimizerMatch:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
         key = (flat.group, flat.master.dtype, flat.holder.dim())
         if key not in self.probes:
-            group = self.match.groups.get(flat.group)
-            hyper = self.index.groups[group].hyper if group is not None else {}
+            hyper = self.match.hyper.get(flat.group, {})
             self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.holder)
         return self.probes[key]
 
@@ -71,9 +71,11 @@ class OptimizerMatch:
         if self.index.irregular:
             listed = [f"{name} ({what})" for name, what in sorted(self.index.irregular.items())]
             raise MismatchError(
-                f"{self.index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
-                f"cut for another topology: {shorten(listed)}. To go on, {WEIGHTS_ONLY}."
+                f"{self.index.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or "
+                f"not in the files, and cannot be cut for another topology: {shorten(listed)}. To go on, "
+                f"{WEIGHTS_ONLY}."
             )
+        self._check_hyper()
         seen: set[tuple[int, int, tuple[str, ...]]] = set()
         for flat in self.target.flats:
             have = tuple(self.saved_states(flat))
@@ -81,6 +83,20 @@ class OptimizerMatch:
                 continue
             seen.add((flat.group, flat.holder.dim(), have))
             self._check_group(flat, have)
+
+    def _check_hyper(self) -> None:
+        """Refuse tensors in param groups, such as an average of the weights: they would stay those of the fresh run."""
+        tensors = sorted(
+            f"{key} ({value.kind})"
+            for hyper in self.match.hyper.values()
+            for key, value in hyper.items()
+            if isinstance(value, Unread) and value.kind.startswith(("tensor ", "a list of", "a tuple of", "a dict of"))
+        )
+        if tensors:
+            raise MismatchError(
+                f"The optimizer keeps tensors in its param groups: {shorten(dict.fromkeys(tensors))}. They cannot be "
+                f"cut for another topology. To go on, {WEIGHTS_ONLY}."
+            )
 
     def _check_group(self, flat: Flat, have: tuple[str, ...]) -> None:
         kept = self.probe(flat)
@@ -92,11 +108,32 @@ class OptimizerMatch:
             raise MismatchError(
                 f"{kind} keeps states that are not element-wise: {shorten(listed)}. To go on, {WEIGHTS_ONLY}."
             )
+        if self.target.optimizer.param_groups[self.target.param_group(flat)].get("use_muon"):
+            raise MismatchError(
+                f"{kind} has {', '.join(have)} for {shorten(flat.names, 3)}, which DeepSpeed keeps in a form that "
+                "depends on the ZeRO stage and the number of ranks; this release cannot cut it. Resume Muon in the "
+                f"topology that saved it, or {WEIGHTS_ONLY}."
+            )
         if set(have) != set(kept.elementwise):
             raise MismatchError(
                 f"The checkpoint's optimizer ({self.index.optimizer or 'not named'}) keeps "
                 f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
                 f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or "
+                f"{WEIGHTS_ONLY}."
+            )
+
+        self._refuse_switched(flat, set(have), kind)
+
+    def _refuse_switched(self, flat: Flat, have: set[str], kind: str) -> None:
+        """Refuse what the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration."""
+        if self.match.hyper.get(flat.group) is None:
+            return
+        own = probe_optimizer(self.target.optimizer, self.target.param_group(flat), {}, flat.holder)
+        lacking = sorted(set(own.elementwise) - have) if own else []
+        if have and lacking:
+            raise MismatchError(
+                f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
+                "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or "
                 f"{WEIGHTS_ONLY}."
             )
 
@@ -129,6 +166,11 @@ class OptimizerMatch:
         }
         return States(flat, tensors, self._join_scalars(flat), kept is None or kept.lazy)
 
+    def find_fresh(self, flat: Flat) -> list[str]:
+        """Parameters whose states begin anew under a step count that others of the flat buffer have brought along."""
+        begun = {param for param in self.saved_params(flat) if self.index.scalars.get(param)}
+        return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
+
     def _join_scalars(self, flat: Flat) -> dict[str, Any]:
         """The scalars that a flat buffer's parameters have in common.
 
@@ -155,7 +197,7 @@ def list_tensors(states: list[States]) -> dict[Home, torch.Tensor]:
     }
 
 
-def attach_states(index: AtomicIndex, target: Target, states: list[States], match: Match) -> None:
+def attach_states(target: Target, states: list[States], match: Match) -> None:
     """Hand states, scalars and hyper-parameters to the optimizer."""
     optimizer = target.optimizer
     for each in states:
@@ -170,7 +212,6 @@ def attach_states(index: AtomicIndex, target: Target, states: list[States], matc
             live.clear()
             live.update(entry)
     for flat in target.flats:
-        if flat.group in match.groups:
-            group = optimizer.param_groups[target.param_group(flat)]
-            restore_hyper(group, index.groups[match.groups[flat.group]].hyper)
+        if flat.group in match.hyper:
+            restore_hyper(optimizer.param_groups[target.param_group(flat)], match.hyper[flat.group])
     target.relink()

@@ -75,4 +75,4 @@ class Transfer:
 
     def attach(self, target: Target) -> None:
         """Hand states, scalars and hyper-parameters to the optimizer; of this rank alone."""
-        attach_states(self.index, target, self.work.states, self.work.match)
+        attach_states(target, self.work.states, self.work.match)

@@ -81,15 +81,10 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
         names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
         found = _find(index, names, wants_master, with_states)
-        if found is None and not wants_master and _is_dropped(index, names):
-            match.kept.append(name)
-            continue
         if found is None:
-            match.skipped.append(f"{name} {shapes[0]}: not in the checkpoint")
-            missing.append((name, wants_master))
+            missing += _pass_over(index, match, names, (name, wants_master), shapes[0])
             continue
-        if with_states:
-            match.notes += _tell_swap(name, wants_master, found)
+        match.notes += _tell_swap(name, wants_master, found) if with_states else []
         match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shards) == 1:
             faults += _compare_shapes(match, name, found.shape, shapes[0])
@@ -107,6 +102,21 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         hint = "" if not strict or not match.skipped else _advise(index, missing, len(match.skipped))
         raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
     return match
+
+
+def _pass_over(
+    index: AtomicIndex, match: Match, names: Sequence[str], wanted: tuple[str, bool], shape: Shape
+) -> list[tuple[str, bool]]:
+    """Note a tensor that the checkpoint does not hold; returns it, unless the save is known to have left it out."""
+    name, wants_master = wanted
+    if not wants_master and _is_dropped(index, names):
+        match.kept.append(name)
+    elif names[0] in index.buffers:
+        match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
+    else:
+        match.skipped.append(f"{name} {shape}: not in the checkpoint")
+        return [wanted]
+    return []
 
 
 def _tell_swap(name: str, wants_master: bool, found: Atom) -> list[str]:

@@ -142,7 +142,7 @@ class Builder:
             numel: elements that a state tensor must have to be element-wise.
             file: where they lie.
         """
-        scalars = {name: value for name, value in holder.single.items() if numel != 1} | holder.scalars
+        scalars = {name: value for name, value in holder.single.items() if numel != 1 or name == "step"} | holder.scalars
         for state, piece in holder.states.items():
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
@@ -167,16 +167,21 @@ class Builder:
             self.irregular.setdefault(f"{seat.param(cut.name)}.{state}", what)
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], file: int) -> None:
-        """Add the optimizer's scalars of a parameter.
+        """Add the optimizer's scalars of a parameter; one that every rank counts for itself cannot be cut.
 
         Raises:
-            CheckpointError: another rank's file says otherwise: it is of another step.
+            CheckpointError: another rank's file has another step.
         """
         known = self.scalars.setdefault(param, scalars)
         if known is scalars:
             return
         for key, value in scalars.items():
-            if key in known and known[key] != value and value == value:
+            if key not in known or known[key] == value or value != value:
+                continue
+            if key != "step":
+                what = f"a number of each rank's own, {known[key]} on one and {value} on another"
+                self.irregular.setdefault(f"{param}.{key}", what)
+            else:
                 raise CheckpointError(
                     f"{self.files[file].path}: {param} has {key} {value}, other files of this checkpoint say "
                     f"{known[key]}. The file belongs to another step or run; put the right one back."

@@ -104,7 +104,8 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
     held = {module[key] for key in found}
     lost = [key for key in module if key not in found and module[key] not in held]
     unseen = named - set(found.values())
-    if unseen - owned or len(lost) > len(unseen):  # a buffer or a frozen parameter is among the lost ones
+    # A state dict of the client's own may leave buffers out; what is lost may be any of those that are not seen.
+    if lost and (unseen - owned or len(lost) > len(unseen)):
         raise UnsupportedError(
             f"{save.path(header)}: its module states are nested, and these cannot be told by name: "
             f"{shorten(sorted(lost or unseen))}. The model's own names are such as {shorten(sorted(named), 3)}. It can "

@@ -169,7 +169,7 @@ def _read_element(ref: TensorRef, path: str, stream: BinaryIO, storages: dict[st
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
-        raise CheckpointError(f"{path}: storage {key} of a 0-dim tensor is missing; the file is damaged.")
+        raise CheckpointError(f"{path}: storage {key} of a tensor of one element is missing; the file is damaged.")
     stream.seek(record.offset + ref.offset * itemsize)
     data = stream.read(itemsize)
     if record.nbytes == itemsize:
