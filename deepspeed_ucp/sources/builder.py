@@ -142,7 +142,9 @@ class Builder:
             numel: elements that a state tensor must have to be element-wise.
             file: where they lie.
         """
-        scalars = {name: value for name, value in holder.single.items() if numel != 1 or name == "step"} | holder.scalars
+        scalars = {
+            name: value for name, value in holder.single.items() if numel != 1 or name == "step"
+        } | holder.scalars
         for state, piece in holder.states.items():
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
