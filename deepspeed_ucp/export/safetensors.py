@@ -18,7 +18,7 @@ from ..io.cast import cast
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
 from ..patterns import RuleSet
-from ..plan.conversion import Output, Range, plan_conversion
+from ..plan.conversion import Output, plan_conversion
 from ..stream.batches import ReadBatch, Source, stream
 from ..stream.checks import Checks
 from ..stream.progress import divide_window
@@ -57,35 +57,24 @@ _ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor's data goes: byte ``offset`` of file number ``file``."""
-
-    file: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class SafeFile:
-    """One file: name, size in bytes, and everything in front of the data."""
-
-    name: str
-    size: int
-    header: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class SafeLayout:
-    """All files, the names in each, and where each name's data goes; ``nbytes`` of all data."""
+    """Where everything goes.
 
-    files: tuple[SafeFile, ...]
-    names: tuple[tuple[str, ...], ...]
-    places: dict[str, Place]
-    nbytes: int
+    Attributes:
+        heads: by file, everything in front of the data.
+        sizes: by file, bytes in all.
+        places: by tensor, its file and the byte in it where its data begins.
+    """
+
+    heads: dict[str, bytes]
+    sizes: dict[str, int]
+    places: dict[str, tuple[str, int]]
 
     def index(self) -> bytes:
         """Content of the index file."""
-        weights = {name: file.name for file, names in zip(self.files, self.names, strict=True) for name in names}
-        told = {"metadata": {"total_size": self.nbytes}, "weight_map": weights}
+        nbytes = sum(self.sizes.values()) - sum(map(len, self.heads.values()))
+        weights = {name: file for name, (file, _) in self.places.items()}
+        told = {"metadata": {"total_size": nbytes}, "weight_map": weights}
         return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -105,13 +94,11 @@ def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], max_shard: 
     if unknown:
         raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --format dcp has.")
     shards = split_shards({name: nbytes for name, (_, _, nbytes) in tensors.items()}, max_shard)
-    files, places = [], {}
+    layout = SafeLayout({}, {}, {})
     for number, names in enumerate(shards):
-        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        file, offsets = _lay_file(name, {each: tensors[each] for each in names})
-        files.append(file)
-        places.update({each: Place(number, offset) for each, offset in offsets.items()})
-    return SafeLayout(tuple(files), tuple(map(tuple, shards)), places, sum(size for _, _, size in tensors.values()))
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        _lay_file(layout, file, {name: tensors[name] for name in names})
+    return layout
 
 
 def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -131,29 +118,19 @@ def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return [*shards, current] if current else shards
 
 
-def _lay_file(name: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[SafeFile, dict[str, int]]:
+def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
     """The library's order, wide elements first, keeps every tensor aligned to its own elements."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, position = {}, 0
-    for each in sorted(tensors, key=lambda each: (-_ORDER[tensors[each][0]], each)):
-        dtype, shape, nbytes = tensors[each]
-        end = position + nbytes
-        header[each] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-        offsets[each], position = position, end
+    for name in sorted(tensors, key=lambda name: (-_ORDER[tensors[name][0]], name)):
+        dtype, shape, nbytes = tensors[name]
+        offsets[name], position = position, position + nbytes
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offsets[name], position]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return SafeFile(name, len(head) + position, head), {each: len(head) + at for each, at in offsets.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Export:
-    """One export under way."""
-
-    folder: str
-    layout: SafeLayout
-    tensors: Sequence[Tensor]
-    places: Sequence[tuple[Place, ...]]
+    layout.heads[file], layout.sizes[file] = head, len(head) + position
+    layout.places.update({name: (file, len(head) + offset) for name, offset in offsets.items()})
 
 
 def export_safetensors(
@@ -188,10 +165,10 @@ def export_safetensors(
     selection, layout = comm.run(plan)
     warn_losses(index, selection, comm)
     report = start_report("safetensors", index, destination, selection, len(layout.places), comm.size)
-    nbytes = sum(file.size for file in layout.files)
+    nbytes = sum(layout.sizes.values())
     with report.timed(), stage_output(index, destination, nbytes, options.overwrite, comm) as folder:
         comm.once(lambda: _prepare(folder, layout, hf_dir))
-        _fill(index, _make_work(folder, selection, layout), comm, options, report)
+        _fill(index, folder, selection, layout, comm, options, report)
         report.files = list_sizes(folder)
     report.bytes_written = sum(report.files.values())
     return report
@@ -202,62 +179,68 @@ def _list_entries(selection: Selection) -> dict[str, tuple[str, tuple[int, ...],
     return {**entries, **{alias: entries[name] for alias, name in selection.ties.items() if name in entries}}
 
 
-def _make_work(folder: str, selection: Selection, layout: SafeLayout) -> _Export:
-    names: dict[str, list[str]] = {tensor.name: [tensor.name] for tensor in selection.tensors}
-    for alias, name in selection.ties.items():
-        if name in names:
-            names[name].append(alias)
-    places = [tuple(layout.places[each] for each in names[tensor.name]) for tensor in selection.tensors]
-    return _Export(folder, layout, selection.tensors, places)
-
-
 def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
     """Files of their final size with their headers; the index; what lies beside."""
     if hf_dir is not None:
         copy_beside(hf_dir, folder)
-    for file in layout.files:
-        path = os.path.join(folder, file.name)
+    for file, head in layout.heads.items():
+        path = os.path.join(folder, file)
         with explain_full(path), open(path, "xb", buffering=0) as stream:
-            stream.truncate(file.size)
-            write_at(stream.fileno(), file.header, 0)
-    if len(layout.files) > 1:
+            stream.truncate(layout.sizes[file])
+            write_at(stream.fileno(), head, 0)
+    if len(layout.heads) > 1:
         path = os.path.join(folder, INDEX)
         with explain_full(path), open(path, "xb") as stream:
             stream.write(layout.index())
 
 
-def _fill(index: AtomicIndex, work: _Export, comm: Comm, options: ExportOptions, report: OutputReport) -> None:
+def _fill(
+    index: AtomicIndex,
+    folder: str,
+    selection: Selection,
+    layout: SafeLayout,
+    comm: Comm,
+    options: ExportOptions,
+    report: OutputReport,
+) -> None:
     """Read, cast and write this node's batches, and hold the source against its checksums; collective."""
     report.workers, most = divide_window(options.workers, options.window)
-    outputs = [Output(tensor.numel, tensor.whole.itemsize, tensor.whole.place) for tensor in work.tensors]
+    tensors = selection.tensors
+    outputs = [Output(tensor.numel, tensor.whole.itemsize, tensor.whole.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
 
     def consume(read: ReadBatch) -> None:
         checks.add(read.checks)
         for item, each in zip(read.sides[0], read.batch.ranges, strict=True):
-            _write_range(work, each, item.into, read.scratch)
+            tensor = tensors[each.output]
+            data = _cast_range(tensor, item.into, each.numel, read.scratch)
+            for name in (tensor.name, *selection.list_copies(tensor.name)):
+                file, offset = layout.places[name]
+                _write_range(os.path.join(folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
         with Reader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:
-            source = Source(reader, [tensor.whole for tensor in work.tensors])
+            source = Source(reader, [tensor.whole for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=bar.add)
 
     comm.run(write_share)
     nbytes = checks.nbytes + checks.verify(index, comm, threads=report.workers)
-    check_samples(index, [tensor.whole.atom for tensor in work.tensors], comm)
+    check_samples(index, [tensor.whole.atom for tensor in tensors], comm)
     report.bytes_read = sum(comm.gather(nbytes))
 
 
-def _write_range(work: _Export, each: Range, data: memoryview, scratch: Scratch) -> None:
-    tensor = work.tensors[each.output]
-    if tensor.dtype != tensor.whole.dtype:
-        into = scratch.take(each.numel * ITEMSIZE[tensor.dtype])
-        cast(data, tensor.whole.dtype, into, tensor.dtype)
-        data = into
-    for place in work.places[each.output]:
-        fd = os.open(os.path.join(work.folder, work.layout.files[place.file].name), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            write_at(fd, data, place.offset + each.start * ITEMSIZE[tensor.dtype])
-        finally:
-            os.close(fd)
+def _cast_range(tensor: Tensor, data: memoryview, numel: int, scratch: Scratch) -> memoryview:
+    if tensor.dtype == tensor.whole.dtype:
+        return data
+    into = scratch.take(numel * ITEMSIZE[tensor.dtype])
+    cast(data, tensor.whole.dtype, into, tensor.dtype)
+    return into
+
+
+def _write_range(path: str, data: memoryview, offset: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        write_at(fd, data, offset)
+    finally:
+        os.close(fd)

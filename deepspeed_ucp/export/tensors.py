@@ -90,6 +90,10 @@ class Selection:
     names: dict[str, str]
     wholes: Wholes
 
+    def list_copies(self, name: str) -> list[str]:
+        """Names under which a tensor's data is written again."""
+        return [alias for alias, owner in self.ties.items() if owner == name]
+
     def make(self, whole: Whole, *, dtype: str | None, keep_padding: bool) -> Tensor:
         """A tensor of the output.
 

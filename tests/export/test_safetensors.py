@@ -227,18 +227,26 @@ def test_nan_stays_nan() -> None:
     assert torch.frombuffer(into, dtype=torch.bfloat16).isnan().tolist() == [True, True, False]
 
 
+FILE = "model.safetensors"
+
+
 def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:
     tensors = {f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES)}
     save_file(tensors, tmp_path / "all", {"format": "pt"})
     laid = safetensors.lay_out(
         {f"x{number}": (dtype, (2,), tensors[f"x{number}"].nbytes) for number, dtype in enumerate(DTYPES)}
     )
-    assert (tmp_path / "all").read_bytes() == laid.files[0].header + bytes(laid.nbytes)
+    assert (tmp_path / "all").read_bytes() == laid.heads[FILE] + bytes(laid.sizes[FILE] - len(laid.heads[FILE]))
 
 
 def test_an_element_type_that_the_format_lacks_is_named() -> None:
     with pytest.raises(UnsupportedError, match="complex128"):
         safetensors.lay_out({"x": ("complex128", (1,), 16)})
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"no names such as w\\udcff; --rename or --format dcp"):
+        safetensors.lay_out({"w\udcff": ("float32", (1,), 4)})
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
