@@ -115,7 +115,7 @@ def make_work(
         states = [optimizer.make_states(number, dtypes.get(number, {})) for number in range(len(target.flats))]
         fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
-    match.notes += _tell_rounding(wants)
+    match.notes += tell_rounding(wants)
     tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.master for number, flat in enumerate(target.flats)}
     tensors.update({(MODULE, number): extra.tensor for number, extra in enumerate(extras)})
     into = bind(wants, {**tensors, **list_tensors(states)})
@@ -128,7 +128,7 @@ _FRESH = (
 )
 
 
-def _tell_rounding(wants: Wants) -> list[str]:
+def tell_rounding(wants: Wants) -> list[str]:
     """Masters or states that are of fewer bits here than they were saved in."""
     found = set()
     for buffer, stored in wants.sinks:

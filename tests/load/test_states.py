@@ -1,0 +1,133 @@
+"""The live optimizer held against the saved one: what is told, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.load.prepare import tell_rounding
+from deepspeed_ucp.plan.wants import BufferSpec, Wants
+from tests.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
+
+MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))
+
+Files = dict[str, dict[str, Any]]
+
+
+def make_files(model: Model = MODEL, topology: Topology | None = None) -> Files:
+    return build_files(model, random_state(model, 0), topology or Topology(2, 2), Run())
+
+
+def prepare(
+    folder: Path, files: Files, live: Model = MODEL, optimizer: Any = torch.optim.AdamW, **options: Any
+) -> Loaded:
+    """What one rank of a run on one rank has to do."""
+    target = FakeTarget(live, Topology(1), 0, optimizer)
+    write_files(folder, files)
+    return prepare_rank(open_for(folder, target), target, Comm(), Options(**options))
+
+
+def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, amsgrad=True)
+
+
+def test_a_state_that_the_saved_hyper_parameters_would_switch_off(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="keeps max_exp_avg_sq by its hyper-parameters.*would switch that off"):
+        prepare(tmp_path, make_files(), optimizer=make_amsgrad)
+
+
+def test_muon_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    def make_muon(params: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{**group, "use_muon": True} for group in params], lr=lr)
+
+    with pytest.raises(MismatchError, match="DeepSpeed keeps in a form that depends.*Resume Muon in the topology"):
+        prepare(tmp_path, make_files(), optimizer=make_muon)
+
+
+def change_groups(files: Files, **fields: Any) -> Files:
+    for name, tree in files.items():
+        if "optim_states" in name:
+            for group in tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+                group.update(fields)
+    return files
+
+
+@pytest.mark.parametrize("value", [torch.arange(5.0), [torch.arange(3), torch.arange(2)]], ids=["tensor", "list"])
+def test_tensors_in_param_groups_are_refused_by_name(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="keeps tensors in its param groups: ema"):
+        prepare(tmp_path, change_groups(make_files(), ema=value))
+
+
+def test_a_function_in_a_param_group_is_the_live_ones_business(tmp_path: Path) -> None:
+    prepare(tmp_path, change_groups(make_files(), hook=torch.relu_))
+
+
+def test_numbers_of_each_ranks_own_are_refused_by_name(tmp_path: Path) -> None:
+    files = make_files()
+    for rank in range(2):
+        tree = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
+        for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["norm"] = 0.5 + rank
+    with pytest.raises(MismatchError, match=r"a.norm \(a number of each rank's own, 0.5 on one and 1.5 on another\)"):
+        prepare(tmp_path, files)
+
+
+@pytest.mark.parametrize("live", [Topology(1), Topology(0)], ids=lambda t: t.label)
+def test_new_parameters_begin_under_the_step_of_the_others(live: Topology, tmp_path: Path) -> None:
+    """At stage 0 every parameter counts its own steps."""
+    model = Model((*MODEL.params, Param("new", (3,))))
+    target = FakeTarget(model, live, 0)
+    write_files(tmp_path, make_files())
+    rank = prepare_rank(open_for(tmp_path, target), target, Comm(), Options(strict=False))
+    told = [note for note in rank.work.match.notes if note.startswith("new: new or thawed")]
+    assert len(told) == (1 if live.stage else 0)
+
+
+def test_a_thawed_parameter_takes_its_weight_and_begins_anew(tmp_path: Path) -> None:
+    saved = Model((Param("a", (7, 3)), Param("b", (5,), frozen=True)))
+    live = Model((Param("a", (7, 3)), Param("b", (5,))))
+    state = random_state(saved, 0)
+    path = write_checkpoint(tmp_path, saved, state, Topology(2, 2))
+    target = FakeTarget(live, Topology(1), 0)
+    (rank,) = load(open_for(path, target), [target])
+    (flat,) = target.flats
+    assert flat.master[:21].equal(state.atoms["a"]["fp32"].reshape(-1))
+    assert flat.master[21:26].equal(state.atoms["b"]["fp32"].reshape(-1))
+    assert not target.wrapped.state[flat.holder]["exp_avg"][21:].any()
+    assert [note.split(":")[0] for note in rank.work.match.notes] == [
+        "b is trained here and was not in the saved run",
+        "b",
+    ]
+
+
+def test_a_buffer_that_the_saved_state_dict_leaves_out_keeps_its_value(tmp_path: Path) -> None:
+    files = make_files()
+    files["mp_rank_00_model_states.pt"]["buffer_names"] = ["inv_freq"]
+    rank = prepare(tmp_path, files, Model(MODEL.params, {"inv_freq": torch.ones(3)}))
+    (note,) = rank.work.match.notes
+    assert note.startswith("inv_freq: a buffer that the saved state dict leaves out")
+
+
+def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
+    """The saved run had all parameters in one group, as Megatron-DeepSpeed makes them at ZeRO 3."""
+    one = Model(tuple(Param(param.name, param.shape) for param in MODEL.params))
+    files = make_files(one, Topology(3, 2))
+    with pytest.raises(MismatchError, match='"param_groups": "live"'):
+        prepare(tmp_path / "saved", files)
+    rank = prepare(tmp_path / "live", files, config=UniversalConfig(threads=1, param_groups="live"))
+    assert [sorted(states.tensors) for states in rank.work.states] == [["exp_avg", "exp_avg_sq"]] * 2
+    assert all("lr" not in hyper for hyper in rank.work.match.hyper.values())
+
+
+def test_masters_and_states_of_fewer_bits_are_told() -> None:
+    wants = Wants()
+    for state, dtype in (("fp32", "bfloat16"), ("exp_avg", "float32"), ("module", "bfloat16")):
+        wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, False)), "float32")
+    assert tell_rounding(wants) == ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
