@@ -10,6 +10,9 @@ from ..topology import Topology
 SUB_GROUP = 1_000_000_000
 """ZeRO 3's default ``sub_group_size``."""
 
+MOST_RANKS = 1 << 20
+"""What memory is enough for: a plan keeps some numbers for each rank."""
+
 _PRECISIONS = {
     **{name: name for name in ("float32", "bfloat16", "float16")},
     "fp32": "float32",
@@ -115,9 +118,11 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None, sub_
     )
     numbers = {key: _number(key, told[key]) for key in _NUMBERS if key in told}
     zero = numbers.get("zero", source.zero_stage)
-    precision = _PRECISIONS.get(told.get("precision", source.precision))
+    asked = told.get("precision", source.precision)
+    precision = _PRECISIONS.get(asked)
     if precision is None:
-        raise ConfigError(f"--target: precision {told['precision']!r} is unknown; valid: {', '.join(_PRECISIONS)}.")
+        whose = "" if "precision" in told else "the checkpoint's "
+        raise ConfigError(f"--target: {whose}precision {asked!r} cannot be planned; valid: {', '.join(_PRECISIONS)}.")
     pp = numbers.get("pp", 1)
     found = Degrees(
         dp=1,
@@ -134,7 +139,10 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None, sub_
     _check_wrapper(found)
     if pp > 1 and zero > 1:
         refused += ("ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism (DeepSpeed refuses them together)",)
-    return replace(found, dp=_find_dp(numbers.get("dp"), found, world), refused=refused)
+    found = replace(found, dp=_find_dp(numbers.get("dp"), found, world), refused=refused)
+    if found.world > MOST_RANKS:
+        raise ConfigError(f"--target: plans are made for at most {MOST_RANKS:,} ranks, found {found.world:,}.")
+    return found
 
 
 def _split(text: str) -> dict[str, str]:

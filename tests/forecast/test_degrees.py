@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deepspeed_ucp.errors import ConfigError
@@ -37,7 +39,9 @@ def test_degrees_are_read_from_a_line(text: str, expected: Degrees) -> None:
         ("dp=0", "dp is a positive integer, found '0'"),
         ("dp=2,zero=4", "zero is 0 to 3, found '4'"),
         ("tp=2", "dp is missing"),
-        ("dp=2,precision=int8", "precision 'int8' is unknown"),
+        ("dp=2,precision=int8", "precision 'int8' cannot be planned"),
+        ("dp=99999999999", "at most 1,048,576 ranks, found 99,999,999,999"),
+        ("dp=1024,tp=1024,pp=2", "at most 1,048,576 ranks"),
         ("dp=2,wrapper=apex", "wrapper 'apex' is unknown"),
         ("dp=2,zero=2,wrapper=zero3", "wrapper zero3 is for ZeRO 3"),
     ],
@@ -46,6 +50,12 @@ def test_what_is_not_understood_is_refused_by_name(text: str, told: str) -> None
     with pytest.raises(ConfigError) as error:
         parse_degrees(text, SOURCE)
     assert told in str(error.value)
+
+
+def test_a_checkpoint_in_a_precision_that_is_not_planned_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="the checkpoint's precision 'float64' cannot be planned"):
+        parse_degrees("dp=2", replace(SOURCE, precision="float64"))
+    assert parse_degrees("dp=2,precision=fp32", replace(SOURCE, precision="float64")).precision == "float32"
 
 
 def test_the_number_of_ranks_tells_dp() -> None:
