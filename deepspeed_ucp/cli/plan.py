@@ -14,7 +14,7 @@ from .printing import FAULT, OK, emit
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..forecast.dryrun import DryRun
-    from ..forecast.estimate import Bandwidths, RankFigures, Times, Totals
+    from ..forecast.estimate import Bandwidths, LoadTotals, RankFigures, Times
 
 _EXAMPLES = """
 ds_ucp plan checkpoints/ --target "dp=3,tp=2,pp=1,zero=3"
@@ -156,7 +156,7 @@ def _tell_times(found: DryRun, speeds: Bandwidths | None) -> Times | None:
 
 
 def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None) -> dict[str, Any]:
-    from ..forecast.estimate import MEASURED, as_dict, spread
+    from ..forecast.estimate import MEASURED, spread
 
     degrees = {key: value for key, value in asdict(found.degrees).items() if key != "refused"}
     return {
@@ -172,8 +172,8 @@ def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times
         "patterns": found.origin,
         "exact": found.exact,
         "totals": None if found.totals is None else {**asdict(found.totals), "ratio": found.totals.ratio},
-        "per_rank": {key: asdict(spread(found.ranks, key)) for key in MEASURED} if found.ranks else {},
-        "ranks": [as_dict(rank) for rank in found.ranks],
+        "per_rank": {key: spread(found.ranks, key) for key in MEASURED} if found.ranks else {},
+        "ranks": [asdict(rank) for rank in found.ranks],
         "bandwidths": None if speeds is None else asdict(speeds),
         "seconds": None if times is None else asdict(times),
     }
@@ -212,7 +212,7 @@ def _tell_batch(found: DryRun) -> str:
     return f"{told}: {batch.text}" if batch.text else f"{told}: fits"
 
 
-def _tell_totals(found: DryRun, totals: Totals) -> list[str]:
+def _tell_totals(found: DryRun, totals: LoadTotals) -> list[str]:
     about = "" if found.exact else "about "
     rows = [
         ["checkpoint", _both(totals.checkpoint), f"{format_count(totals.files)} files"],
@@ -243,10 +243,7 @@ def _tell_ranks(found: DryRun, *, every: bool) -> list[str]:
 
     world = found.degrees.world
     title = f"each of {world} ranks" if found.exact else f"{len(found.ranks)} of {world} ranks, exactly"
-    rows = []
-    for key in MEASURED:
-        values = spread(found.ranks, key)
-        rows.append([_TITLES[key], *(_format(key, value) for value in (values.least, values.mean, values.most))])
+    rows = [[_TITLES[key], *(_format(key, each) for each in spread(found.ranks, key).values())] for key in MEASURED]
     lines = format_table(rows, [title, "least", "mean", "most"], right=(1, 2, 3))
     if not found.exact:
         told = ", ".join(str(rank.rank) for rank in found.ranks)

@@ -20,8 +20,8 @@ from ..sources.files import MANIFEST, list_sizes
 from ..topology import find_differences
 from ..torchsave.torchfile import read_header
 from .degrees import Degrees
-from .estimate import RankFigures, Totals, measure_plan, measure_sampled
-from .everyone import plan_everyone
+from .estimate import LoadTotals, RankFigures, measure_plan, measure_sampled
+from .ranks import plan_ranks
 from .sample import Sampler
 from .target import ForecastTarget, foretell_target
 
@@ -40,7 +40,7 @@ DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchFit:
     """Batch sizes of the saved ds_config and whether the target's data-parallel ranks can make them."""
 
     train: int | None
@@ -71,12 +71,12 @@ class DryRun:
     obstacles: list[str] = field(default_factory=list)
     loader: str = OURS
     differences: list[str] = field(default_factory=list)
-    batch: Batch = field(default_factory=lambda: Batch(None, None, None, True))
+    batch: BatchFit = field(default_factory=lambda: BatchFit(None, None, None, True))
     assumed: list[str] = field(default_factory=list)
     origin: dict[str, int] = field(default_factory=dict)
     ranks: list[RankFigures] = field(default_factory=list)
     exact: bool = True
-    totals: Totals | None = None
+    totals: LoadTotals | None = None
 
     @property
     def possible(self) -> bool:
@@ -156,7 +156,7 @@ def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None) -> Batch:
+def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None) -> BatchFit:
     """Whether ``dp`` data-parallel ranks can make the saved batch (or ``train``)."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sizes = [value if isinstance(value := saved.get(key), int) and value > 0 else None for key in keys]
@@ -164,17 +164,17 @@ def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None
         sizes = [train, None, None]
     batch, micro, gas = sizes
     if batch is None or fit_batch(batch, micro, gas, dp):
-        return Batch(batch, micro, gas, True)
+        return BatchFit(batch, micro, gas, True)
     universal = (saved.get("checkpoint") or {}).get("universal")
     keeps = isinstance(universal, Mapping) and bool(universal.get("preserve_batch_size"))
     if keeps and (fit := adapt_batch(batch, micro, dp)):
         text = f"micro batch {micro} → {fit[0]}, gradient accumulation {gas} → {fit[1]} (preserve_batch_size)"
-        return Batch(batch, micro, gas, True, text)
+        return BatchFit(batch, micro, gas, True, text)
     try:
         check_batch(batch, micro, gas, dp)
     except ConfigError as error:
-        return Batch(batch, micro, gas, False, str(error))
-    return Batch(batch, micro, gas, True)
+        return BatchFit(batch, micro, gas, False, str(error))
+    return BatchFit(batch, micro, gas, True)
 
 
 def measure(
@@ -232,9 +232,9 @@ def _measure_all(
         wants = target.wants(rank)
         claims.append(list_claims(wants.wants, wants.is_fresh, block))
         stage = max(stage, len(wants.sinks))
-    everyone = plan_everyone(claims, index.records, block=block, share=share, min_direct=min_direct, stage=stage)
+    plans = plan_ranks(claims, index.records, block=block, share=share, min_direct=min_direct, stage=stage)
     files = [record.file for record in index.records]
-    found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(everyone.plans))
+    found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans))
     return [_place(target, rank, figures) for rank, figures in enumerate(found)]
 
 
@@ -251,11 +251,11 @@ def _place(target: ForecastTarget, rank: int, found: Mapping[str, int]) -> RankF
     )
 
 
-def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> Totals:
+def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> LoadTotals:
     sizes = list_checkpoint(index)
     sampled = sum(rank.received for rank in run.ranks)
     exchanged = sampled if run.exact else sampled * target.ranks // len(run.ranks)
-    return Totals(
+    return LoadTotals(
         checkpoint=sum(sizes),
         files=len(sizes),
         state=sum(atom.nbytes for param in sampler.users for atom in target.atoms[param]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..plan.load import LoadPlan, Round
 from ..plan.requests import Request
@@ -49,23 +49,14 @@ MEASURED = ("needed", "read", "requests", "files", "received", "sent", "rounds",
 """The figures of a rank, in the order in which they are told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The least, the mean and the most of some ranks' figures."""
-
-    least: float
-    mean: float
-    most: float
-
-
-def spread(ranks: Sequence[RankFigures], figure: str) -> Spread:
-    """Over ranks, of one of :data:`MEASURED`."""
+def spread(ranks: Sequence[RankFigures], figure: str) -> dict[str, float]:
+    """The least, the mean and the most over ranks, of one of :data:`MEASURED`."""
     values = [getattr(rank, figure) for rank in ranks]
-    return Spread(min(values), sum(values) / len(values), max(values))
+    return {"least": min(values), "mean": sum(values) / len(values), "most": max(values)}
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class LoadTotals:
     """All ranks together; bytes.
 
     Attributes:
@@ -122,7 +113,7 @@ class Times:
     load: float
 
 
-def tell_times(totals: Totals, ranks: Sequence[RankFigures], world: int, speeds: Bandwidths) -> Times:
+def tell_times(totals: LoadTotals, ranks: Sequence[RankFigures], world: int, speeds: Bandwidths) -> Times:
     """How long reading and exchange take, if nothing but bandwidth counts."""
     aggregate = totals.read / (speeds.read * GIGA)
     share = speeds.read * GIGA / world
@@ -201,8 +192,3 @@ def measure_sampled(found: Sampled, threads: int, share: int) -> dict[str, int]:
         "rounds": rounds,
         "peak": max(min(threads, found.requests) * found.largest, moved),
     }
-
-
-def as_dict(figures: RankFigures) -> dict[str, int]:
-    """Figures as plain data."""
-    return {each.name: getattr(figures, each.name) for each in fields(figures)}

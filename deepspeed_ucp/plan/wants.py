@@ -150,14 +150,16 @@ def list_wants(
         with_states: optimizer states as well.
         states: those of each saved parameter, where they are known already.
     """
-    maker = _Maker(index, match, layouts, layout.tp_rank, with_states, list_states(index) if states is None else states)
+    lister = _Lister(
+        index, layout.tp_rank, match, layouts, with_states, list_states(index) if states is None else states
+    )
     for number, held in enumerate(layout.flats):
-        maker.add_masters(number, held)
+        lister.add_masters(number, held)
         if with_states:
-            maker.add_states(number, held)
+            lister.add_states(number, held)
     for number, held in enumerate(layout.tensors):
-        maker.add_tensor(number, held)
-    return maker.wants
+        lister.add_tensor(number, held)
+    return lister.wants
 
 
 def list_states(index: AtomicIndex) -> dict[ParamKey, set[str]]:
@@ -178,18 +180,15 @@ def view_shards(layouts: tuple[Layout, Layout] | None, tp_rank: int) -> tuple[Vi
     return (View(*layouts, tp_rank, find_shards(*layouts, tp_rank)),)
 
 
-class _Maker:
-    def __init__(
-        self,
-        index: AtomicIndex,
-        match: Match,
-        layouts: Layouts,
-        tp_rank: int,
-        with_states: bool,
-        states: Mapping[ParamKey, set[str]],
-    ) -> None:
-        self.index, self.match, self.layouts, self.states = index, match, layouts, states
-        self.tp_rank, self.with_states, self.wants = tp_rank, with_states, Wants()
+@dataclass(slots=True)
+class _Lister:
+    index: AtomicIndex
+    tp_rank: int
+    match: Match
+    layouts: Layouts
+    with_states: bool
+    states: Mapping[ParamKey, set[str]]
+    wants: Wants = field(default_factory=Wants)
 
     def add_masters(self, number: int, held: HeldBuffer) -> None:
         params = self._find_params(held)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
-from deepspeed_ucp.forecast.everyone import Everyone, plan_everyone
-from deepspeed_ucp.plan import DISCARD, Part, Piece, Want, locate, make_claims
+from deepspeed_ucp.forecast.ranks import plan_ranks
+from deepspeed_ucp.plan import DISCARD, Blocks, Claim, LoadPlan, Part, Piece, Want, locate, make_claims
 
 STAGE = 1000
 """Buffer number of the staging memory."""
@@ -19,8 +20,14 @@ def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtyp
     return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
 
 
-Planned = Everyone
-"""Every rank's plan and how it came about."""
+@dataclass(frozen=True)
+class Planned:
+    """Every rank's plan and how it came about."""
+
+    records: Sequence[Record]
+    blocks: Blocks
+    claims: Sequence[Sequence[Claim]]
+    plans: Sequence[LoadPlan]
 
 
 def plan_pieces(
@@ -34,7 +41,8 @@ def plan_pieces(
 ) -> Planned:
     """The plans of as many ranks as there are lists of pieces."""
     claims = [make_claims(mine, is_fresh, block) for mine in pieces]
-    return plan_everyone(claims, records, block=block, share=window, min_direct=min_direct, stage=STAGE)
+    plans = plan_ranks(claims, records, block=block, share=window, min_direct=min_direct, stage=STAGE)
+    return Planned(records, Blocks.of(records, block, len(claims)), claims, plans)
 
 
 def plan_wants(

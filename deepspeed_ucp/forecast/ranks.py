@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,23 +12,7 @@ from ..plan.load import LoadPlan, make_plan
 from ..plan.resolve import MIN_DIRECT, decide
 
 
-@dataclass(frozen=True, slots=True)
-class Everyone:
-    """Every rank's plan and how it came about.
-
-    Attributes:
-        records: what is read.
-        blocks: of these, by their owners.
-        claims, plans: by rank.
-    """
-
-    records: Sequence[Record]
-    blocks: Blocks
-    claims: tuple[Sequence[Claim], ...]
-    plans: tuple[LoadPlan, ...]
-
-
-def plan_everyone(
+def plan_ranks(
     claims: Sequence[Sequence[Claim]],
     records: Sequence[Record],
     *,
@@ -37,7 +20,7 @@ def plan_everyone(
     share: int,
     min_direct: int = MIN_DIRECT,
     stage: int = 0,
-) -> Everyone:
+) -> list[LoadPlan]:
     """The plans of as many ranks as there are lists of claims, as their negotiation would end.
 
     Args:
@@ -69,4 +52,4 @@ def plan_everyone(
         for rank in range(size)
     ]
     counts = [plan.count_steps(share) for plan in plans]
-    return Everyone(records, blocks, tuple(claims), tuple(plan.agree(counts, size) for plan in plans))
+    return [plan.agree(counts, size) for plan in plans]
