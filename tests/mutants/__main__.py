@@ -1,0 +1,126 @@
+"""`python -m tests.mutants`: each mistake in turn, in a copy of the checkout, against the tests that have to notice it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 900  # seconds for the tests of one mutant
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: `old`, which is in `file` exactly once, becomes `new`."""
+
+    number: int
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: str
+
+    def __str__(self) -> str:
+        return f"{self.number:3d} {self.file}: {self.breaks}"
+
+
+def read_mutants() -> list[Mutant]:
+    told = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())
+    return [Mutant(number, **each) for number, each in enumerate(told, 1)]
+
+
+def find_stale(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
+    """Mutants whose text is not there exactly once: the code has moved on."""
+    found = []
+    for mutant in mutants:
+        path = root / "deepspeed_ucp" / mutant.file
+        count = path.read_text().count(mutant.old) if path.exists() else 0
+        if count != 1:
+            found.append(f"{mutant}: its text is there {count} times")
+        found += [f"{mutant}: there is no {test}" for test in mutant.tests.split() if not (root / test).exists()]
+    return found
+
+
+def copy_checkout(folder: Path) -> None:
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_tests(tests: list[str], root: Path) -> int:
+    """pytest's exit code, in a child of this process, which has imported what takes long."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(root)
+        sys.path.insert(0, str(root))
+        with open(root / "output", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        import pytest
+
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=120", *tests]))
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, 9)
+    os.waitpid(child, 0)
+    return 1  # a test that hangs has failed
+
+
+def judge(mutant: Mutant, root: Path) -> bool:
+    """Whether the tests notice a mutant."""
+    path = root / "deepspeed_ucp" / mutant.file
+    text = path.read_text()
+    path.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        return any(run_tests([test], root) == 1 for test in mutant.tests.split())
+    finally:
+        path.write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("numbers", nargs="*", type=int, help="only these")
+    parser.add_argument("--list", action="store_true", help="only say which there are, and which are out of date")
+    options = parser.parse_args()
+    mutants, missed = read_mutants(), []
+    stale = find_stale(mutants)
+    print(*stale, sep="\n", end="\n" if stale else "")
+    if options.list:
+        print(*mutants, sep="\n")
+        return bool(stale)
+    import hypothesis  # noqa: F401 - what every child needs, but nothing of what is changed
+    import numpy as np  # noqa: F401
+    import pytest  # noqa: F401
+    import torch._dynamo
+
+    with tempfile.TemporaryDirectory(prefix="ucp-mutants-") as folder:
+        copy_checkout(Path(folder))
+        for mutant in (each for each in mutants if not options.numbers or each.number in options.numbers):
+            start = time.monotonic()
+            caught = judge(mutant, Path(folder))
+            print(f"{'caught' if caught else 'MISSED'} {mutant} ({time.monotonic() - start:.0f} s)", flush=True)
+            missed += [] if caught else [mutant]
+    print(f"{len(missed)} of {len(mutants)} mutants were missed")
+    return 1 if missed or stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
