@@ -129,10 +129,7 @@ def verify_checkpoint(
     """
     comm, begin = comm or Comm(), time.perf_counter()
     threads = threads or default_workers()
-    with comm.together():
-        sizes, others = list_files(folder)
-        if not sizes:
-            raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(others) or 'nothing'}).")
+    sizes, others = comm.run(lambda: _list_files(folder))
     mine = share_files(sizes, comm.size)[comm.rank]
     listed, faults = _list_all(folder, mine, threads)
     scans: list[Scanned] = []
@@ -182,6 +179,13 @@ def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
         shares[rank].append(name)
         loads[rank] += sizes[name] + 1
     return [sorted(share) for share in shares]
+
+
+def _list_files(folder: str) -> tuple[dict[str, int], list[str]]:
+    sizes, others = list_files(folder)
+    if not sizes:
+        raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(others) or 'nothing'}).")
+    return sizes, others
 
 
 def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str, FileRecords], list[Finding]]:

@@ -67,7 +67,7 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
         return None
     raise CheckpointError(
         f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
-        "from scratch would lose them: pass tag=… to load_checkpoint, or write the wanted tag into that file."
+        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
     )
 
 

@@ -30,23 +30,27 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
     Raises:
         CheckpointError: a shard of another run or step.
     """
-    with comm.together():
-        by_file: dict[int, list[_Entry]] = {}
-        for atom in touched:
-            twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
-            if twin is None or index.topology.wrapper == "torch":
-                continue
-            for rank, shard in enumerate(atom.shards):
-                for fragment in shard.fragments:
-                    entry = _Entry(atom, twin, rank, fragment)
-                    by_file.setdefault(index.records[fragment.record].file, []).append(entry)
-        with Reader(index, checksum=False) as reader:
-            for file in sorted(by_file)[comm.rank :: comm.size]:
-                _check_file(reader, file, by_file[file])
+    comm.run(lambda: _check_share(index, touched, comm))
+
+
+def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+    """Compare what lies in this rank's files."""
+    by_file: dict[int, list[_Sample]] = {}
+    for atom in touched:
+        twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
+        if twin is None or index.topology.wrapper == "torch":
+            continue
+        for rank, shard in enumerate(atom.shards):
+            for fragment in shard.fragments:
+                entry = _Sample(atom, twin, rank, fragment)
+                by_file.setdefault(index.records[fragment.record].file, []).append(entry)
+    with Reader(index, checksum=False) as reader:
+        for file in sorted(by_file)[comm.rank :: comm.size]:
+            _check_file(reader, file, by_file[file])
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Sample:
     """A fragment of a shard of a master, and the atom that holds the model's own copy."""
 
     master: Atom
@@ -55,7 +59,7 @@ class _Entry:
     fragment: Fragment
 
 
-def _check_file(reader: Reader, file: int, entries: list[_Entry]) -> None:
+def _check_file(reader: Reader, file: int, entries: list[_Sample]) -> None:
     index, differing, first, total = reader.index, 0, "", 0
     for entry, position in _spread(entries):
         total += 1
@@ -76,7 +80,7 @@ def _check_file(reader: Reader, file: int, entries: list[_Entry]) -> None:
         )
 
 
-def _spread(entries: list[_Entry]) -> Iterator[tuple[_Entry, int]]:
+def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, int]]:
     """Elements spread evenly over the fragments of a file."""
     total = sum(entry.fragment.numel for entry in entries)
     count = min(total, _PER_FILE)

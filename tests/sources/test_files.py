@@ -101,7 +101,7 @@ def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path: Path) -> N
 def test_a_missing_latest_beside_checkpoints_is_refused(tmp_path: Path) -> None:
     touch(tmp_path / "global_step3", MODEL)
     touch(tmp_path / "global_step9", MODEL)
-    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*pass tag="):
+    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag="):
         read_latest(str(tmp_path))
 
 
