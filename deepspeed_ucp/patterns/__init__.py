@@ -6,7 +6,7 @@ from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source,
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, find_idle, parse_renames, rename_names
-from .rules import Rule, RuleSet, from_attributes, from_config, load_family
+from .rules import Rule, RuleSet, from_arguments, from_attributes, from_config, load_family
 from .settle import Settled, Unsettled, settle
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "copy_runs",
     "find_faults",
     "find_idle",
+    "from_arguments",
     "from_attributes",
     "from_config",
     "from_recorded",

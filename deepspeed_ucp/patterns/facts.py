@@ -1,8 +1,8 @@
 """What is known about a model when its rules are read, and the small expressions in which rules ask for it.
 
 Expressions are integer arithmetic over what a checkpoint tells: ``hidden``, ``args.num_attention_heads * head``,
-``args.kv_channels or hidden // heads``, ``own(0) == 2 * sibling('mlp.dense_4h_to_h.weight', 1)``. Nothing is executed:
-the syntax tree is walked, and anything else is refused.
+``args.kv_channels or hidden // heads``, ``own(0) == 2 * sibling('mlp.dense_4h_to_h.weight', 1)``, ``has('swiglu')``.
+Nothing is executed: the syntax tree is walked, and anything else is refused.
 """
 
 from __future__ import annotations
@@ -143,7 +143,15 @@ class Facts:
             return self._measure(self.stem + arguments[0], arguments[1])
         if function == "shape" and len(arguments) == 2:
             return self._measure_all(*arguments)
-        raise ConfigError(f"patterns: unknown function {function!r} in {text!r}; there are own, sibling and shape")
+        if function == "has" and len(arguments) == 1:
+            return self._has(arguments[0])
+        raise ConfigError(f"patterns: unknown function {function!r} in {text!r}; there are own, sibling, shape and has")
+
+    def _has(self, key: str) -> bool:
+        """Whether the training script has an argument at all: which release of it saved."""
+        if not self.args:
+            raise UnknownError("args")
+        return key in self.args
 
     def _measure(self, name: str, dim: int) -> int:
         shape = self.shapes.get(name)

@@ -15,7 +15,8 @@ SUFFIXES = (".yaml", ".yml", ".json")
 def list_families() -> list[str]:
     """Names of the families in the package."""
     folder = resources.files(__package__).joinpath("families")
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    names = [entry.name for entry in folder.iterdir() if not entry.name.startswith("_")]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def read_family(name: str) -> Any:
@@ -29,6 +30,15 @@ def read_family(name: str) -> Any:
             f"patterns: there is no family {name!r}. Families: {', '.join(list_families())}; "
             f"a rule file ends in {' or '.join(SUFFIXES)}."
         )
+    return _read_packaged(name)
+
+
+def read_arguments() -> Any:
+    """Rules for what the arguments of a known client tell, as data."""
+    return _read_packaged("_arguments")
+
+
+def _read_packaged(name: str) -> Any:
     return _parse(resources.files(__package__).joinpath("families", f"{name}.yaml").read_text("utf-8"), name)
 
 

@@ -212,7 +212,29 @@ def _get_list(info: Mapping[str, Any], key: str) -> Sequence[Any]:
 def _read_lists(info: Mapping[str, Any]) -> Iterator[Rule]:
     for key, pattern in _LISTS:
         yield from (_make_rule(text, pattern, rank=2) for text in _get_list(info, key))
+    yield from filter(None, map(_follow_rows, _get_list(info, ROWS)))
     yield from (_make_rule(text, ShardV(), rank=3, vocab=True) for text in _get_list(info, VOCABULARY))
+
+
+def _follow_rows(text: str) -> Rule | None:
+    """What a row-parallel second matrix of a feed-forward layer tells of the first, which no list names.
+
+    The second takes its columns where the first's rows lie, so a first one of as many rows is cut along them. One of
+    twice as many is fused of gate and up in an order that nothing tells.
+    """
+    front, second, _ = text.partition(_SECOND)
+    if not second:
+        return None
+    try:
+        regex = compile_prefix(rf"(?P<stem>{front})dense_h_to_4h\.(?:weight|bias)$")
+    except MismatchError:
+        return None
+    first = f"{front}dense_h_to_4h"
+    return Rule(first, regex, spec={"match": first, "pattern": "shard-v", "when": _FITS}, rank=4)
+
+
+_SECOND = "dense_4h_to_h"
+_FITS = f"own(0) == sibling('{_SECOND}.weight', 1)"
 
 
 def _read_parts(info: Mapping[str, Any], tp: int) -> Iterator[Rule]:

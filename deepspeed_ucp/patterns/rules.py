@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from ..errors import ConfigError, MismatchError
 from .facts import Facts, UnknownError, compile_regex
-from .files import SUFFIXES, read_family, read_rules
+from .files import SUFFIXES, read_arguments, read_family, read_rules
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Shape
 from .rename import Rename, parse_renames
@@ -81,7 +81,7 @@ class Rule:
         regex: the whole name, with the group ``stem`` for the prefix where there is one.
         spec: the rule as data, evaluated for each parameter; or
         pattern: what it says, where that is known already.
-        rank: of several rules that match, those of the lowest rank count.
+        rank: of several rules that say something, those of the lowest rank count.
         vocab: dimension 0 is a padded vocabulary.
     """
 
@@ -303,6 +303,13 @@ def load_family(name: str) -> RuleSet:
     """
     (family,) = _parse_set(read_family(name), f"family {name}")
     return replace(family, reported=False)
+
+
+@lru_cache
+def from_arguments() -> RuleSet:
+    """What the training script's arguments, kept in the checkpoint, tell of its model's layout."""
+    (found,) = _parse_set(read_arguments(), "the client's arguments")
+    return replace(found, reported=False, user=False)
 
 
 def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
 from ..errors import CheckpointError, MismatchError
-from ..patterns import RuleSet, Settled, from_recorded, from_universal_info, settle
+from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
 from ..patterns.layout import Shape
 
 Shapes = Mapping[str, tuple[Shape, ...]]
@@ -56,6 +56,8 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
             found.append(from_universal_info(info, index.topology.tp))
         except MismatchError as error:
             raise CheckpointError(f"{index.state_file}: {error}. Give the model's patterns.") from error
+    if index.hints.get("args"):
+        found.append(from_arguments())
     return [*found, *live]
 
 

@@ -14,6 +14,7 @@ from deepspeed_ucp.patterns import (
     ShardNC,
     ShardV,
     find_faults,
+    from_arguments,
     from_config,
     list_families,
     load_family,
@@ -24,6 +25,17 @@ from . import models
 
 KV = 1024
 HEAD = 128
+CLIENT = {
+    "deepspeed_activation_checkpointing": False,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_channels": 64,
+    "swiglu": False,
+    "transformer_impl": "local",
+}
+OLDER, NEWER = CLIENT, {**CLIENT, "ds_sequence_parallel_fpdt": False}
+"""Arguments of Megatron-DeepSpeed before and since FPDT."""
+
 MODELS = {
     "megatron-gpt": (
         lambda tp: models.megatron_pipeline(models.GPT3_MEDIUM, tp),
@@ -155,6 +167,12 @@ def test_arguments_that_contradict_the_shapes(args, message):
         ("megatron-gpt", {"args": {"transformer_impl": "transformer_engine"}}),
         ("megatron-gpt", {"args": {"use_mcore_models": True}}),
         ("megatron-gpt-interleaved", {"checkpoint_version": 0}),
+        ("megatron-gpt", {"args": OLDER}),
+        ("megatron-gpt", {"args": {**NEWER, "num_key_value_heads": 2}}),
+        ("megatron-gpt-interleaved", {"args": NEWER}),
+        ("megatron-llama", {"args": OLDER}),
+        ("megatron-llama", {"args": {**NEWER, "num_key_value_heads": 2}}),
+        ("bloom", {"args": NEWER}),
         ("megatron-llama", {"args": {"swiglu": False}}),
         ("bloom", {"checkpoint_version": 1.0}),
     ],
@@ -164,6 +182,38 @@ def test_a_family_that_the_checkpoint_contradicts(family, hints):
     source, target = make(1), make(2)
     with pytest.raises(MismatchError, match=f"family {family} contradicts the checkpoint"):
         settle(list(source), source, target, from_config(family), hints=hints)
+
+
+QKV = "2.self_attention.query_key_value.weight"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [(OLDER, ShardV(unit=192)), (NEWER, ShardNC(parts=(1024, 1024, 1024), sized=True, unit=64))],
+    ids=["before FPDT", "since FPDT"],
+)
+def test_the_clients_arguments_tell_how_query_key_and_value_are_fused(args, expected):
+    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
+    names = [name for name in source if "query_key_value" in name or "dense_h_to_4h" in name]
+    hints = {"args": {**args, "hidden_size": 1024}, "checkpoint_version": 3.0}
+    settled = settle(names, source, target, [from_arguments()], hints=hints)
+    assert settled.patterns[QKV] == expected
+    assert settled.patterns["2.mlp.dense_h_to_4h.bias"] == ShardV()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"num_attention_heads": 16, "kv_channels": 64, "num_key_value_heads": 16, "ds_sequence_parallel_size": 1},
+        {**NEWER, "num_key_value_heads": 2},
+        {**NEWER, "transformer_impl": "transformer_engine"},
+    ],
+    ids=["another client", "grouped queries", "transformer engine"],
+)
+def test_what_no_client_is_known_for_is_not_settled(args):
+    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
+    with pytest.raises(MismatchError, match="query_key_value.* is not known|is not known.*query_key_value"):
+        settle([QKV], source, target, [from_arguments()], hints={"args": {**args, "hidden_size": 1024}})
 
 
 @pytest.mark.parametrize("version", [None, 0, 2.0, 3.0])

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from deepspeed_ucp import patterns
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.patterns import (
     Partial,
@@ -54,15 +55,15 @@ def settle_one(info, shapes, target=None, tp=2):
 
 
 def test_megatron_metadata_settles_what_it_names():
-    """Fused attention and the first feed-forward matrix are in none of its lists: they stay open."""
+    """Fused attention is in none of its lists and stays open; the first feed-forward matrix follows from the second."""
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (2, 4))
     rules = from_universal_info(MEGATRON, 2)
     with pytest.raises(MismatchError) as caught:
         settle(list(source), source, target, [rules])
     text = str(caught.value)
-    assert "(8 parameters)" in text
+    assert "(4 parameters)" in text
     assert "{2-3}.self_attention.query_key_value.weight: (1536, 1024) on 2 ranks" in text
-    assert "{2-3}.mlp.dense_h_to_4h.bias" in text
+    assert "dense_h_to_4h" not in text
     settled = settle(list(source), source, target, [rules, *from_config("megatron-gpt")])
     assert settled.patterns["2.self_attention.dense.weight"] == ShardH()
     assert settled.patterns["4.weight"] == Replicate()
@@ -431,3 +432,15 @@ ODD = {
 def test_odd_forms_are_refused(info):
     with pytest.raises(MismatchError, match="universal_checkpoint_info"):
         from_universal_info(info, 2)
+
+
+@pytest.mark.parametrize(("rows", "settles"), [(8, True), (16, False)], ids=["plain", "gate and up"])
+def test_a_row_parallel_second_matrix_tells_how_the_first_is_cut(rows, settles):
+    """No list of Megatron-DeepSpeed's names dense_h_to_4h, which a live model's attributes tell."""
+    first, second = "3.mlp.dense_h_to_4h.weight", "3.mlp.dense_4h_to_h.weight"
+    shapes = {first: ((rows, 4),) * 2, second: ((4, 8),) * 2}
+    info = {"parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"]}
+    found = patterns.settle([first, second], shapes, None, [from_universal_info(info, 2)])
+    assert found.patterns[second] == ShardH()
+    assert (found.patterns.get(first) == ShardV()) == settles
+    assert (first in found.open) != settles
