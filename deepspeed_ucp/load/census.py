@@ -85,22 +85,23 @@ def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
     place, found = target.place, list(extras)
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
     census = Census(place.tp, ordinals=ordinals)
-    mine = None
-    with comm.together():
-        if place.dp_rank == 0:
-            mine = _Return(
-                place.tp_rank,
-                target.owned_shapes(),
-                {extra.name: extra.shape for extra in found},
-                frozenset(extra.name for extra in found if extra.is_buffer),
-                target.aliases,
-                ordinals,
-                live_attributes(target.engine),
-                live_universal_info(target.engine),
-            )
-    returns = [each for each in comm.gather(mine) if each is not None]
-    with comm.together():
-        _count(census, returns)
+
+    def tell() -> _Return | None:
+        if place.dp_rank:
+            return None
+        return _Return(
+            place.tp_rank,
+            target.owned_shapes(),
+            {extra.name: extra.shape for extra in found},
+            frozenset(extra.name for extra in found if extra.is_buffer),
+            target.aliases,
+            ordinals,
+            live_attributes(target.engine),
+            live_universal_info(target.engine),
+        )
+
+    returns = [each for each in comm.each(tell) if each is not None]
+    comm.run(lambda: _count(census, returns))
     return census
 
 
@@ -159,11 +160,13 @@ def join_groups(target: Target, comm: Comm) -> LiveGroups:
 
     DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
     """
-    place, mine = target.place, None
-    with comm.together():
-        if place.dp_rank == place.tp_rank == 0:
-            mine = (place.pp_rank, target.live_groups(), target.live_hyper())
-    stages = sorted((each for each in comm.gather(mine) if each is not None), key=lambda told: told[0])
+    place = target.place
+
+    def tell() -> tuple[int, list[list[tuple[str, bool]]], list[dict[str, Any]]] | None:
+        first = place.dp_rank == place.tp_rank == 0
+        return (place.pp_rank, target.live_groups(), target.live_hyper()) if first else None
+
+    stages = sorted((each for each in comm.each(tell) if each is not None), key=lambda told: told[0])
     if len(stages) == 1:
         return LiveGroups(*stages[0][1:])
     joined = LiveGroups()

@@ -11,6 +11,7 @@ where there is memory for it, its buffers are filled apart (``apart``), and pass
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from ..targets.finish import (
     restore_scaler,
 )
 from .apart import guard_engine
-from .client import EXTRA_STATES, read_client_objects
+from .client import EXTRA_STATES, read_client_objects, read_objects
 from .custom import run_custom_load
 from .prepare import prepare
 from .report import LoadReport
@@ -91,20 +92,28 @@ def load_direct(
         # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
         transfer = Transfer(index, work, comm, config, apart=engine.global_steps > 0)
     report.state_bytes = sum(index.atoms[key].nbytes for key in work.touched)
-    saved = _read_saved(index, comm, config, arguments)
+    saved = _read_saved(index, target, comm, config, arguments)
     extra = saved.pop(EXTRA_STATES, {})
-    with comm.together():
-        modules = _match_extra_states(engine, extra, arguments)
+    modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
     with report.phase("read"):
         report.count(transfer.read())
     with report.phase("verify"):
         report.bytes_read += transfer.verify()
+
+    def restore_others() -> None:
+        if not arguments.load_module_only:
+            restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
+        for key, module in modules.items():
+            module.set_extra_state(extra[key])
+
+    def finish() -> None:
+        if with_states:
+            transfer.attach(target)
+        _finish(engine, index, saved, arguments, with_states=with_states)
+
     with guard_engine(engine):
-        with report.phase("finish"), comm.together():  # others' code, which may fail: before the buffers change
-            if not arguments.load_module_only:
-                restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
-            for key, module in modules.items():
-                module.set_extra_state(extra[key])
+        with report.phase("finish"):  # others' code, which may fail: before the buffers change
+            comm.run(restore_others)
         if arguments.custom_load_fn is not None:
             with report.phase("custom"):
                 run_custom_load(arguments.custom_load_fn, index, target, comm, config, masters_follow=not work.touched)
@@ -113,10 +122,8 @@ def load_direct(
         with report.phase("copies"):
             if work.touched:
                 target.refresh_copies()
-        with report.phase("finish"), comm.together():
-            if with_states:
-                transfer.attach(target)
-            _finish(engine, index, saved, arguments, with_states=with_states)
+        with report.phase("finish"):
+            comm.run(finish)
     if config.verify == "crc":
         report.bytes_again = sum(check.nbytes for check in again)
     else:  # pass 1 has left these bytes alone
@@ -161,8 +168,13 @@ def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArgum
     return {plain[key]: live[key] for key in live if key in plain}
 
 
-def _read_saved(index: AtomicIndex, comm: Comm, config: UniversalConfig, arguments: LoadArguments) -> dict[str, Any]:
+def _read_saved(
+    index: AtomicIndex, target: Target, comm: Comm, config: UniversalConfig, arguments: LoadArguments
+) -> dict[str, Any]:
     """Everything of the state file but the model's tensors, checked; collective.
+
+    At the saved tensor- and pipeline-parallel degrees every rank gets what its own file holds (Megatron's random
+    states), else what the first rank's does.
 
     Raises:
         CheckpointError: it is damaged, or no save of an engine.
@@ -171,13 +183,26 @@ def _read_saved(index: AtomicIndex, comm: Comm, config: UniversalConfig, argumen
         checks = Checks()
         checks.touch(index.client_records if comm.rank == 0 else ())
         checks.verify(index, comm)
-    saved = read_client_objects(index.state_file, comm, trust_pickle=config.trust_pickle)
+    trust = config.trust_pickle
+    saved = read_client_objects(index.state_file, comm, trust_pickle=trust)
+    own = _find_own_file(index, target)
+    saved = comm.run(lambda: saved if own is None else read_objects(own, trust_pickle=trust))
     if "global_steps" not in saved and not arguments.load_module_only:  # the same on every rank
         raise CheckpointError(
             f"{index.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
             "weights use load_module_only=True."
         )
     return saved
+
+
+def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
+    """The state file of this rank's model-parallel rank, where the checkpoint has one beside the first."""
+    place, topology = target.place, index.topology
+    if not place.mp_rank or (place.tp, place.pp) != (topology.tp, topology.pp):
+        return None
+    folder, name = os.path.split(index.state_file)
+    path = os.path.join(folder, name.replace("mp_rank_00", f"mp_rank_{place.mp_rank:02d}"))
+    return path if path != index.state_file and os.path.isfile(path) else None
 
 
 def _finish(

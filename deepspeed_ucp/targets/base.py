@@ -13,6 +13,7 @@ import torch
 from ..atoms import count, strip_compiled
 from ..flat import Cut, FlatBuffer, Span, join_parameters
 from ..topology import Topology
+from .optimizer import to_plain
 from .parallel import Instance, find_instances, find_place
 
 
@@ -200,9 +201,9 @@ class Target(ABC):
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
 
     def live_hyper(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of these groups."""
+        """Hyper-parameters of these groups; of what is no plain data the type alone."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return [{key: to_plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
     def extras(self) -> list[Extra]:
         """Parameters without optimizer, and persistent buffers."""

@@ -146,6 +146,13 @@ def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     return set(live) - {"params", *_ALWAYS_KEPT} <= set(saved)
 
 
+def to_plain(value: Any) -> Any:
+    """A live hyper-parameter as data that ranks can tell each other."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value if _is_plain(value) else type(value).__name__
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)

@@ -601,6 +601,33 @@ def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, t
     assert 0 < read <= sum(index.records[record].nbytes for record in records)
 
 
+@pytest.mark.parametrize(
+    ("target", "epochs"),
+    [
+        (Topology(1, 1, tp=2, pp=2), [0, 1, 2, 3]),
+        (Topology(0, 2, tp=2, pp=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (Topology(1, 1, tp=4), [0] * 4),
+        (Topology(2, 2), [0, 0]),
+    ],
+    ids=lambda t: t.label if isinstance(t, Topology) else "",
+)
+def test_client_states_are_each_ranks_own_at_the_same_degrees(
+    target: Topology, epochs: list[int], tmp_path: Path
+) -> None:
+    """Megatron keeps the random states of its ranks there."""
+    held = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
+    held.write(tmp_path)
+    for rank in range(4):
+        path = tmp_path / f"mp_rank_{rank:02d}_model_states.pt"
+        torch.save({**torch.load(path, weights_only=False), "epoch": rank}, path)
+    targets = expect(held, target).make_targets()
+    index = open_everywhere(tmp_path, targets)
+    config = make_config(held.model)
+    results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
+    order = sorted((each.place.mp_rank, client["epoch"]) for each, (*_, client) in zip(targets, results, strict=True))
+    assert [epoch for _, epoch in order] == epochs
+
+
 def check_held(targets: Sequence[FakeTarget], wanted: Held) -> None:
     ranks = [Loaded(target, None, target.extras(), counted=False) for target in targets]  # type: ignore[arg-type]
     check_content(ranks, wanted.state, wanted.locals)
