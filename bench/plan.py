@@ -290,10 +290,10 @@ def make_script(source: Source, grid: Grid, rank: int) -> Script:
     index = planner.build(headers)
     comm = ScriptedComm(rank, grid.ranks, [lambda _: _load(script.returns)])
     match, layouts = planner.relate(index, make_target(rank), comm)
-    script.mask = np.zeros(len(index.records), np.bool_)
-    script.mask[[f.record for a in index.atoms.values() if a.state != COPY for s in a.shards for f in s.fragments]] = (
-        True
-    )
+    script.mask = np.zeros(len(index.stored.records), np.bool_)
+    script.mask[
+        [f.record for a in index.stored.atoms.values() if a.state != COPY for s in a.shards for f in s.fragments]
+    ] = True
     peers = Peers(index, match, layouts, grid, rank, script.mask)
     script.tables = [peers.claims_of(make_target(each)) for each in range(grid.ranks)]
     return script
@@ -332,7 +332,7 @@ class Peers:
         self, index: AtomicIndex, match: Match, layouts: Layouts, grid: Grid, owner: int, touched: Any
     ) -> None:
         self.index, self.match, self.layouts, self.grid, self.owner = index, match, layouts, grid, owner
-        self.blocks = Blocks.of(index.records, BLOCK, grid.ranks)
+        self.blocks = Blocks.of(index.stored.records, BLOCK, grid.ranks)
         self.mine: dict[int, list[int]] = defaultdict(list)
         for record, number in self.blocks.owned(owner, np.flatnonzero(touched)):
             self.mine[record].append(number * BLOCK)

@@ -7,7 +7,7 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .errors import CheckpointError
@@ -164,68 +164,114 @@ class GroupInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class AtomicIndex:
-    """A whole checkpoint as a view.
+class StoredAtoms:
+    """Where a checkpoint's bytes lie.
 
     Attributes:
-        files, records: where bytes lie.
+        files, records: that atoms' fragments refer to by number.
         atoms: by parameter, state and instance.
-        scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
-        groups: param groups with hyper-parameters.
-        aliases: tied parameter names → the name that holds the data.
-        buffers: names of the module's persistent buffers.
-        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size.
-        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
-        clip_grad: gradient clipping stored with the optimizer, or None.
-        state_file: the file that carries scheduler, counters and client state.
-        topology: what wrote it.
-        optimizer: name of the optimizer in the saved ds_config, or None.
-        irregular: optimizer states that cannot be cut for another topology, by parameter and state, with what they are.
-        unreadable: tensors whose bytes cannot be cut, with the reason.
-        client_records: records of the state file that hold the client's tensors.
-        flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
-        instances: parameters that several pipeline stages hold, each stage with values of its own: name → how many;
-            instances are numbered in stage order.
-        hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
-            ``checkpoint_version``, ``iteration``.
-        scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
-        recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
-        globals: classes and functions that the files' pickles name, beyond those of every checkpoint: dotted name →
-            path of a file that does.
-        dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
     """
 
     files: tuple[FileRef, ...]
     records: tuple[Record, ...]
     atoms: dict[AtomKey, Atom]
-    scalars: dict[ParamKey, dict[str, Any]]
-    groups: tuple[GroupInfo, ...]
-    aliases: dict[str, str]
-    buffers: frozenset[str]
-    counters: dict[str, Any]
-    scaler: dict[str, Any]
-    clip_grad: float | None
-    state_file: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a checkpoint tells of the run that saved it, besides tensors.
+
+    Attributes:
+        topology: what wrote it.
+        state_file: the file that carries scheduler, counters and client state.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size.
+        scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
+        groups: param groups with hyper-parameters.
+        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
+        clip_grad: gradient clipping stored with the optimizer, or None.
+        optimizer: name of the optimizer in the saved ds_config, or None.
+        scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
+        client_records: records of the state file that hold the client's tensors.
+        globals: classes and functions that the files' pickles name, beyond those of every checkpoint: dotted name →
+            path of a file that does.
+        flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
+    """
+
     topology: Topology
+    state_file: str
+    counters: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[ParamKey, dict[str, Any]] = field(default_factory=dict)
+    groups: tuple[GroupInfo, ...] = ()
+    scaler: dict[str, Any] = field(default_factory=dict)
+    clip_grad: float | None = None
     optimizer: str | None = None
-    irregular: dict[str, str] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
+    globals: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a checkpoint tells of the model.
+
+    Attributes:
+        aliases: tied parameter names → the name that holds the data.
+        buffers: names of the module's persistent buffers.
+        instances: parameters that several pipeline stages hold, each stage with values of its own: name → how many;
+            instances are numbered in stage order.
+        hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
+            ``checkpoint_version``, ``iteration``.
+        recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
+    """
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
     instances: dict[str, int] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
-    scalar_dtypes: dict[str, str] = field(default_factory=dict)
     recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of a checkpoint cannot be had.
+
+    Attributes:
+        irregular: optimizer states that cannot be cut for another topology, by parameter and state, with what they are.
+        unreadable: tensors whose bytes cannot be cut, with the reason.
+        dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
+    """
+
+    irregular: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     dropped: str = ""
-    globals: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AtomicIndex:
+    """A whole checkpoint as a view: its bytes, what it tells of run and model, and what of it cannot be had."""
+
+    stored: StoredAtoms
+    run: RunState
+    model: ModelInfo = field(default_factory=ModelInfo)
+    limits: Limits = field(default_factory=Limits)
+
+    def change(self, **fields: Any) -> AtomicIndex:
+        """The same with other values of some fields, whichever part they are of."""
+        parts = {}
+        for name in ("stored", "run", "model", "limits"):
+            part = getattr(self, name)
+            known = {each: fields.pop(each) for each in part.__dataclass_fields__ if each in fields}
+            parts[name] = replace(part, **known)
+        return replace(self, **parts, **fields)
 
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
         """An atom; None where there is none."""
-        return self.atoms.get(AtomKey(name, state, instance))
+        return self.stored.atoms.get(AtomKey(name, state, instance))
 
     def resolve(self, name: str) -> str:
         """The name under which a parameter's data is held: itself, or what it is tied to."""
-        return self.aliases.get(name, name)
+        return self.model.aliases.get(name, name)
 
 
 def count(shape: tuple[int, ...]) -> int:

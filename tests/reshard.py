@@ -145,6 +145,12 @@ class FakeTarget(Target):
         return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
 
 
+def get_field(index: AtomicIndex, name: str) -> Any:
+    """A field of an index, whichever of its parts it is of."""
+    parts = (index.stored, index.run, index.model, index.limits)
+    return next(getattr(part, name) for part in parts if hasattr(part, name))
+
+
 def lay_flat(model: Model, topology: Topology, group: int, names: Sequence[str], partition: int) -> FlatBuffer:
     """A flat buffer of the synthesiser as the package describes it."""
     shapes = [_find(model, name).shape for name in names]
@@ -400,7 +406,7 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
     for request in (request for rank in ranks for request in rank.requests):
         assert 0 < request.nbytes <= chunk
         assert sum(part.nbytes for part in request.parts) == request.nbytes
-        counts = read.setdefault(request.record, np.zeros(index.records[request.record].nbytes, np.int64))
+        counts = read.setdefault(request.record, np.zeros(index.stored.records[request.record].nbytes, np.int64))
         counts[request.offset : request.offset + request.nbytes] += 1
     assert read.keys() == touched_records(ranks)
     for record, counts in read.items():

@@ -66,16 +66,16 @@ class Map:
 def make_map(index: AtomicIndex, parameters: Sequence[Parameter]) -> Map:
     """Lay the parameters out along the model and sort every fragment into its file's row."""
     starts, sizes, width = _lay_out(index, parameters)
-    rows = {number: find_row(index, file.path) for number, file in enumerate(index.files)}
+    rows = {number: find_row(index, file.path) for number, file in enumerate(index.stored.files)}
     lanes: dict[tuple[Row, str], Lane] = {}
     whole = {row.param: row.numel for row in parameters}
-    states = sort_states({key.state for key in index.atoms})
-    for (name, state, instance), atom in index.atoms.items():
+    states = sort_states({key.state for key in index.stored.atoms})
+    for (name, state, instance), atom in index.stored.atoms.items():
         param = ParamKey(name, instance)
         kind = _find_kind(state)
         for low, high, record, nbytes in _spread(atom, whole.get(param)):
-            row = rows[index.records[record].file]
-            if index.topology.wrapper == "atomic":
+            row = rows[index.stored.records[record].file]
+            if index.run.topology.wrapper == "atomic":
                 row = Row((states.index(state),), "", f"{state}.pt")
             lane = lanes.setdefault((row, kind), Lane())
             lane.spans.append((starts[param] + low * sizes[param], starts[param] + high * sizes[param]))
@@ -122,7 +122,7 @@ def _spread(atom: Atom, numel: int | None) -> list[tuple[float, float, int, int]
 
 def find_row(index: AtomicIndex, path: str) -> Row:
     """The row of a file, by its name."""
-    name, tp = os.path.basename(path), max(index.topology.tp, 1)
+    name, tp = os.path.basename(path), max(index.run.topology.tp, 1)
     if match := _OPTIM.fullmatch(name):
         return _make_row(index, int(match[2]), int(match[1]))
     if match := _MODEL.fullmatch(name):
@@ -134,7 +134,7 @@ def find_row(index: AtomicIndex, path: str) -> Row:
 
 
 def _make_row(index: AtomicIndex, mp: int, dp: int | None) -> Row:
-    topology = index.topology
+    topology = index.run.topology
     stage, rank = divmod(mp, max(topology.tp, 1))
     block = " · ".join(
         text for text, used in ((f"pp {stage}", topology.pp > 1), (f"tp {rank}", topology.tp > 1)) if used

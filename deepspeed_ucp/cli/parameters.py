@@ -87,11 +87,11 @@ class Parameter:
 def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
     """All parameters and buffers in the model's order."""
     atoms: dict[ParamKey, dict[str, Atom]] = {}
-    for key, atom in index.atoms.items():
+    for key, atom in index.stored.atoms.items():
         atoms.setdefault(key.param, {})[key.state] = atom
-    groups = {param: number for number, group in enumerate(index.groups) for param in group.members}
+    groups = {param: number for number, group in enumerate(index.run.groups) for param in group.members}
     aliases: dict[str, list[str]] = {}
-    for alias, name in index.aliases.items():
+    for alias, name in index.model.aliases.items():
         aliases.setdefault(name, []).append(alias)
     return [
         _make_row(index, settled, param, atoms[param], groups.get(param), tuple(aliases.get(param.name, ())))
@@ -112,9 +112,9 @@ def _make_row(
     main = next(iter(states.values()))
     pattern, origin = _tell_pattern(index, settled, plain)
     unowned = FROZEN if knows_optimizer(index) else WEIGHTS
-    kind = TRAINED if MODULE not in states else BUFFER if plain in index.buffers else unowned
+    kind = TRAINED if MODULE not in states else BUFFER if plain in index.model.buffers else unowned
     used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
-    paths = {index.files[index.records[record].file].path for record in used}
+    paths = {index.stored.files[index.stored.records[record].file].path for record in used}
     return Parameter(
         name=param.name,
         instance=param.instance,
@@ -127,7 +127,7 @@ def _make_row(
         pattern=UNSETTLED if pattern is None else name_pattern(pattern),
         origin=origin,
         group=group,
-        scalars=dict(index.scalars.get(param, {})),
+        scalars=dict(index.run.scalars.get(param, {})),
         aliases=aliases,
         fragments={state: sum(len(shard.fragments) for shard in atom.shards) for state, atom in states.items()},
         files=tuple(sorted(shorten_path(index, path) for path in paths)),
@@ -139,8 +139,8 @@ def _make_row(
 
 def _tell_pattern(index: AtomicIndex, settled: Settled, name: str) -> tuple[Pattern | None, str]:
     """How a parameter is cut, and what told it; of an atomic checkpoint, how its source was."""
-    if name in index.recorded:
-        return read_pattern(index.recorded[name]), ORIGIN
+    if name in index.model.recorded:
+        return read_pattern(index.model.recorded[name]), ORIGIN
     pattern = settled.patterns.get(name)
     return pattern, "" if pattern == Unique() else settled.origin.get(name, "")
 
@@ -154,7 +154,7 @@ def _explain(settled: Settled, name: str) -> dict[str, Any]:
 
 def knows_optimizer(index: AtomicIndex) -> bool:
     """Whether the files tell which parameters an optimizer owns."""
-    return any(key.state != MODULE for key in index.atoms)
+    return any(key.state != MODULE for key in index.stored.atoms)
 
 
 def sort_states(states: Iterable[str]) -> list[str]:
@@ -165,7 +165,7 @@ def sort_states(states: Iterable[str]) -> list[str]:
 
 def shorten_path(index: AtomicIndex, path: str) -> str:
     """A file's path inside the checkpoint's folder."""
-    folder = index.state_file.rpartition("/")[0]
+    folder = index.run.state_file.rpartition("/")[0]
     return path.removeprefix(f"{folder}/")
 
 
@@ -184,11 +184,11 @@ def find_families(index: AtomicIndex, rules: Sequence[RuleSet]) -> list[str]:
 
 def order_params(index: AtomicIndex) -> list[ParamKey]:
     """All parameters in the model's order: as the module states list them, layers by their numbers."""
-    listed = [key.param for key in index.atoms if key.state in (COPY, MODULE)]
-    owned = {key.param for key in index.atoms if key.state not in (COPY, MODULE)}
-    grouped = [param for group in index.groups for param in group.members if param in owned]
-    masters = [*grouped, *(key.param for key in index.atoms if key.param in owned)]
-    copied = any(key.state == COPY for key in index.atoms)
+    listed = [key.param for key in index.stored.atoms if key.state in (COPY, MODULE)]
+    owned = {key.param for key in index.stored.atoms if key.state not in (COPY, MODULE)}
+    grouped = [param for group in index.run.groups for param in group.members if param in owned]
+    masters = [*grouped, *(key.param for key in index.stored.atoms if key.param in owned)]
+    copied = any(key.state == COPY for key in index.stored.atoms)
     params = list(dict.fromkeys([*listed, *masters] if copied else [*masters, *listed]))
     layers = _find_layers(index)
     first: dict[str, int] = {}
@@ -205,10 +205,10 @@ def order_params(index: AtomicIndex) -> list[ParamKey]:
 def _find_layers(index: AtomicIndex) -> dict[ParamKey, int]:
     """For a pipeline, the layer in whose file a parameter's copy lies."""
     found = {}
-    for key, atom in index.atoms.items():
+    for key, atom in index.stored.atoms.items():
         fragment = next((f for shard in atom.shards for f in shard.fragments), None)
         if key.state in (COPY, MODULE) and fragment is not None:
-            path = index.files[index.records[fragment.record].file].path
+            path = index.stored.files[index.stored.records[fragment.record].file].path
             if match := _LAYER_FILE.search(path):
                 found[key.param] = int(match[1])
     return found

@@ -144,7 +144,7 @@ def _read_degrees(options: argparse.Namespace, index: AtomicIndex) -> Any:
     zero = read_saved_config(index).get("zero_optimization")
     size = zero.get("sub_group_size") if isinstance(zero, dict) else None
     sub_group = int(size) if isinstance(size, (int, float)) and size >= 1 else None
-    return parse_degrees(options.target, index.topology, world=world, sub_group=sub_group)
+    return parse_degrees(options.target, index.run.topology, world=world, sub_group=sub_group)
 
 
 def _tell_times(found: DryRun, speeds: Bandwidths | None) -> Times | None:
@@ -163,7 +163,7 @@ def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times
         "possible": found.possible,
         "obstacles": found.obstacles,
         "loader": found.loader,
-        "source": index.topology.describe(),
+        "source": index.run.topology.describe(),
         "target": found.degrees.describe(),
         "degrees": {**degrees, "world": found.degrees.world},
         "differences": found.differences,
@@ -182,7 +182,7 @@ def _to_data(index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times
 def _to_text(
     index: AtomicIndex, found: DryRun, speeds: Bandwidths | None, times: Times | None, *, every: bool
 ) -> list[str]:
-    lines = [f"from   {index.topology.describe()}", f"to     {found.degrees.describe()}"]
+    lines = [f"from   {index.run.topology.describe()}", f"to     {found.degrees.describe()}"]
     lines.append(f"loads  {_tell_loader(found)}")
     if found.batch.train is not None:
         lines.append(f"batch  {_tell_batch(found)}")

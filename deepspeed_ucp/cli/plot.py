@@ -159,9 +159,9 @@ def _write(axes: Any, text: str, at: tuple[float, float], shift: tuple[float, fl
 
 
 def _paint_title(figure: Any, survey: Survey, height: float) -> None:
-    totals, topology = survey.totals, survey.index.topology
+    totals, topology = survey.totals, survey.index.run.topology
     elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
-    step = survey.index.counters.get("global_steps")
+    step = survey.index.run.counters.get("global_steps")
     kind = f"atomic, {topology.precision}" if topology.wrapper == "atomic" else topology.describe()
     text = f"{kind} · {elements}{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
     text += "" if step is None else f" · step {step}"

@@ -40,8 +40,8 @@ _OFTEN = 12
 def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
     """The whole report."""
     lines = [survey.folder, *_tell_head(survey), "", *_tell_parameters(survey.parameters, unfold=unfold)]
-    if survey.index.aliases:
-        lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(survey.index.aliases.items()))]
+    if survey.index.model.aliases:
+        lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(survey.index.model.aliases.items()))]
     if survey.findings:
         lines += ["", "findings", *(line for each in survey.findings for line in tell_finding(each))]
     return lines
@@ -70,7 +70,7 @@ def _tell_head(survey: Survey) -> list[str]:
 
 
 def _tell_origin(survey: Survey) -> str:
-    topology, written = survey.index.topology, survey.written_by
+    topology, written = survey.index.run.topology, survey.written_by
     if topology.wrapper == "atomic":
         made = f"{written['tool']}, an atomic checkpoint"
         return f"{made}{_tell_source(written['source'])}" if written["source"] else made
@@ -90,7 +90,7 @@ def _tell_source(source: Mapping[str, Any]) -> str:
 
 
 def _tell_step(index: AtomicIndex) -> str:
-    counters = index.counters
+    counters = index.run.counters
     text = str(counters.get("global_steps", "not recorded"))
     more = [f"{counters['global_samples']} samples"] if "global_samples" in counters else []
     more += [f"{counters['skipped_steps']} skipped"] if counters.get("skipped_steps") else []
@@ -99,7 +99,7 @@ def _tell_step(index: AtomicIndex) -> str:
 
 def _tell_optimizer(index: AtomicIndex) -> str:
     states = list_states(index)
-    text = index.optimizer or ("a client optimizer" if states or index.groups else "no states")
+    text = index.run.optimizer or ("a client optimizer" if states or index.run.groups else "no states")
     scalars = [f"{name} {_tell_values(value)}" for name, value in tell_scalars(index).items()]
     return ", ".join([f"{text}: {' '.join(states)}" if states else text, *scalars])
 
@@ -132,10 +132,10 @@ def _join(hyper: Mapping[str, Any]) -> str:
 
 
 def _tell_scaler(index: AtomicIndex) -> str:
-    if not index.scaler or index.topology.precision != "float16":
+    if not index.run.scaler or index.run.topology.precision != "float16":
         return ""
-    kind = "dynamic" if index.scaler.get("dynamic") else "static"
-    return f"{_tell_values(index.scaler.get('cur_scale'))} ({kind})"
+    kind = "dynamic" if index.run.scaler.get("dynamic") else "static"
+    return f"{_tell_values(index.run.scaler.get('cur_scale'))} ({kind})"
 
 
 def _tell_model(survey: Survey) -> str:
@@ -145,9 +145,11 @@ def _tell_model(survey: Survey) -> str:
     frozen = sum(row.kind == FROZEN for row in rows)
     buffers = sum(row.kind == BUFFER for row in rows)
     parts += [f"{frozen} frozen"] * bool(frozen)
-    parts += [f"{len(survey.index.aliases)} tied"] * bool(survey.index.aliases)
+    parts += [f"{len(survey.index.model.aliases)} tied"] * bool(survey.index.model.aliases)
     parts += [count_of(buffers, "buffer")] * bool(buffers)
-    parts += [f"{len(survey.index.instances)} held by several pipeline stages"] * bool(survey.index.instances)
+    parts += [f"{len(survey.index.model.instances)} held by several pipeline stages"] * bool(
+        survey.index.model.instances
+    )
     return ", ".join(parts)
 
 
@@ -176,10 +178,10 @@ def _tell_files(survey: Survey) -> str:
 
 def tell_resume(index: AtomicIndex) -> str:
     """Who can resume it where."""
-    topology = index.topology
+    topology = index.run.topology
     if topology.wrapper == "atomic":
         return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
-    if not any(key.state not in ("module", COPY) for key in index.atoms):
+    if not any(key.state not in ("module", COPY) for key in index.stored.atoms):
         return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"
     degrees = f"tp {topology.tp} pp {topology.pp}"
     where = f"ZeRO-{topology.zero_stage} dp {topology.dp} {degrees}" if topology.zero_stage else f"stage 0 {degrees}"
@@ -242,7 +244,7 @@ def tell_finding(finding: Finding) -> list[str]:
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     """One parameter with every fragment: file, byte offset in it, length in bytes, elements of its shard."""
     states = []
-    atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == row.param}
+    atoms = {key.state: atom for key, atom in index.stored.atoms.items() if key.param == row.param}
     for state in sort_states(atoms):
         atom = atoms[state]
         shards = [
@@ -254,14 +256,14 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
             for rank, shard in enumerate(atom.shards)
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
-    hyper = index.groups[row.group].hyper if row.group is not None else None
+    hyper = index.run.groups[row.group].hyper if row.group is not None else None
     return {**row.to_data(), "hyper": hyper, "layout": states}
 
 
 def _locate(index: AtomicIndex, fragment: Any, dtype: str) -> dict[str, Any]:
-    record = index.records[fragment.record]
+    record = index.stored.records[fragment.record]
     return {
-        "file": shorten_path(index, index.files[record.file].path),
+        "file": shorten_path(index, index.stored.files[record.file].path),
         "offset": record.offset + fragment.offset,
         "bytes": fragment.numel * ITEMSIZE[dtype],
         "start": fragment.start,

@@ -64,22 +64,22 @@ class Survey:
             "folder": self.folder,
             "written_by": self.written_by,
             "topology": tell_topology(index),
-            "counters": index.counters,
+            "counters": index.run.counters,
             "optimizer": {
-                "name": index.optimizer,
+                "name": index.run.optimizer,
                 "states": list_states(index),
                 "scalars": tell_scalars(index),
                 "groups": tell_groups(index, self.parameters),
-                "loss_scaler": index.scaler,
-                "clip_grad": index.clip_grad,
+                "loss_scaler": index.run.scaler,
+                "clip_grad": index.run.clip_grad,
             },
             "totals": {each.name: getattr(self.totals, each.name) for each in fields(Totals)},
             "parameters": [row.to_data() for row in self.parameters],
-            "ties": index.aliases,
+            "ties": index.model.aliases,
             "frozen": kinds[FROZEN],
             "buffers": kinds[BUFFER],
-            "instances": index.instances,
-            "client_state": {"file": os.path.basename(index.state_file), "keys": self.client},
+            "instances": index.model.instances,
+            "client_state": {"file": os.path.basename(index.run.state_file), "keys": self.client},
             "files": [{"name": name, "size": size} for name, size in self.files.items()],
             "findings": [asdict(each) for each in self.findings],
         }
@@ -87,20 +87,22 @@ class Survey:
 
 def tell_topology(index: AtomicIndex) -> dict[str, Any]:
     """The topology without its flat buffers."""
-    kept = {each.name: getattr(index.topology, each.name) for each in fields(index.topology) if each.name != "flats"}
+    kept = {
+        each.name: getattr(index.run.topology, each.name) for each in fields(index.run.topology) if each.name != "flats"
+    }
     optimizer, _, parameters = kept.pop("offload").partition("/")
     return {**kept, "offload_optimizer": optimizer, "offload_param": parameters}
 
 
 def list_states(index: AtomicIndex) -> list[str]:
     """The optimizer's element-wise states by its own names, without masters."""
-    return sorted({key.state for key in index.atoms} - {MASTER, MODULE, COPY})
+    return sorted({key.state for key in index.stored.atoms} - {MASTER, MODULE, COPY})
 
 
 def tell_scalars(index: AtomicIndex) -> dict[str, Any]:
     """Per scalar of the optimizer its value, or the list of its values where parameters differ."""
     found: dict[str, dict[Any, None]] = {}
-    for scalars in index.scalars.values():
+    for scalars in index.run.scalars.values():
         for name, value in scalars.items():
             found.setdefault(name, {})[value] = None
     return {name: next(iter(values)) if len(values) == 1 else list(values) for name, values in found.items()}
@@ -110,7 +112,7 @@ def tell_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str,
     """Per param group its hyper-parameters and how many parameters and elements it has."""
     sizes = {row.param: row.numel for row in rows}
     found = []
-    for group in index.groups:
+    for group in index.run.groups:
         numels = [sizes.get(param) for param in group.members]
         known = [numel for numel in numels if numel is not None]
         elements = sum(known) if len(known) == len(numels) else None
@@ -122,14 +124,14 @@ def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Pa
     """Counts and sizes."""
     sums = {MASTER: 0, COPY: 0, MODULE: 0, "": 0}
     covered: set[tuple[int, int, int]] = set()
-    for key, atom in index.atoms.items():
+    for key, atom in index.stored.atoms.items():
         sums[key.state if key.state in sums else ""] += atom.nbytes
         width = ITEMSIZE[atom.dtype]
         covered |= {(f.record, f.offset, f.numel * width) for shard in atom.shards for f in shard.fragments}
     parameters = [row for row in rows if row.kind != BUFFER and not row.instance]
     numels = [row.numel for row in parameters]
-    client = sum(index.records[record].nbytes for record in index.client_records)
-    records, file_bytes = sum(r.nbytes for r in index.records), sum(files.values())
+    client = sum(index.stored.records[record].nbytes for record in index.run.client_records)
+    records, file_bytes = sum(r.nbytes for r in index.stored.records), sum(files.values())
     return Totals(
         parameters=len(parameters),
         elements=None if None in numels else sum(numel or 0 for numel in numels),
@@ -167,7 +169,7 @@ def read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
     from ..sources.marks import DEEPSPEEDS
     from ..torchsave.torchfile import read_header
 
-    tree = read_header(index.state_file).tree
+    tree = read_header(index.run.state_file).tree
     if not isinstance(tree, Mapping):
         return {}, ""
     kept = {str(key): _tell_kind(value) for key, value in tree.items() if key not in DEEPSPEEDS}
@@ -194,7 +196,7 @@ def tell_origin(index: AtomicIndex, folder: str, version: str) -> dict[str, Any]
     Raises:
         CheckpointError: the manifest is damaged.
     """
-    if index.topology.wrapper != "atomic":
+    if index.run.topology.wrapper != "atomic":
         return {"tool": "deepspeed", "deepspeed": version or None, "source": None}
     from ..sources.atomic.manifest import read_manifest
 
@@ -238,13 +240,13 @@ def find_findings(
         rules = {row.why.get("match", row.name): row.why for row in unsettled}
         names = tuple(row.name for row in unsettled)
         found.append(Finding("unsettled", "", text, WARNING, names, tuple(rules.values())))
-    for kind, faults in (("irregular", index.irregular), ("unreadable", index.unreadable)):
+    for kind, faults in (("irregular", index.limits.irregular), ("unreadable", index.limits.unreadable)):
         by_text: dict[str, list[str]] = {}
         for name, text in faults.items():
             by_text.setdefault(text, []).append(name)
         found += [Finding(kind, "", f"{_FAULTS[kind]}: {t}", WARNING, tuple(held)) for t, held in by_text.items()]
-    if index.dropped:
-        found.append(Finding("dropped", "", index.dropped, WARNING))
+    if index.limits.dropped:
+        found.append(Finding("dropped", "", index.limits.dropped, WARNING))
     found += [Finding("rules", "", text, WARNING) for text in idle]
     return [*found, *_look_around(report, index)]
 
@@ -255,9 +257,9 @@ def _look_around(report: FolderReport, index: AtomicIndex) -> list[Finding]:
     from ..sources.latest import check_latest
 
     found: list[Finding] = []
-    unchecked = {index.records[r].file for r, record in enumerate(index.records) if record.crc is None}
+    unchecked = {index.stored.records[r].file for r, record in enumerate(index.stored.records) if record.crc is None}
     if unchecked:
-        names = tuple(shorten_path(index, index.files[file].path) for file in sorted(unchecked))
+        names = tuple(shorten_path(index, index.stored.files[file].path) for file in sorted(unchecked))
         text = "files without checksums; damage to them cannot be found"
         found.append(Finding("checksums", "", text, NOTE, names))
     if left := tuple(finding.file for finding in report.findings if finding.kind == "leftover"):

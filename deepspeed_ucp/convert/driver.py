@@ -164,17 +164,17 @@ def _warn_losses(index: AtomicIndex, wholes: Wholes) -> None:
 
 
 def _refuse(index: AtomicIndex) -> None:
-    if index.unreadable:
-        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+    if index.limits.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.limits.unreadable.items())]
         raise UnsupportedError(
-            f"{index.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
+            f"{index.run.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
             "contiguous tensors."
         )
-    if index.irregular:
-        listed = [f"{name} ({what})" for name, what in sorted(index.irregular.items())]
+    if index.limits.irregular:
+        listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
         raise UnsupportedError(
-            f"{index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be united: "
-            f"{shorten(listed)}. The weights alone can be had with `ds_ucp export`."
+            f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
+            f"united: {shorten(listed)}. The weights alone can be had with `ds_ucp export`."
         )
 
 

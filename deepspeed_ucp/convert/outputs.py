@@ -106,13 +106,13 @@ def list_steps(index: AtomicIndex) -> dict[str, bytes]:
     """Relative path → content of every parameter's ``step.pt``."""
     made: dict[tuple[type, object], bytes] = {}
     found = {}
-    for param, scalars in sorted(index.scalars.items()):
+    for param, scalars in sorted(index.run.scalars.items()):
         if STEP not in scalars:
             continue
         step = scalars[STEP]
         kind = type(step), step
         if kind not in made:
-            made[kind] = dump_value(step, index.scalar_dtypes.get(STEP))
+            made[kind] = dump_value(step, index.run.scalar_dtypes.get(STEP))
         found[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
     return found
 

@@ -78,7 +78,7 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
 
 
 def _write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
-    main = read_header(index.state_file)
+    main = read_header(index.run.state_file)
     saved = _as_dict(main.tree)
     size, crc = save_parts(main, _strip_model(saved), os.path.join(folder, MODEL_STATES))
     _link(os.path.join(folder, MODEL_STATES), os.path.join(folder, MODEL_STATES_ZERO3))
@@ -115,11 +115,11 @@ def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
     """The source's first optimizer state: the file that it is in, and its dictionary (None: there is none)."""
-    folder = os.path.dirname(index.state_file)
-    if index.topology.wrapper == "atomic":
+    folder = os.path.dirname(index.run.state_file)
+    if index.run.topology.wrapper == "atomic":
         file = read_header(os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree
-    listed = sort_files(folder, {os.path.basename(file.path): file.size for file in index.files}).optim
+    listed = sort_files(folder, {os.path.basename(file.path): file.size for file in index.stored.files}).optim
     if not listed:
         return main, _as_dict(main.tree).get("optimizer")
     first = min(listed, key=lambda key: key[1:])
@@ -139,10 +139,13 @@ def _describe_optimizer(
     kept = {
         key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
     }
-    if index.scaler and "loss_scaler" not in kept:
-        kept |= {"loss_scaler": _make_scaler(index.scaler, main), "dynamic_loss_scale": bool(index.scaler["dynamic"])}
+    if index.run.scaler and "loss_scaler" not in kept:
+        kept |= {
+            "loss_scaler": _make_scaler(index.run.scaler, main),
+            "dynamic_loss_scale": bool(index.run.scaler["dynamic"]),
+        }
     versions = (kept.get("ds_version"), _as_dict(file.tree).get("ds_version"), main.get("ds_version"))
-    groups = _list_groups(index.groups, saved)
+    groups = _list_groups(index.run.groups, saved)
     step, added = _describe_step(index)
     inner = {"state": {0: step}, "param_groups": groups}
     told = {"ds_version": next((v for v in versions if v), _OLDEST), "param_groups": groups}
@@ -169,12 +172,12 @@ def _is_plain(value: Any) -> bool:
 
 def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The optimizer's step as the first parameter has it: upstream's stage 3 takes one for all."""
-    counted = (index.scalars.get(param, {}) for group in index.groups for param in group.members)
+    counted = (index.run.scalars.get(param, {}) for group in index.run.groups for param in group.members)
     steps = [scalars["step"] for scalars in counted if "step" in scalars]
-    steps += [group.hyper["step"] for group in index.groups if "step" in group.hyper]
+    steps += [group.hyper["step"] for group in index.run.groups if "step" in group.hyper]
     if not steps or not _is_plain(steps[0]):
         return {}, {}
-    if dtype := index.scalar_dtypes.get("step"):
+    if dtype := index.run.scalar_dtypes.get("step"):
         return {"step": make_tensor("step", dtype, 1, ())}, {"step": pack_scalar(dtype, steps[0])}
     return {"step": steps[0]}, {}
 

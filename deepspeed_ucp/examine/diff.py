@@ -168,9 +168,9 @@ def _compare_rest(
 ) -> tuple[list[ValueDifference], list[str]]:
     """Everything but tensors: what differs, and what is noted."""
     values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
-    topology = (replace(index.topology, flats=()) for index in (left, right))
+    topology = (replace(index.run.topology, flats=()) for index in (left, right))
     notes = [f"topology: {text}" for text in find_differences(*topology)]
-    notes += [f"{side}: {index.dropped}" for side, index in (("A", left), ("B", right)) if index.dropped]
+    notes += [f"{side}: {index.limits.dropped}" for side, index in (("A", left), ("B", right)) if index.limits.dropped]
     if not options.only and not options.states:
         found, told = compare_runs(left, right)
         values, notes = values + found, notes + told

@@ -60,10 +60,10 @@ def _tell_contents(held: Sequence[str], record: FileRecord | None) -> str:
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: set[int]) -> dict[int, list[str]]:
     """Record offset → atoms with fragments in it."""
-    files = {number for number, file in enumerate(index.files) if os.path.samefile(file.path, path)}
-    records = {n: r.offset for n, r in enumerate(index.records) if r.file in files and r.offset in offsets}
+    files = {number for number, file in enumerate(index.stored.files) if os.path.samefile(file.path, path)}
+    records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     found: dict[int, dict[str, None]] = {}
-    for atom in index.atoms.values():
+    for atom in index.stored.atoms.values():
         for shard in atom.shards:
             for fragment in shard.fragments:
                 if fragment.record in records:

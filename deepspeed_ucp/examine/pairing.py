@@ -104,25 +104,31 @@ def pair_atoms(
     for a, b in keys:
         name = a.name
         if name in layouts.wrong:
-            found.shapes.append((left.atoms[a], layouts.wrong[name]))
+            found.shapes.append((left.stored.atoms[a], layouts.wrong[name]))
         else:
             have, want = layouts.layouts[name]
             pattern = layouts.patterns[name]
             kept = have.local_shapes if isinstance(pattern, Kept) else ()
-            pair = Pair(make_whole(left.atoms[a], have), make_whole(right.atoms[b], want), pattern.vocab, kept)
+            pair = Pair(
+                make_whole(left.stored.atoms[a], have), make_whole(right.stored.atoms[b], want), pattern.vocab, kept
+            )
             found.both.append(pair)
     return found
 
 
 def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[AtomKey, Atom]:
-    return {key: atom for key, atom in index.atoms.items() if wanted(key.name, key.state) and not is_remade(key, index)}
+    return {
+        key: atom
+        for key, atom in index.stored.atoms.items()
+        if wanted(key.name, key.state) and not is_remade(key, index)
+    }
 
 
 def _rename(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> dict[str, str]:
     """A's names → B's by the user's rules, where they lead to a name that B has."""
     renames = [rename for each in rules for rename in each.renames]
-    live = {key.name for key in right.atoms}
-    names = sorted({key.name for key in left.atoms})
+    live = {key.name for key in right.stored.atoms}
+    names = sorted({key.name for key in left.stored.atoms})
     return {old: new for old, new in rename_names(names, renames, live).items() if old != new} if renames else {}
 
 
@@ -145,7 +151,7 @@ def _find_partner(key: AtomKey, index: AtomicIndex, names: Mapping[str, str]) ->
     name = names.get(key.name, key.name)
     candidates = [AtomKey(name, key.state, number) for number in (key.instance, 0)]
     candidates.append(AtomKey(index.resolve(name), key.state))
-    return next((each for each in candidates if each in index.atoms), candidates[1])
+    return next((each for each in candidates if each in index.stored.atoms), candidates[1])
 
 
 @dataclass(slots=True)
@@ -167,11 +173,11 @@ def _settle_both(
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
     """
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
-    source = {a.name: _local(left.atoms[a]) for a, _ in keys}
-    target = {a.name: _local(right.atoms[b]) for a, b in keys}
+    source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
+    target = {a.name: _local(right.stored.atoms[b]) for a, b in keys}
     theirs = [replace(each, side="target") for each in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
-    settled = settle(sorted(source), source, target, both, left.hints)
+    settled = settle(sorted(source), source, target, both, left.model.hints)
     wrong = _compare_shapes(settled, source, target, both, left)
     found = _Layouts(settled.pairs, settled.patterns, wrong, settled.unused)
     _refine(found, source, target, left, order_rules(left, rules))
@@ -191,7 +197,7 @@ def _compare_shapes(
 ) -> dict[str, str]:
     """What is wrong with parameters whose logical shapes are known: a finding of the comparison, not an error."""
     names = sorted({*settled.open, *settled.wrong})
-    mine, theirs = (settle(names, side, None, rules, left.hints).layouts for side in (source, target))
+    mine, theirs = (settle(names, side, None, rules, left.model.hints).layouts for side in (source, target))
     wrong = {}
     for name in (name for name in names if name in mine and name in theirs):
         shapes = [side[name][0].shape for side in (mine, theirs)]
@@ -205,9 +211,9 @@ def _compare_shapes(
 
 def _refine(found: _Layouts, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """What is cut alike on both sides needs no pattern; with one, places and padding rows can be told all the same."""
-    alike = [name for name in found.layouts if source[name] == target[name] and name not in index.buffers]
+    alike = [name for name in found.layouts if source[name] == target[name] and name not in index.model.buffers]
     names = [name for name in alike if isinstance(found.patterns[name], Kept) or found.patterns[name].vocab is None]
-    settled = settle(sorted(names), source, None, rules, index.hints)
+    settled = settle(sorted(names), source, None, rules, index.model.hints)
     for name, (have, _) in settled.layouts.items():
         if not have.replicated and have.claims is None:  # replicas are compared rank by rank
             found.layouts[name], found.patterns[name] = (have, have), settled.patterns[name]

@@ -86,19 +86,21 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     """
     found = [
         ValueDifference("counter", key, a, b)
-        for key, a, b in _differ_in_keys(left.counters, right.counters)
+        for key, a, b in _differ_in_keys(left.run.counters, right.run.counters)
         if key not in TOPOLOGY
     ]
-    if _is_scaling(left.scaler) or _is_scaling(right.scaler):
-        found += [ValueDifference("scaler", key, a, b) for key, a, b in _differ_in_keys(left.scaler, right.scaler)]
+    if _is_scaling(left.run.scaler) or _is_scaling(right.run.scaler):
+        found += [
+            ValueDifference("scaler", key, a, b) for key, a, b in _differ_in_keys(left.run.scaler, right.run.scaler)
+        ]
     notes = [
         f"{side} keeps no hyper-parameters" for side, index in (("A", left), ("B", right)) if not _keeps_hyper(index)
     ]
-    clipping = (left.clip_grad, right.clip_grad)
+    clipping = (left.run.clip_grad, right.run.clip_grad)
     if None not in clipping and not is_same(*clipping):
         found.append(ValueDifference("clipping", "clip_grad", *clipping))
-    if left.state_file and right.state_file:
-        client, told = _compare_clients(read_header(left.state_file), read_header(right.state_file))
+    if left.run.state_file and right.run.state_file:
+        client, told = _compare_clients(read_header(left.run.state_file), read_header(right.run.state_file))
         found, notes = found + client, notes + told
     return found, notes
 
@@ -136,8 +138,8 @@ def _find_partner(
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     """Per parameter; ``step`` may be kept with the group."""
-    found = {param: dict(scalars) for param, scalars in index.scalars.items()}
-    for group in index.groups:
+    found = {param: dict(scalars) for param, scalars in index.run.scalars.items()}
+    for group in index.run.groups:
         for param in group.members if "step" in group.hyper else ():
             found.setdefault(param, {}).setdefault("step", group.hyper["step"])
     return found
@@ -146,7 +148,7 @@ def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
 def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     return {
         param: {key: value for key, value in group.hyper.items() if key != "step"}
-        for group in index.groups
+        for group in index.run.groups
         for param in group.members
     }
 

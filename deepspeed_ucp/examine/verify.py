@@ -155,7 +155,7 @@ def verify_checkpoint(
     return Verification(
         folder=folder,
         kind="atomic" if report.atomic else "normal",
-        topology=index.topology.describe() if index else "",
+        topology=index.run.topology.describe() if index else "",
         files=tuple(sorted((report for held, _, _ in gathered for report in held), key=lambda r: r.name)),
         others=tuple(others),
         read=sum(nbytes for _, _, nbytes in gathered),
@@ -220,7 +220,7 @@ def _look_at_whole(folder: str, comm: Comm, groups: Any) -> tuple[FolderReport, 
     """What the headers tell of the checkpoint as a whole; collective."""
     report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
     findings = [_weigh(finding, groups) for finding in report.findings]
-    if report.index is not None and report.index.topology.wrapper == "none":
+    if report.index is not None and report.index.run.topology.wrapper == "none":
         text = f"{folder}: holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
         findings.append(Finding("missing", "", text, WARNING))
     return report, [*findings, *check_latest(folder, atomic=report.atomic)]
@@ -256,7 +256,7 @@ def _look_at_manifest(
 def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
     """Whether masters and the model's own copies are of one step; collective."""
     try:
-        check_samples(index, index.atoms.values(), comm)
+        check_samples(index, index.stored.atoms.values(), comm)
     except UcpError as error:
         return [replace(each, kind="foreign") for each in from_error(folder, error)]
     return []

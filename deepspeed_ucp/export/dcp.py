@@ -88,11 +88,11 @@ def _accept(state: str) -> bool:
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}.")
-    if index.irregular and not weights_only:
-        listed = [f"{name} ({what})" for name, what in sorted(index.irregular.items())]
+    if index.limits.irregular and not weights_only:
+        listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
         raise UnsupportedError(
-            f"{index.optimizer or 'The saved optimizer'} keeps states that are not element-wise: {shorten(listed)}. "
-            "The weights alone can be exported (--weights-only)."
+            f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise: "
+            f"{shorten(listed)}. The weights alone can be exported (--weights-only)."
         )
 
 
@@ -139,8 +139,8 @@ class Reading:
         """
         changed = set(self.repeated.read) - set(self.checks.read)
         if changed:
-            record = self.reader.index.records[min(changed).record]
-            path = self.reader.index.files[record.file].path
+            record = self.reader.index.stored.records[min(changed).record]
+            path = self.reader.index.stored.files[record.file].path
             raise CheckpointError(f"{path}: was written to while it was exported.")
 
 

@@ -43,7 +43,7 @@ def stage_output(index: AtomicIndex, destination: str, nbytes: int, overwrite: b
         CheckpointError: the destination may not be written, or somebody else writes it.
         DiskFullError: there is not enough room.
     """
-    staging = comm.run(lambda: Staging(destination, os.path.dirname(index.state_file), EXPORT))
+    staging = comm.run(lambda: Staging(destination, os.path.dirname(index.run.state_file), EXPORT))
     with ExitStack() as stack:
         comm.once(lambda: _begin(staging, nbytes, overwrite, stack))
         yield staging.folder

@@ -55,10 +55,10 @@ def _make_optimizer(
             tensor = selection.make(whole, dtype=None, keep_padding=options.keep_padding)
             states.setdefault(key.name, {})[key.state] = stand_in(tensor)
     for name, held in states.items():
-        scalars = index.scalars.get(ParamKey(name), {})
+        scalars = index.run.scalars.get(ParamKey(name), {})
         held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
     groups = []
-    for group in index.groups:
+    for group in index.run.groups:
         names = [selection.names[name] for name in group.names if name in selection.names]
         groups.append({**complete_group(group.hyper, states, group.names), "params": names})
     return {"state": {selection.names[name]: held for name, held in states.items()}, "param_groups": groups}
@@ -66,7 +66,7 @@ def _make_optimizer(
 
 def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
     """Torch's optimizers keep ``step`` as a 0-dim float32 tensor; DeepSpeed's own keep a number."""
-    dtype = index.scalar_dtypes.get(name, "float32" if name == "step" else None)
+    dtype = index.run.scalar_dtypes.get(name, "float32" if name == "step" else None)
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 

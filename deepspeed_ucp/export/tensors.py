@@ -114,10 +114,10 @@ def start_report(
     """What is known of an export before it has written anything."""
     return OutputReport(
         format=format,
-        source=os.path.dirname(index.state_file),
+        source=os.path.dirname(index.run.state_file),
         destination=destination,
         tensors=tensors,
-        parameters=sum(each.numel for each in selection.tensors if each.whole.name not in index.buffers),
+        parameters=sum(each.numel for each in selection.tensors if each.whole.name not in index.model.buffers),
         dtypes=tuple(sorted({each.dtype for each in selection.tensors})),
         nodes=nodes,
     )
@@ -148,23 +148,27 @@ def select_tensors(
     _refuse_unreadable(index, states)
     wholes = settle_wholes(index, rules, states=states)
     kept = {key: whole for key, whole in wholes.atoms.items() if not key.instance}
-    ties = dict(index.aliases)
+    ties = dict(index.model.aliases)
     renames = (*options.renames, *(rename for one in rules for rename in one.renames))
     names = name_tensors(dict.fromkeys([key.name for key in kept] + list(ties)), renames, options.strip_prefix)
     selection = Selection((), {}, names, wholes)
     weights = [_pick_weight(kept, name) for name in order_names(index, kept)]
     make = [selection.make(w, dtype=options.dtype, keep_padding=options.keep_padding) for w in weights if w is not None]
     if not make:
-        raise CheckpointError(f"{index.state_file}: there are no weights to export.")
+        raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
     copies = {names[alias]: names[owner] for alias, owner in ties.items() if owner in names}
     return Selection(tuple(make), copies if (options.tied or tied) == "copy" else {}, names, wholes)
 
 
 def _refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool]) -> None:
-    found = [f"{what}: {fault}" for what, fault in sorted(index.unreadable.items()) if states(what.split("(")[-1][:-1])]
+    found = [
+        f"{what}: {fault}"
+        for what, fault in sorted(index.limits.unreadable.items())
+        if states(what.split("(")[-1][:-1])
+    ]
     if found:
         raise UnsupportedError(
-            f"{index.state_file}: {shorten(found)}. Resume in the topology that saved it and save again with "
+            f"{index.run.state_file}: {shorten(found)}. Resume in the topology that saved it and save again with "
             "contiguous tensors."
         )
 
@@ -175,10 +179,10 @@ def _pick_weight(kept: dict[AtomKey, Whole], name: str) -> Whole | None:
 
 def order_names(index: AtomicIndex, kept: Iterable[AtomKey]) -> list[str]:
     """Names in the order of the model's state dict where its module states tell it, else of the optimizer's groups."""
-    has_copies = any(key.state == COPY for key in index.atoms)
-    first = [key.name for key in index.atoms if has_copies and key.state in (COPY, MODULE)]
+    has_copies = any(key.state == COPY for key in index.stored.atoms)
+    first = [key.name for key in index.stored.atoms if has_copies and key.state in (COPY, MODULE)]
     names = {key.name for key in kept}
-    ordered = dict.fromkeys([*first, *(key.name for key in index.atoms)])
+    ordered = dict.fromkeys([*first, *(key.name for key in index.stored.atoms)])
     return [name for name in ordered if name in names]
 
 
@@ -200,18 +204,18 @@ def warn_losses(index: AtomicIndex, selection: Selection, comm: Comm) -> None:
     """Tell on rank 0 what an export cannot hold, or what the source lacks."""
     if comm.rank:
         return
-    if index.dropped:
-        logger.warning("%s: %s", index.state_file, index.dropped)
-    if index.instances:
+    if index.limits.dropped:
+        logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
+    if index.model.instances:
         logger.warning(
             "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
-            shorten(sorted(index.instances)),
+            shorten(sorted(index.model.instances)),
         )
-    if not any(key.state == MASTER for key in index.atoms) and index.topology.precision != "float32":
+    if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
         logger.warning(
             "this checkpoint has no fp32 weights with names, so the model's own %s are written; where the optimizer "
             "was given model.parameters() at stage 0, --groups module names its fp32 weights",
-            index.topology.precision,
+            index.run.topology.precision,
         )
     if selection.wholes.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.wholes.unused))

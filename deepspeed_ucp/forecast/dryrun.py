@@ -114,7 +114,7 @@ def dry_run(
     run.batch = check_batch_size(read_saved_config(index), degrees.dp, train_batch)
     if not run.batch.fits:
         run.obstacles.append(run.batch.text)
-    run.differences = find_differences(replace(index.topology, flats=()), degrees.topology(index.topology))
+    run.differences = find_differences(replace(index.run.topology, flats=()), degrees.topology(index.run.topology))
     if not run.differences:
         run.loader = DEEPSPEED
         return run
@@ -123,7 +123,7 @@ def dry_run(
     try:
         found = foretell_target(index, degrees, rules)
     except MismatchError as error:
-        run.obstacles.append(f"{error}{_HINT if index.topology.tp != degrees.tp else ''}")
+        run.obstacles.append(f"{error}{_HINT if index.run.topology.tp != degrees.tp else ''}")
         return run
     run.origin, run.assumed = dict(found.origin), [*found.assumed, _AGAIN]
     measure(index, found, run, config, exact=exact, samples=samples)
@@ -133,14 +133,14 @@ def dry_run(
 def find_faults(index: AtomicIndex) -> list[str]:
     """What in the checkpoint no other topology can take."""
     faults = []
-    if index.unreadable:
-        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+    if index.limits.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.limits.unreadable.items())]
         faults.append(f"Tensors whose bytes cannot be cut: {shorten(listed)}.")
-    if index.irregular:
-        listed = [f"{name} ({what})" for name, what in sorted(index.irregular.items())]
+    if index.limits.irregular:
+        listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
         faults.append(
-            f"{index.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be cut for "
-            f"another topology: {shorten(listed)}. Weights only (load_optimizer_states=False) can be loaded."
+            f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
+            f"cut for another topology: {shorten(listed)}. Weights only (load_optimizer_states=False) can be loaded."
         )
     return faults
 
@@ -151,7 +151,7 @@ def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    tree = read_header(index.state_file).tree
+    tree = read_header(index.run.state_file).tree
     config = tree.get("ds_config") if isinstance(tree, dict) else None
     return config if isinstance(config, dict) else {}
 
@@ -232,8 +232,8 @@ def _measure_all(
         wants = target.wants(rank)
         claims.append(list_claims(wants.wants, wants.is_fresh, block))
         stage = max(stage, len(wants.sinks))
-    plans = plan_ranks(claims, index.records, block=block, share=share, min_direct=min_direct, stage=stage)
-    files = [record.file for record in index.records]
+    plans = plan_ranks(claims, index.stored.records, block=block, share=share, min_direct=min_direct, stage=stage)
+    files = [record.file for record in index.stored.records]
     found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans))
     return [_place(target, rank, figures) for rank, figures in enumerate(found)]
 
@@ -269,16 +269,16 @@ def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sa
 
 def _count_headers(index: AtomicIndex, files: int, world: int) -> int:
     """Headers that rank 0 reads: two to learn what the folder holds, and its share; of an atomic one the manifest."""
-    if os.path.exists(os.path.join(os.path.dirname(index.state_file), MANIFEST)):
+    if os.path.exists(os.path.join(os.path.dirname(index.run.state_file), MANIFEST)):
         return 1
     return min(2, files) + -(-max(files - 2, 0) // world)
 
 
 def list_checkpoint(index: AtomicIndex) -> list[int]:
     """Sizes of the checkpoint's files."""
-    if index.topology.wrapper == "atomic":
-        return [file.size for file in index.files]
-    return [size for size in list_sizes(os.path.dirname(index.state_file)).values() if size >= 0]
+    if index.run.topology.wrapper == "atomic":
+        return [file.size for file in index.stored.files]
+    return [size for size in list_sizes(os.path.dirname(index.run.state_file)).values() if size >= 0]
 
 
 def _count_replicas(target: ForecastTarget, params: Iterable[ParamKey]) -> int:

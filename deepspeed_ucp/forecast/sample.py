@@ -98,7 +98,7 @@ class Sampler:
 
     def __init__(self, index: AtomicIndex, target: ForecastTarget, block: int, min_direct: int = MIN_DIRECT) -> None:
         self.index, self.target, self.block, self.min_direct = index, target, block, min_direct
-        self.blocks = Blocks.of(index.records, block, target.ranks)
+        self.blocks = Blocks.of(index.stored.records, block, target.ranks)
         self.users = self._find_users()
         self.homes = [_find_homes(held) for held in target.model_ranks]
         self.held = self._list_fragments()
@@ -161,7 +161,7 @@ class Sampler:
         return Sampled(
             read=sum(nbytes for _, nbytes in reads),
             requests=len(reads),
-            files=len({self.index.records[record].file for record, _ in reads}),
+            files=len({self.index.stored.records[record].file for record, _ in reads}),
             largest=max((nbytes for _, nbytes in reads), default=0),
             received=sum(claim.nbytes for claim in mine) - sum(claim.nbytes for claim in granted) - decided.kept,
             sent=decided.sent - decided.kept,

@@ -37,17 +37,17 @@ def place_stages(index: AtomicIndex, names: Sequence[str], weights: Mapping[str,
     """
     if pp == 1:
         return dict.fromkeys(names, (0,)), ""
-    if pp == index.topology.pp and index.flats:
+    if pp == index.run.topology.pp and index.run.flats:
         return _keep_stages(index, names, pp), SAVED
     return split_stages(names, weights, pp), SPLIT
 
 
 def _keep_stages(index: AtomicIndex, names: Sequence[str], pp: int) -> Stages:
-    tp = index.topology.tp
+    tp = index.run.topology.tp
     held: dict[str, tuple[int, ...]] = {}
     for stage in range(pp):
         ranks = range(stage * tp, (stage + 1) * tp)
-        flats = [flat for mp in ranks for flat in index.flats.get(mp, ())]
+        flats = [flat for mp in ranks for flat in index.run.flats.get(mp, ())]
         for name in dict.fromkeys(strip_compiled(raw) for flat in flats for raw in flat.names):
             held[name] = (*held.get(name, ()), stage)
     ends: list[int] = []  # the last layer of each stage

@@ -144,7 +144,7 @@ def foretell_target(
     groups, others = list_groups(index), list_others(index)
     names = [name for group in groups for name in group] + others
     local, layouts, origin = _settle(index, degrees, names, rules, shapes)
-    assumed = [EQUAL] if index.topology.tp != degrees.tp and shapes is None else []
+    assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
     if stages is None:
         stages, how = place_stages(index, names, _weigh_all(index, names), degrees.pp)
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
@@ -176,7 +176,7 @@ def _lay_model_rank(
 
 def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees) -> FlatBuffer:
     """ZeRO 3 cuts parameters that it does not train as well; the module's buffers are whole on every rank."""
-    if degrees.zero == 3 and name not in index.buffers:
+    if degrees.zero == 3 and name not in index.model.buffers:
         return join_reserved(0, (name,), (shape,), degrees.shards)
     return join_parameters(0, (name,), (shape,))
 
@@ -184,7 +184,7 @@ def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees) -
 def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
     """What a load takes of each parameter: the master and the states, or the module's tensor."""
     found: dict[ParamKey, list[Atom]] = {}
-    for key, atom in index.atoms.items():
+    for key, atom in index.stored.atoms.items():
         if key.state != COPY and not (key.state == MODULE and index.find(key.name, MASTER, key.instance)):
             found.setdefault(key.param, []).append(atom)
     return {param: tuple(sorted(held, key=lambda atom: atom.state != MASTER)) for param, held in found.items()}
@@ -193,7 +193,7 @@ def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
 def _weigh_all(index: AtomicIndex, names: Iterable[str]) -> dict[str, int]:
     """Bytes of each parameter and its states."""
     weights = dict.fromkeys(names, 0)
-    for key, atom in index.atoms.items():
+    for key, atom in index.stored.atoms.items():
         if key.state != COPY and key.instance == 0 and key.name in weights:
             weights[key.name] += atom.nbytes
     return weights
@@ -203,7 +203,7 @@ def _settle(
     index: AtomicIndex, degrees: Degrees, names: Sequence[str], rules: Sequence[RuleSet], shapes: Shapes | None
 ) -> tuple[Shapes, Layouts, dict[str, int]]:
     """Local shapes of the target, how both sides cut each parameter, and what settled that."""
-    if index.topology.tp == degrees.tp == 1:
+    if index.run.topology.tp == degrees.tp == 1:
         weights = list_weights(index)
         return shapes or {name: (weights[name].shape,) for name in names}, {}, {}
     degree = degrees.tp if shapes is None else None
@@ -214,11 +214,11 @@ def _settle(
 
 def list_groups(index: AtomicIndex) -> list[list[str]]:
     """Trained parameters per param group in the saved order, by name."""
-    trained = {key.name for key in index.atoms if key.state == MASTER}
-    groups = [[name for name in group.names if name in trained] for group in index.groups] or [[]]
+    trained = {key.name for key in index.stored.atoms if key.state == MASTER}
+    groups = [[name for name in group.names if name in trained] for group in index.run.groups] or [[]]
     groups[-1] += sorted(trained - {name for group in groups for name in group})
     # Stages may hold layers in any order; a whole pipeline has its tied modules in front, then layer after layer.
-    return [sorted(names, key=_rank_layer) for names in groups] if index.topology.pp > 1 else groups
+    return [sorted(names, key=_rank_layer) for names in groups] if index.run.topology.pp > 1 else groups
 
 
 def _rank_layer(name: str) -> tuple[bool, int]:
@@ -228,7 +228,7 @@ def _rank_layer(name: str) -> tuple[bool, int]:
 
 def list_others(index: AtomicIndex) -> list[str]:
     """Frozen and unoptimized parameters, and buffers."""
-    others = dict.fromkeys(key.name for key in index.atoms if key.state == MODULE)
+    others = dict.fromkeys(key.name for key in index.stored.atoms if key.state == MODULE)
     return [name for name in others if not index.find(name, MASTER)]
 
 

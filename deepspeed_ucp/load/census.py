@@ -195,7 +195,7 @@ def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *
     if not renames:
         return {}
     live = {*census.owned, *census.extras, *census.aliases}
-    saved = {key.name for key in index.atoms if key.state in (MASTER, MODULE)} | set(index.aliases)
+    saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
     foreign = sorted(saved - live)
     if tell and (idle := find_idle(saved, renames)):
         logger.info("patterns: %s", shorten(idle))
@@ -215,7 +215,7 @@ def settle_layouts(
     Raises:
         MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
     """
-    whole = index.topology.tp == census.tp == 1
+    whole = index.run.topology.tp == census.tp == 1
     if whole and not match.resized:
         return {}
     target = {saved: census.owned.get(live) or census.extras[live] for live, saved in match.saved.items()}

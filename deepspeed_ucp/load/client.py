@@ -77,8 +77,8 @@ def check_trusted(index: AtomicIndex) -> None:
         CheckpointError: naming all of it.
     """
     allowed = _list_allowed()
-    unknown = [name for name in index.globals if not _allow(name, allowed)]
-    _refuse_unknown(index.globals[unknown[0]] if unknown else "", unknown)
+    unknown = [name for name in index.run.globals if not _allow(name, allowed)]
+    _refuse_unknown(index.run.globals[unknown[0]] if unknown else "", unknown)
 
 
 def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:

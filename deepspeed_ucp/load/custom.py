@@ -29,7 +29,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     """
     weights: dict[str, Atom] = {}
     for state in (MASTER, COPY, MODULE):  # later ones win
-        weights.update({k.name: atom for k, atom in index.atoms.items() if k.state == state and not k.instance})
+        weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
     tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
     sinks = [_make_sink(tensor) for tensor in tensors.values()]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
@@ -38,7 +38,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
         checks.add(reader.read_all(wants, sinks, threads))
         if reader.checksum:
             checks.verify(index, Comm(), threads=threads)
-    tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
+    tensors.update({alias: tensors[name] for alias, name in index.model.aliases.items() if name in tensors})
     return tensors
 
 

@@ -91,7 +91,7 @@ def load_direct(
         work = prepare(index, target, comm, config, strict=strict, with_states=with_states, with_extras=not custom)
         # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
         transfer = Transfer(index, work, comm, config, apart=engine.global_steps > 0)
-    report.state_bytes = sum(index.atoms[key].nbytes for key in work.touched)
+    report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     saved = _read_saved(index, target, comm, config, arguments)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
@@ -142,7 +142,7 @@ def has_masters(target: Target, comm: Comm) -> bool:
 
 
 def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
-    parallel = max(index.topology.tp, index.topology.pp, target.place.tp, target.place.pp) > 1
+    parallel = max(index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp) > 1
     if custom and parallel:
         raise UnsupportedError(
             "custom_load_fn is given the whole module; with tensor or pipeline parallelism no rank has it. Load "
@@ -181,15 +181,15 @@ def _read_saved(
     """
     if config.verify == "crc":
         checks = Checks()
-        checks.touch(index.client_records if comm.rank == 0 else ())
+        checks.touch(index.run.client_records if comm.rank == 0 else ())
         checks.verify(index, comm)
     trust = config.trust_pickle
-    saved = read_client_objects(index.state_file, comm, trust_pickle=trust)
+    saved = read_client_objects(index.run.state_file, comm, trust_pickle=trust)
     own = _find_own_file(index, target)
     saved = comm.run(lambda: saved if own is None else read_objects(own, trust_pickle=trust))
     if "global_steps" not in saved and not arguments.load_module_only:  # the same on every rank
         raise CheckpointError(
-            f"{index.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
+            f"{index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
             "weights use load_module_only=True."
         )
     return saved
@@ -197,12 +197,12 @@ def _read_saved(
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     """The state file of this rank's model-parallel rank, where the checkpoint has one beside the first."""
-    place, topology = target.place, index.topology
+    place, topology = target.place, index.run.topology
     if not place.mp_rank or (place.tp, place.pp) != (topology.tp, topology.pp):
         return None
-    folder, name = os.path.split(index.state_file)
+    folder, name = os.path.split(index.run.state_file)
     path = os.path.join(folder, name.replace("mp_rank_00", f"mp_rank_{place.mp_rank:02d}"))
-    return path if path != index.state_file and os.path.isfile(path) else None
+    return path if path != index.run.state_file and os.path.isfile(path) else None
 
 
 def _finish(
@@ -212,8 +212,8 @@ def _finish(
     if arguments.load_module_only:
         return
     if with_states:
-        restore_scaler(engine.optimizer, index.scaler)
-        restore_clip(engine.optimizer, index.clip_grad)
-    if index.topology.elastic and with_states and arguments.load_lr_scheduler_states:
+        restore_scaler(engine.optimizer, index.run.scaler)
+        restore_clip(engine.optimizer, index.run.clip_grad)
+    if index.run.topology.elastic and with_states and arguments.load_lr_scheduler_states:
         restore_rates(engine)
     restore_counters(engine, saved)

@@ -95,7 +95,7 @@ class CollectiveReader:
             return
         changed = set(again) - set(self.checks.read)
         if changed:
-            path = self.index.files[self.index.records[min(changed).record].file].path
+            path = self.index.stored.files[self.index.stored.records[min(changed).record].file].path
             raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
     def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
@@ -104,7 +104,9 @@ class CollectiveReader:
 
     def _open_files(self) -> RecordReader:
         allocate = (lambda nbytes: memoryview(_allocate(nbytes, True).numpy())) if self.pinned else None
-        return RecordReader(self.index.records, self.index.files, checksum=self.checksum, allocate=allocate)
+        return RecordReader(
+            self.index.stored.records, self.index.stored.files, checksum=self.checksum, allocate=allocate
+        )
 
     def _read_rounds(self, reader: RecordReader, fresh: bool, everything: bool) -> list[Checked]:
         checks: list[Checked] = []

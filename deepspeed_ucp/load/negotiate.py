@@ -35,8 +35,8 @@ def negotiate(
         UcpError: a want cannot be located; the same on every rank.
     """
     claims = comm.run(lambda: list_claims(wants, lambda buffer: sinks[buffer].fresh, block))
-    touched = np.flatnonzero(comm.any_of(_mark(claims, index.records)))
-    blocks = Blocks.of(index.records, block, comm.size)
+    touched = np.flatnonzero(comm.any_of(_mark(claims, index.stored.records)))
+    blocks = Blocks.of(index.stored.records, block, comm.size)
     tables, addressed = address_claims(claims, blocks)
     share = find_share(window, block)
     decision = decide(comm.swap_tables(tables), blocks, touched, comm.rank, share=share, min_direct=min_direct)
@@ -47,7 +47,7 @@ def negotiate(
         rank=comm.rank,
         chunk=block,
         stage=len(sinks),
-        file_of=[record.file for record in index.records],
+        file_of=[record.file for record in index.stored.records],
     )
     return plan.agree(comm.gather(plan.count_steps(share)), comm.size)
 

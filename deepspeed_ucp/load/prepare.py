@@ -165,7 +165,7 @@ def _share(index: AtomicIndex, target: Target, census: Census, layouts: Layouts,
     def tell() -> None:  # rank 0 alone: every rank would read the same elements
         for text in dict.fromkeys(text for _, _, notes in everyone for text in notes):
             logger.warning("%s", text)
-        _tell(work.match, index.dropped, {item for _, grown, _ in everyone for item in grown.items()})
+        _tell(work.match, index.limits.dropped, {item for _, grown, _ in everyone for item in grown.items()})
         check_instances(index, census.everyone, work.touched)
 
     comm.once(tell)
@@ -173,7 +173,7 @@ def _share(index: AtomicIndex, target: Target, census: Census, layouts: Layouts,
 
 def _is_replicated(layouts: Layouts, index: AtomicIndex, key: AtomKey) -> bool:
     found = layouts.get(key.name)
-    return found is not None and found[0].replicated and not found[0].mean and len(index.atoms[key].shards) > 1
+    return found is not None and found[0].replicated and not found[0].mean and len(index.stored.atoms[key].shards) > 1
 
 
 def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -> None:
@@ -188,9 +188,9 @@ def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -
 
 
 def _refuse_unreadable(index: AtomicIndex) -> None:
-    if index.unreadable:
-        listed = [f"{name}: {fault}" for name, fault in sorted(index.unreadable.items())]
+    if index.limits.unreadable:
+        listed = [f"{name}: {fault}" for name, fault in sorted(index.limits.unreadable.items())]
         raise UnsupportedError(
-            f"{index.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology that "
-            "saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
+            f"{index.run.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology "
+            "that saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
         )

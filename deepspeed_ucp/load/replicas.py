@@ -94,14 +94,14 @@ def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], to
     """
     loaded = {key.name for key in touched}
     counts = {name: count for name, _, count in live}
-    parted = [name for name in index.instances if name in loaded and not look_equal(name, index)]
+    parted = [name for name in index.model.instances if name in loaded and not look_equal(name, index)]
     for name in parted:
         if "tied_modules." not in name:
             raise CheckpointError(
-                f"{name} is held by {index.instances[name]} pipeline stages with different values; they have to be "
-                "replicas. The folder mixes files of several saves."
+                f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they have to "
+                "be replicas. The folder mixes files of several saves."
             )
-    dropped = sorted(name for name in parted if counts.get(name, 1) != index.instances[name])
+    dropped = sorted(name for name in parted if counts.get(name, 1) != index.model.instances[name])
     if dropped:
         logger.warning(
             "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
@@ -112,7 +112,7 @@ def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], to
 
 def look_equal(name: str, index: AtomicIndex) -> bool:
     """Whether the stages' copies of a parameter agree at some elements of each shard."""
-    found = [index.find(name, MASTER, instance) for instance in range(index.instances[name])]
+    found = [index.find(name, MASTER, instance) for instance in range(index.model.instances[name])]
     atoms = [atom for atom in found if atom]
     with Reader(index, checksum=False) as reader:
         return all(_sample(atoms[0], atom, reader) for atom in atoms[1:])

@@ -192,14 +192,14 @@ def _compare(
     if not everyone:
         if not config.trust_pickle:
             comm.run(lambda: check_trusted(index))
-        return Decision(f"same topology ({index.topology.describe()})", target=target)
+        return Decision(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
-    return Decision(f"{index.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+    return Decision(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
 
 
 def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:
-    flats = index.flats.get(target.place.mp_rank, ())
-    found = find_differences(replace(index.topology, flats=flats), target.topology)
+    flats = index.run.flats.get(target.place.mp_rank, ())
+    found = find_differences(replace(index.run.topology, flats=flats), target.topology)
     return found or find_unnoticed(index, target, arguments)
 
 
@@ -215,14 +215,14 @@ def _load(
 ) -> Loaded:
     """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
     # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
-    if config.mode == "atomic" and index.topology.wrapper != ATOMIC and arguments.with_states:
+    if config.mode == "atomic" and index.run.topology.wrapper != ATOMIC and arguments.with_states:
         with report.phase("convert"):
             index, report.converted = convert_first(index, target, folder, comm, config)
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
     target.prepare()
     try:
-        return index.state_file, load_direct(engine, index, target, comm, config, arguments, report)
+        return index.run.state_file, load_direct(engine, index, target, comm, config, arguments, report)
     finally:
         seal(engine)
         if engine._optimizer_has_ckpt_event_epilogue():

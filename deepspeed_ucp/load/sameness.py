@@ -32,7 +32,7 @@ def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
     """ZeRO-3 parameters in no optimizer, which DeepSpeed restores where they were frozen alone, and by their size."""
     for name in target.params.keys() - target.owned:
         saved = index.find(index.resolve(name), MODULE)
-        if saved is None and name not in index.unreadable:
+        if saved is None and name not in index.limits.unreadable:
             yield f"{name} is not in the checkpoint as a parameter without optimizer"
         elif saved is not None and saved.shards[target.place.tp_rank].shape != target.shape_of(name):
             yield f"{name} has another shape"
@@ -41,7 +41,7 @@ def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
 def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
     """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
     states = _collect_states(index)
-    groups = {param: group.hyper for group in index.groups for param in group.members}
+    groups = {param: group.hyper for group in index.run.groups for param in group.members}
     for flat in target.flats:
         params = [ParamKey(index.resolve(name)) for name in flat.names]
         saved = set().union(*(states[param] for param in params))
@@ -54,10 +54,10 @@ def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
 def _collect_states(index: AtomicIndex) -> dict[ParamKey, set[str]]:
     """Names of the states of every parameter, those that are not element-wise included."""
     states: dict[ParamKey, set[str]] = defaultdict(set)
-    for key in index.atoms:
+    for key in index.stored.atoms:
         if key.state not in (MASTER, MODULE, COPY):
             states[key.param].add(key.state)
-    for name in index.irregular:
+    for name in index.limits.irregular:
         param, _, state = name.rpartition(".")
         states[ParamKey(param)].add(state)
     return states

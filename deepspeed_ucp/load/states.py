@@ -68,10 +68,10 @@ class OptimizerMatch:
         Raises:
             MismatchError: it is of another kind, or its states cannot be cut.
         """
-        if self.index.irregular:
-            listed = [f"{name} ({what})" for name, what in sorted(self.index.irregular.items())]
+        if self.index.limits.irregular:
+            listed = [f"{name} ({what})" for name, what in sorted(self.index.limits.irregular.items())]
             raise MismatchError(
-                f"{self.index.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or "
+                f"{self.index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or "
                 f"not in the files, and cannot be cut for another topology: {shorten(listed)}. To go on, "
                 f"{WEIGHTS_ONLY}."
             )
@@ -100,7 +100,7 @@ class OptimizerMatch:
 
     def _check_group(self, flat: Flat, have: tuple[str, ...]) -> None:
         kept = self.probe(flat)
-        if kept is None or not (have or any(self.index.scalars.get(param) for param in self.saved_params(flat))):
+        if kept is None or not (have or any(self.index.run.scalars.get(param) for param in self.saved_params(flat))):
             return
         kind = type(self.target.optimizer).__name__
         if kept.other:
@@ -116,7 +116,7 @@ class OptimizerMatch:
             )
         if set(have) != set(kept.elementwise):
             raise MismatchError(
-                f"The checkpoint's optimizer ({self.index.optimizer or 'not named'}) keeps "
+                f"The checkpoint's optimizer ({self.index.run.optimizer or 'not named'}) keeps "
                 f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
                 f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or "
                 f"{WEIGHTS_ONLY}."
@@ -168,7 +168,7 @@ class OptimizerMatch:
 
     def find_fresh(self, flat: Flat) -> list[str]:
         """Parameters whose states begin anew under a step count that others of the flat buffer have brought along."""
-        begun = {param for param in self.saved_params(flat) if self.index.scalars.get(param)}
+        begun = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
 
     def _join_scalars(self, flat: Flat) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class OptimizerMatch:
         """
         joined: dict[str, tuple[Any, ParamKey]] = {}
         for param in self.saved_params(flat):
-            for key, value in self.index.scalars.get(param, {}).items():
+            for key, value in self.index.run.scalars.get(param, {}).items():
                 known, origin = joined.setdefault(key, (value, param))
                 if known != value:
                     raise MismatchError(

@@ -62,9 +62,9 @@ class Transfer:
         """
         index, comm, reader = self.index, self.comm, self.reader
         nbytes = reader.checks.verify(index, comm, threads=reader.threads) if reader.checksum else 0
-        check_replicas([index.atoms[key] for key in self.work.replicated], index, comm)
+        check_replicas([index.stored.atoms[key] for key in self.work.replicated], index, comm)
         if reader.checksum:
-            check_samples(index, [index.atoms[key] for key in self.work.touched], comm)
+            check_samples(index, [index.stored.atoms[key] for key in self.work.touched], comm)
         return nbytes
 
     def fill(self) -> list[Checked]:

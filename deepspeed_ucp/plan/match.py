@@ -90,7 +90,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
             faults += _compare_shapes(match, name, found.shape, shapes[0])
     compared = (MASTER,) if live.extras is None else (MASTER, MODULE)
     matched = match.saved
-    saved = {key.name for key in index.atoms if key.state in compared}
+    saved = {key.name for key in index.stored.atoms if key.state in compared}
     # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
     for name in sorted(saved - set(matched.values())):
@@ -111,7 +111,7 @@ def _pass_over(
     name, wants_master = wanted
     if not wants_master and _is_dropped(index, names):
         match.kept.append(name)
-    elif names[0] in index.buffers:
+    elif names[0] in index.model.buffers:
         match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
     else:
         match.skipped.append(f"{name} {shape}: not in the checkpoint")
@@ -131,7 +131,7 @@ def _tell_swap(name: str, wants_master: bool, found: Atom) -> list[str]:
 def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: int) -> str:
     """What to do where one side lacks names."""
     lenient = " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's value."
-    lacks_frozen = not any(key.state == MODULE and key.name not in index.buffers for key in index.atoms)
+    lacks_frozen = not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
     if not lacks_frozen or not missing or skipped > len(missing) or any(trained for _, trained in missing):
         return lenient
     return (
@@ -153,7 +153,7 @@ def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[
 
 def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:
     """Whether a buffer or frozen parameter is one that the source's converter left out."""
-    return bool(index.dropped) and not any(index.find(index.resolve(name), MASTER) for name in names)
+    return bool(index.limits.dropped) and not any(index.find(index.resolve(name), MASTER) for name in names)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
@@ -163,7 +163,7 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
         name: of the parameter in the checkpoint.
         ordinal, total: the live stage's place among the stages that hold the parameter, and how many do.
     """
-    copies = index.instances.get(name, 1)
+    copies = index.model.instances.get(name, 1)
     is_last = ordinal == total - 1 and ordinal > 0
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
@@ -209,9 +209,9 @@ def match_groups(
     Raises:
         MismatchError: the groups are cut differently; both are listed.
     """
-    if not index.groups:  # not kept by the source's converter: the live hyper-parameters stay
+    if not index.run.groups:  # not kept by the source's converter: the live hyper-parameters stay
         return
-    owner = {param: number for number, group in enumerate(index.groups) for param in group.members}
+    owner = {param: number for number, group in enumerate(index.run.groups) for param in group.members}
     taken: dict[int, int] = {}
     for number, names in members.items():
         saved = [match.params[name] for name in names if name in match.params]
@@ -224,13 +224,14 @@ def match_groups(
         if len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number:
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
-                f"{_list_groups([group.names for group in index.groups])}. This run: {_list_groups(members.values())}. "
+                f"{_list_groups([group.names for group in index.run.groups])}. This run: "
+                f"{_list_groups(members.values())}. "
                 'Make the groups of the saved run (hyper-parameters may differ), or set "checkpoint": {"universal": '
                 '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
                 "load_optimizer_states=False."
             )
         match.groups[number] = min(found)
-        match.hyper[number] = index.groups[min(found)].hyper
+        match.hyper[number] = index.run.groups[min(found)].hyper
 
 
 def _was_frozen(index: AtomicIndex, param: ParamKey) -> bool:
@@ -239,7 +240,7 @@ def _was_frozen(index: AtomicIndex, param: ParamKey) -> bool:
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
     """The step that some optimizers count in their param groups (DeepSpeed's FusedAdam), where the groups agree."""
-    saved = [index.groups[number].hyper for number in groups if number >= 0]
+    saved = [index.run.groups[number].hyper for number in groups if number >= 0]
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
     return {"step": steps[0]} if steps and all(step == steps[0] for step in steps) else {}
 

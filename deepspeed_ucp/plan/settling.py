@@ -38,10 +38,10 @@ def settle_index(
     """
     weights = list_weights(index)
     source = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    replicas = {name for name in index.buffers if name in weights and is_replica(index, weights[name])}
+    replicas = {name for name in index.model.buffers if name in weights and is_replica(index, weights[name])}
     asked = sorted(names if names is not None else source if target is None else target)
     ordered = order_rules(index, rules, live)
-    return settle(asked, source, target, ordered, index.hints, degree=degree, replicas=replicas)
+    return settle(asked, source, target, ordered, index.model.hints, degree=degree, replicas=replicas)
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
@@ -50,13 +50,13 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
     Raises:
         CheckpointError: what the checkpoint tells of itself is of another form than DeepSpeed's.
     """
-    found = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
-    if info := index.hints.get(INFO):
+    found = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
+    if info := index.model.hints.get(INFO):
         try:
-            found.append(from_universal_info(info, index.topology.tp))
+            found.append(from_universal_info(info, index.run.topology.tp))
         except MismatchError as error:
-            raise CheckpointError(f"{index.state_file}: {error}. Give the model's patterns.") from error
-    if index.hints.get("args"):
+            raise CheckpointError(f"{index.run.state_file}: {error}. Give the model's patterns.") from error
+    if index.model.hints.get("args"):
         found.append(from_arguments())
     return [*found, *live]
 
@@ -65,7 +65,7 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
     """One atom per name: its master, else the module's own tensor, else whatever there is."""
     order = {MASTER: 0, MODULE: 1, COPY: 2}
     best: dict[str, Atom] = {}
-    for key, atom in index.atoms.items():
+    for key, atom in index.stored.atoms.items():
         known = best.get(key.name)
         if known is None or order.get(key.state, 3) < order.get(known.state, 3):
             best[key.name] = atom
@@ -78,5 +78,7 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
         return True
     if any(len(shard.fragments) != 1 for shard in atom.shards):
         return False
-    pieces = ((shard.shape, shard.fragments[0], index.records[shard.fragments[0].record]) for shard in atom.shards)
+    pieces = (
+        (shard.shape, shard.fragments[0], index.stored.records[shard.fragments[0].record]) for shard in atom.shards
+    )
     return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in pieces)

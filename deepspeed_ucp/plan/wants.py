@@ -165,7 +165,7 @@ def list_wants(
 def list_states(index: AtomicIndex) -> dict[ParamKey, set[str]]:
     """Optimizer states that the checkpoint has of each parameter."""
     found: dict[ParamKey, set[str]] = defaultdict(set)
-    for key in index.atoms:
+    for key in index.stored.atoms:
         if key.state not in (MASTER, MODULE, COPY):
             found[key.param].add(key.state)
     return found

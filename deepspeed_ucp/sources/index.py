@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..atoms import COPY, MODULE, Atom, AtomicIndex, AtomKey, strip_compiled
+from ..atoms import COPY, MODULE, Atom, AtomicIndex, AtomKey, Limits, ModelInfo, RunState, StoredAtoms, strip_compiled
 from ..flat import FlatBuffer
 from ..topology import Topology
 from .builder import Builder
@@ -65,27 +65,35 @@ def build_index(
     optim = find_optim(save)
     client = tuple(builder.record(main, blob) for blob in save.model(0).others)
     return AtomicIndex(
-        files=tuple(builder.files),
-        records=tuple(builder.records),
-        atoms=atoms,
-        scalars=builder.scalars,
-        groups=merge_groups(join_ranks(save, [part[1] for part in built])),
-        aliases=aliases,
-        buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
-        counters=save.model(0).counters,
-        scaler=optim.scaler if optim else {},
-        clip_grad=optim.clip_grad if optim else None,
-        state_file=save.path(save.main),
-        topology=_describe(save, optim, atoms, flats),
-        optimizer=name_optimizer(save.model(0).config),
-        irregular={**builder.irregular, **find_lost_states(save, atoms)},
-        unreadable=builder.unreadable,
-        client_records=client,
-        flats=flats,
-        instances={**stages.instances, **instances},
-        scalar_dtypes=builder.scalar_dtypes,
-        hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
-        globals=save.list_globals(),
+        stored=StoredAtoms(
+            files=tuple(builder.files),
+            records=tuple(builder.records),
+            atoms=atoms,
+        ),
+        run=RunState(
+            scalars=builder.scalars,
+            groups=merge_groups(join_ranks(save, [part[1] for part in built])),
+            counters=save.model(0).counters,
+            scaler=optim.scaler if optim else {},
+            clip_grad=optim.clip_grad if optim else None,
+            state_file=save.path(save.main),
+            topology=_describe(save, optim, atoms, flats),
+            optimizer=name_optimizer(save.model(0).config),
+            client_records=client,
+            flats=flats,
+            scalar_dtypes=builder.scalar_dtypes,
+            globals=save.list_globals(),
+        ),
+        model=ModelInfo(
+            aliases=aliases,
+            buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
+            instances={**stages.instances, **instances},
+            hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
+        ),
+        limits=Limits(
+            irregular={**builder.irregular, **find_lost_states(save, atoms)},
+            unreadable=builder.unreadable,
+        ),
     )
 
 

@@ -48,7 +48,7 @@ class Checks:
         Raises:
             CheckpointError: a record's bytes are not what was saved; the same on every rank.
         """
-        mine = _group(send_checks(merge_checks(self.read), comm), index.records)
+        mine = _group(send_checks(merge_checks(self.read), comm), index.stored.records)
         return comm.run(lambda: _complete(mine, index, threads))
 
 
@@ -75,9 +75,11 @@ def _overlap(checks: Sequence[Checked]) -> bool:
 
 def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: int) -> int:
     gaps = [
-        gap for number, checks in by_record.items() for gap in find_gaps(number, checks, index.records[number].nbytes)
+        gap
+        for number, checks in by_record.items()
+        for gap in find_gaps(number, checks, index.stored.records[number].nbytes)
     ]
-    with RecordReader(index.records, index.files) as reader:
+    with RecordReader(index.stored.records, index.stored.files) as reader:
         for check in reader.read_parallel(gaps, (), threads):
             by_record[check.record].append(check)
     for number, checks in by_record.items():
@@ -97,10 +99,10 @@ def find_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[R
 
 
 def _compare(index: AtomicIndex, number: int, crc: int) -> None:
-    record = index.records[number]
+    record = index.stored.records[number]
     if crc != record.crc:
         raise CheckpointError(
-            f"{index.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the "
-            f"writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the file from a copy, "
-            "or take another tag."
+            f"{index.stored.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 "
+            f"{crc:08x}, the writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the "
+            "file from a copy, or take another tag."
         )

@@ -43,7 +43,7 @@ class Reader(RecordReader):
     """
 
     def __init__(self, index: AtomicIndex, *, checksum: bool = True) -> None:
-        super().__init__(index.records, index.files, checksum=checksum)
+        super().__init__(index.stored.records, index.stored.files, checksum=checksum)
         self.index = index
 
     def read_wants(self, wants: Iterable[Want], sinks: Sequence[Sink]) -> list[Checked]:
@@ -98,7 +98,9 @@ class Reader(RecordReader):
         for shard in range(1, len(item.whole.atom.shards)):
             checks += self._read_shard(item, shard, other)
             if other != item.into:
-                raise MismatchError(f"{os.path.dirname(self.index.state_file)}: {_tell_difference(item, shard, other)}")
+                raise MismatchError(
+                    f"{os.path.dirname(self.index.run.state_file)}: {_tell_difference(item, shard, other)}"
+                )
         return checks
 
     def _read_mean(self, item: Item) -> list[Checked]:

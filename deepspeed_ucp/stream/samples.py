@@ -38,12 +38,12 @@ def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> Non
     by_file: dict[int, list[_Sample]] = {}
     for atom in touched:
         twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
-        if twin is None or index.topology.wrapper == "torch":
+        if twin is None or index.run.topology.wrapper == "torch":
             continue
         for rank, shard in enumerate(atom.shards):
             for fragment in shard.fragments:
                 entry = _Sample(atom, twin, rank, fragment)
-                by_file.setdefault(index.records[fragment.record].file, []).append(entry)
+                by_file.setdefault(index.stored.records[fragment.record].file, []).append(entry)
     with Reader(index, checksum=False) as reader:
         for file in sorted(by_file)[comm.rank :: comm.size]:
             _check_file(reader, file, by_file[file])
@@ -69,12 +69,12 @@ def _check_file(reader: Reader, file: int, entries: list[_Sample]) -> None:
             differing += 1
             values = [_show(data, atom.dtype) for data, atom in zip((master, copy), atoms, strict=True)]
             first = first or f"{entry.master.name}[{position}] is {values[0]} here and {values[1]} there"
-    tolerated = _TOLERATED if index.topology.zero_stage else _TOLERATED_STAGE0
+    tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
     if differing > max(tolerated * total, 1):
         raise CheckpointError(
-            f"{index.files[file].path}: its fp32 weights are not those of the model states in {index.state_file} "
-            f"({differing} of {total} elements compared differ; {first}). The file belongs to another run or step; put "
-            "the right one back. If the copies were changed on purpose (averaged or merged weights), take them with "
+            f"{index.stored.files[file].path}: its fp32 weights are not those of the model states in "
+            f"{index.run.state_file} ({differing} of {total} elements compared differ; {first}). The file belongs to "
+            "another run or step; put the right one back. If the copies were changed on purpose (averaged or merged weights), take them with "
             "load_optimizer_states=False or load_module_only=True; training that goes on with optimizer states goes "
             'on from the fp32 weights, which "verify": "off" loads.'
         )

@@ -118,7 +118,7 @@ def settle_wholes(
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
     atoms = {
         key: make_whole(atom, settled.layouts[key.name][0])
-        for key, atom in index.atoms.items()
+        for key, atom in index.stored.atoms.items()
         if (states is None or states(key.state)) and not is_remade(key, index)
     }
     return Wholes(atoms, patterns, settled.origin, settled.unused)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.reader import Reader
 from deepspeed_ucp.stream.wholes import settle_wholes
 from tests.ranks import run_ranks
-from tests.reshard import examples, temporary_folder
+from tests.reshard import examples, get_field, temporary_folder
 from tests.reshard3d import Held, draw_state, make_plain, trips
 from tests.stream.test_wholes import check_atoms, open_held, read_whole, rules_of
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -70,9 +69,9 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
             assert check_atoms(reader, wholes.atoms, held, None) > 0
         assert report.tensors == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
-            assert getattr(again, field) == getattr(index, field), field
-        assert [(g.members, g.hyper) for g in again.groups] == [(g.members, g.hyper) for g in index.groups]
-        assert again.instances == index.instances
+            assert get_field(again, field) == get_field(index, field), field
+        assert [(g.members, g.hyper) for g in again.run.groups] == [(g.members, g.hyper) for g in index.run.groups]
+        assert again.model.instances == index.model.instances
         assert report.bytes_written == sum(p.stat().st_size for p in set_of_inodes(to))
         assert (folder / "latest_universal").read_text() == "tag_universal"
         assert sorted(p.name for p in folder.iterdir()) == ["latest_universal", "tag", "tag_universal"]
@@ -160,9 +159,9 @@ def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
 def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     held = make_source()
     index = open_held(held, tmp_path / "tag")
-    fragment = index.atoms[AtomKey("body.row", MASTER)].shards[0].fragments[0]
-    record = index.records[fragment.record]
-    path = Path(index.files[record.file].path)
+    fragment = index.stored.atoms[AtomKey("body.row", MASTER)].shards[0].fragments[0]
+    record = index.stored.records[fragment.record]
+    path = Path(index.stored.files[record.file].path)
     data = bytearray(path.read_bytes())
     data[record.offset + fragment.offset + 2] ^= 4
     path.write_bytes(data)
@@ -174,8 +173,8 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
 def test_two_nodes_agree_about_damage(tmp_path: Path) -> None:
     held = make_source(2)
     index = open_held(held, tmp_path / "tag")
-    record = index.records[index.atoms[AtomKey("body.row", MASTER)].shards[1].fragments[0].record]
-    path = Path(index.files[record.file].path)
+    record = index.stored.records[index.stored.atoms[AtomKey("body.row", MASTER)].shards[1].fragments[0].record]
+    path = Path(index.stored.files[record.file].path)
     data = bytearray(path.read_bytes())
     data[record.offset + record.nbytes // 2] ^= 1
     path.write_bytes(data)
@@ -402,7 +401,7 @@ def test_scalars_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     from deepspeed_ucp.convert.outputs import list_steps
 
     held = make_source()
-    index = replace(open_held(held, tmp_path / "tag"), scalars={ParamKey("../../evil"): {"step": 5}})
+    index = open_held(held, tmp_path / "tag").change(scalars={ParamKey("../../evil"): {"step": 5}})
     with pytest.raises(UnsupportedError, match="evil"):
         check_paths(list_steps(index))
 

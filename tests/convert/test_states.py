@@ -102,7 +102,7 @@ def convert(tmp_path, topology, model=MODEL, **run):
         state=state,
         files=write_states(index, str(out)),
         out=out,
-        old=torch.load(index.state_file, weights_only=False),
+        old=torch.load(index.run.state_file, weights_only=False),
         new=torch.load(out / MODEL_STATES, weights_only=False),
         optimizer=torch.load(out / OPTIMIZER_STATE, weights_only=False),
     )
@@ -228,10 +228,9 @@ def test_extra_states_of_modules_stay(topology, tmp_path):
 @every_kind
 def test_an_atomic_source_gives_the_same_files(topology, tmp_path):
     found = convert(tmp_path, topology)
-    index = replace(
-        found.index,
+    index = found.index.change(
         state_file=str(found.out / MODEL_STATES),
-        topology=replace(found.index.topology, wrapper="atomic"),
+        topology=replace(found.index.run.topology, wrapper="atomic"),
     )
     (tmp_path / "again").mkdir()
     assert write_states(index, str(tmp_path / "again")) == found.files
@@ -283,8 +282,10 @@ def test_a_second_copy_where_links_fail(tmp_path, monkeypatch):
 def test_damaged_client_tensors_are_not_taken_over(tmp_path):
     path, _ = write(tmp_path / "src", Topology(1, 2))
     index = open_index(path)
-    record = next(index.records[number] for number in index.client_records if index.records[number].nbytes == 24)
-    with open(index.state_file, "r+b") as stream:
+    record = next(
+        index.stored.records[number] for number in index.run.client_records if index.stored.records[number].nbytes == 24
+    )
+    with open(index.run.state_file, "r+b") as stream:
         stream.seek(record.offset)
         stream.write(b"\x55")
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: data/\d+ has CRC32"):

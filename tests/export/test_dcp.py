@@ -104,8 +104,8 @@ def test_chunks_of_large_tensors(tmp_path: Path) -> None:
         metadata = pickle.load(stream)
     assert len(metadata.state_dict_metadata["model.a"].chunks) == 11
     assert len([name for name in report.files if name.endswith(".distcp")]) == 4
-    records = {f.record for s in index.atoms[AtomKey("a", MASTER)].shards for f in s.fragments}
-    assert report.bytes_read == sum(index.records[number].nbytes for number in records) + 900 * 3000 * 4
+    records = {f.record for s in index.stored.atoms[AtomKey("a", MASTER)].shards for f in s.fragments}
+    assert report.bytes_read == sum(index.stored.records[number].nbytes for number in records) + 900 * 3000 * 4
     a = random_state(model, 0).atoms["a"]["fp32"]
     check_same(read_all(tmp_path / "out")["model"], {"a": a, "c": a, "b": random_state(model, 0).atoms["b"]["fp32"]})
 
@@ -136,8 +136,8 @@ def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
 
 def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
-    record = index.records[index.atoms[AtomKey("b.weight", "exp_avg")].shards[0].fragments[0].record]
-    with open(index.files[record.file].path, "r+b") as stream:
+    record = index.stored.records[index.stored.atoms[AtomKey("b.weight", "exp_avg")].shards[0].fragments[0].record]
+    with open(index.stored.files[record.file].path, "r+b") as stream:
         stream.seek(record.offset + record.nbytes // 2)
         stream.write(b"\x55\xaa\x55\xaa")
     before = sorted(tmp_path.iterdir())

@@ -99,7 +99,7 @@ def test_16_bit_weights_are_the_models_own(tmp_path: Path) -> None:
     topology = Topology(1, 3, "bf16")
     index = open_model(tmp_path, topology)
     export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(dtype="bfloat16"))
-    module = torch.load(index.state_file, weights_only=False)["module"]
+    module = torch.load(index.run.state_file, weights_only=False)["module"]
     found = load_all(tmp_path / "out")
     for name in ("a.weight", "b.weight", "frozen"):
         assert torch.equal(found[name], module[name]), name
@@ -185,9 +185,9 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     """Those of the records that hold weights; optimizer states are not touched."""
     index = open_model(tmp_path, Topology(1, 3, "bf16", parameter_alignment=True))
     report = export_safetensors(index, str(tmp_path / "out"))
-    weights = [atom for atom in index.atoms.values() if atom.state in (MASTER, "module")]
+    weights = [atom for atom in index.stored.atoms.values() if atom.state in (MASTER, "module")]
     records = {f.record for atom in weights for shard in atom.shards for f in shard.fragments}
-    assert report.bytes_read == sum(index.records[number].nbytes for number in records)
+    assert report.bytes_read == sum(index.stored.records[number].nbytes for number in records)
 
 
 SPECIAL = [
@@ -319,8 +319,8 @@ def test_stage_0_without_names_has_the_models_own_weights(tmp_path: Path, caplog
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
-    record = index.records[index.atoms[AtomKey("b.weight", MASTER)].shards[0].fragments[0].record]
-    with open(index.files[record.file].path, "r+b") as stream:
+    record = index.stored.records[index.stored.atoms[AtomKey("b.weight", MASTER)].shards[0].fragments[0].record]
+    with open(index.stored.files[record.file].path, "r+b") as stream:
         stream.seek(record.offset + record.nbytes // 2)
         byte = stream.read(1)
         stream.seek(-1, 1)
@@ -349,7 +349,7 @@ def test_an_existing_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["", "global_step3", "global_step3/weights", "global_step3/a/b", "file", "link"])
 def test_places_that_are_left_alone(tmp_path: Path, where: str) -> None:
     index = open_model(tmp_path, Topology(1, 2))
-    tag = Path(index.state_file).parent
+    tag = Path(index.run.state_file).parent
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tag)
     before = sorted(tag.rglob("*"))
@@ -374,7 +374,7 @@ def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_killed_export_is_begun_anew(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(1, 2))
-    folder = Staging(str(tmp_path / "out"), os.path.dirname(index.state_file), output.EXPORT)
+    folder = Staging(str(tmp_path / "out"), os.path.dirname(index.run.state_file), output.EXPORT)
     Path(folder.folder).mkdir()
     (Path(folder.folder) / "model-00001-of-00009.safetensors").write_bytes(b"half")
     Path(folder.aside).mkdir()

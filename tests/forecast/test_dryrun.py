@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def predict(index: AtomicIndex, target: ForecastTarget, small: Small, monkeypatc
 
 def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: ForecastTarget, small: Small) -> None:
     """What the loader did is what was foretold, rank by rank, by the plan of all and by samples."""
-    files = [record.file for record in index.records]
+    files = [record.file for record in index.stored.records]
     sampler = Sampler(index, target, small.chunk, small.min_direct)
     assert len(ranks) == len(run.ranks) == target.ranks
     for number, (rank, foretold) in enumerate(zip(ranks, run.ranks, strict=True)):
@@ -109,7 +109,7 @@ def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: Fo
         )
     assert run.totals is not None
     assert run.totals.read == sum(rank.plan.nbytes for rank in ranks if rank.plan)
-    assert run.totals.state == sum(index.atoms[key].nbytes for key in ranks[0].work.touched)
+    assert run.totals.state == sum(index.stored.atoms[key].nbytes for key in ranks[0].work.touched)
     assert run.totals.exchanged == sum(rank.received for rank in run.ranks) == sum(rank.sent for rank in run.ranks)
 
 
@@ -251,20 +251,20 @@ def open_small(folder: Path, topology: Topology) -> AtomicIndex:
 
 def test_the_same_topology_is_deepspeeds_own_load(tmp_path: Path) -> None:
     index = open_small(tmp_path, Topology(3, 4, "bf16"))
-    run = dry_run(index, parse_degrees("dp=2,sp=2,zero=3", index.topology))
+    run = dry_run(index, parse_degrees("dp=2,sp=2,zero=3", index.run.topology))
     assert (run.possible, run.loader, run.ranks) == (True, "DeepSpeed", [])
 
 
 def test_states_that_cannot_be_cut_are_an_obstacle(tmp_path: Path) -> None:
-    index = replace(open_small(tmp_path, Topology(1, 2)), irregular={"wte.row": "shape (9,)"}, optimizer="Adafactor")
-    run = dry_run(index, parse_degrees("dp=3", index.topology))
+    index = open_small(tmp_path, Topology(1, 2)).change(irregular={"wte.row": "shape (9,)"}, optimizer="Adafactor")
+    run = dry_run(index, parse_degrees("dp=3", index.run.topology))
     assert not run.possible
     assert "Adafactor keeps states that are not element-wise" in run.obstacles[0]
 
 
 def test_large_targets_are_sampled(tmp_path: Path) -> None:
     index = open_small(tmp_path, Topology(1, 2))
-    run = dry_run(index, parse_degrees("dp=999,zero=3", index.topology))
+    run = dry_run(index, parse_degrees("dp=999,zero=3", index.run.topology))
     assert (run.exact, [rank.rank for rank in run.ranks]) == (False, [0, 249, 499, 748, 998])
     assert run.totals is not None
     assert run.totals.needed == run.totals.state + 998 * (3 * 8 + 5 * 4)  # buffers are whole on every rank
@@ -290,7 +290,7 @@ def test_the_checkpoints_stages_are_kept_where_their_number_is(tmp_path: Path) -
     held = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     held.write(tmp_path)
     index = open_checkpoint(str(tmp_path), Comm())
-    found = foretell_target(index, parse_degrees("dp=1,tp=2,pp=2", index.topology))
+    found = foretell_target(index, parse_degrees("dp=1,tp=2,pp=2", index.run.topology))
     assert any("own pipeline stages" in text for text in found.assumed)
     live = live_stages(held.make_targets())
     for number, part in enumerate(found.model_ranks):
@@ -301,4 +301,4 @@ def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp
     held = draw_state(PLAIN, Topology(2, 1, tp=2))
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts the following is not known \(8 parameters\)"):
-        foretell_target(index, parse_degrees("dp=2,tp=1", index.topology))
+        foretell_target(index, parse_degrees("dp=2,tp=1", index.run.topology))

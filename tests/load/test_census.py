@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
+from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, ModelInfo, RunState, Shard, StoredAtoms
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.census import Census, check_alike, find_renamed, join_groups, read_rules
 from deepspeed_ucp.targets.parallel import Place
@@ -26,19 +26,25 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
     held = {name: (instances or {}).get(name, 1) for name in names}
     atoms = [Atom(n, MASTER, "float32", (Shard((2,), ()),), k) for n, count in held.items() for k in range(count)]
     return AtomicIndex(
-        files=(),
-        records=(),
-        atoms={atom.key: atom for atom in atoms},
-        scalars={},
-        groups=(),
-        aliases={},
-        buffers=frozenset(),
-        counters={},
-        scaler={},
-        clip_grad=None,
-        state_file="",
-        topology=Topology(1, "zero12", "float32"),
-        instances=instances or {},
+        stored=StoredAtoms(
+            files=(),
+            records=(),
+            atoms={atom.key: atom for atom in atoms},
+        ),
+        run=RunState(
+            scalars={},
+            groups=(),
+            counters={},
+            scaler={},
+            clip_grad=None,
+            state_file="",
+            topology=Topology(1, "zero12", "float32"),
+        ),
+        model=ModelInfo(
+            aliases={},
+            buffers=frozenset(),
+            instances=instances or {},
+        ),
     )
 
 

@@ -283,9 +283,9 @@ def test_extra_states_of_modules_come_back(source: Topology, extra: Any, tmp_pat
 
 def damage(index: AtomicIndex, name: str, state: str) -> None:
     """Flip a bit in the middle of an atom's last fragment."""
-    fragment = index.atoms[AtomKey(name, state)].shards[0].fragments[-1]
-    record = index.records[fragment.record]
-    flip(Path(index.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
+    fragment = index.stored.atoms[AtomKey(name, state)].shards[0].fragments[-1]
+    record = index.stored.records[fragment.record]
+    flip(Path(index.stored.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
 
 
 @pytest.mark.parametrize(
@@ -526,9 +526,9 @@ def test_several_ranks(source: Topology, target: Topology, verify: str, tmp_path
     results = run_ranks(target.dp, lambda rank, comm: run_load(index, targets[rank], comm, config))
     check_loaded(targets, state)
     read = sum(report.bytes_read for _, report, _ in results)
-    atoms = [atom for atom in index.atoms.values() if atom.state != "copy"]
+    atoms = [atom for atom in index.stored.atoms.values() if atom.state != "copy"]
     touched = {f.record for atom in atoms for f in atom.shards[0].fragments}
-    total = sum(index.records[record].nbytes for record in touched)
+    total = sum(index.stored.records[record].nbytes for record in touched)
     state = sum(report.state_bytes for _, report, _ in results[:1])
     assert read == total if verify == "crc" else state <= read <= total  # padding is read for the checksums alone
     assert len({repr(client) for _, _, client in results}) == 1
@@ -633,9 +633,9 @@ def test_a_damaged_client_tensor_is_found(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(2, 3), run=run)
     target = FakeTarget(PLAIN, Topology(1), 0)
     index = open_for(path, target)
-    (number,) = index.client_records
-    record = index.records[number]
-    flip(Path(index.files[record.file].path), record.offset + 17)
+    (number,) = index.run.client_records
+    record = index.stored.records[number]
+    flip(Path(index.stored.files[record.file].path), record.offset + 17)
     with pytest.raises(CheckpointError, match="Nothing was changed"):
         run_load(index, target)
     check_untouched(target)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, GroupInfo, ParamKey, Shard
+from deepspeed_ucp.atoms import (
+    COPY,
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    GroupInfo,
+    ModelInfo,
+    ParamKey,
+    RunState,
+    Shard,
+    StoredAtoms,
+)
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.plan.match import Live, Match, match_groups, match_parameters, pick_instance, pick_weight
 from deepspeed_ucp.topology import Topology
@@ -34,19 +46,25 @@ def make_index(
         for number in range(numbers.get(name, 1))
     ]
     return AtomicIndex(
-        files=(),
-        records=(),
-        atoms={atom.key: atom for atom in atoms},
-        scalars={},
-        groups=tuple(GroupInfo(tuple(map(read_param, names)), {}) for names in groups),
-        aliases=dict(aliases or {}),
-        buffers=frozenset(),
-        counters={},
-        scaler={},
-        clip_grad=None,
-        state_file="mp_rank_00_model_states.pt",
-        topology=Topology(1, "zero12", "float32", tp=tp),
-        instances=dict(instances or {}),
+        stored=StoredAtoms(
+            files=(),
+            records=(),
+            atoms={atom.key: atom for atom in atoms},
+        ),
+        run=RunState(
+            scalars={},
+            groups=tuple(GroupInfo(tuple(map(read_param, names)), {}) for names in groups),
+            counters={},
+            scaler={},
+            clip_grad=None,
+            state_file="mp_rank_00_model_states.pt",
+            topology=Topology(1, "zero12", "float32", tp=tp),
+        ),
+        model=ModelInfo(
+            aliases=dict(aliases or {}),
+            buffers=frozenset(),
+            instances=dict(instances or {}),
+        ),
     )
 
 
@@ -104,7 +122,7 @@ def test_other_numbers_of_rows_are_left_to_patterns() -> None:
 
 def test_what_the_sources_converter_left_out_keeps_its_value() -> None:
     """Frozen parameters and buffers alone; what is trained has to be there."""
-    index = replace(make_index({"a": (2,)}), dropped="the converter leaves buffers out")
+    index = make_index({"a": (2,)}).change(dropped="the converter leaves buffers out")
     assert match(index, {"a": (2,)}, {"buffer": (3,)}).kept == ["buffer"]
     with pytest.raises(MismatchError, match=r"b \(2,\): not in the checkpoint"):
         match(index, {"a": (2,), "b": (2,)}, {})
@@ -160,7 +178,7 @@ def test_weights_alone_come_from_the_module(name: str, wants_master: bool, with_
 
 def test_a_copy_is_no_master() -> None:
     index = make_index({"a": (2,)})
-    del index.atoms[AtomKey("a", MASTER)]
+    del index.stored.atoms[AtomKey("a", MASTER)]
     assert pick_weight(index, ParamKey("a"), True, True) is None
 
 
@@ -174,7 +192,7 @@ def test_a_save_without_frozen_parameters_says_how_it_is_loaded() -> None:
 
 def test_live_groups_keep_their_hyper_parameters_however_the_saved_run_grouped() -> None:
     index = make_index({"a": (2,), "b": (2,)}, groups=[["a", "b"]])
-    index.groups[0].hyper.update(lr=0.5, step=3)
+    index.run.groups[0].hyper.update(lr=0.5, step=3)
     members = {0: ("a",), 1: ("b",)}
     with pytest.raises(MismatchError, match='"param_groups": "live"'):
         match_groups(index, members, match(index, {"a": (2,), "b": (2,)}))

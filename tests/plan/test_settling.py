@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
+from deepspeed_ucp.atoms import (
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    Fragment,
+    ModelInfo,
+    Record,
+    RunState,
+    Shard,
+    StoredAtoms,
+)
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import Replicate, ShardV, from_config
 from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
@@ -26,19 +37,25 @@ def make_index(
     shards = tuple(Shard((4,), (Fragment(0, 4, number, offset),)) for number, offset in enumerate(at))
     atom = Atom("b", MODULE, "float32", shards)
     return AtomicIndex(
-        files=(),
-        records=tuple(Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)),
-        atoms={atom.key: atom},
-        scalars={},
-        groups=(),
-        aliases={},
-        buffers=frozenset({"b"}),
-        counters={},
-        scaler={},
-        clip_grad=None,
-        state_file="tag/mp_rank_00_model_states.pt",
-        topology=Topology(1, "zero12", "float32", tp=len(crcs)),
-        hints=dict(hints or {}),
+        stored=StoredAtoms(
+            files=(),
+            records=tuple(Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)),
+            atoms={atom.key: atom},
+        ),
+        run=RunState(
+            scalars={},
+            groups=(),
+            counters={},
+            scaler={},
+            clip_grad=None,
+            state_file="tag/mp_rank_00_model_states.pt",
+            topology=Topology(1, "zero12", "float32", tp=len(crcs)),
+        ),
+        model=ModelInfo(
+            aliases={},
+            buffers=frozenset({"b"}),
+            hints=dict(hints or {}),
+        ),
     )
 
 
@@ -95,5 +112,5 @@ def test_a_master_is_a_parameters_weight_and_the_modules_tensor_where_there_is_n
     atoms = [Atom("a", state, "float32", shard) for state in ("exp_avg", MODULE, MASTER)]
     atoms += [Atom("b", state, "float32", shard) for state in ("exp_avg", MODULE)]
     index = make_index([7])
-    index.atoms.update({atom.key: atom for atom in atoms})
+    index.stored.atoms.update({atom.key: atom for atom in atoms})
     assert {name: atom.state for name, atom in list_weights(index).items()} == {"a": MASTER, "b": MODULE}

@@ -43,7 +43,7 @@ def test_named_groups_are_as_good_as_an_engine(model: Model, groups: Any, wrappe
     """Names in ``model.parameters()``'s order: ties once, buffers not at all."""
     index = open_named(write(tmp_path, model, wrapper), groups)
     wanted = [["body.weight", "body.bias", "head.weight"]] if groups == "module" else NAMES
-    assert [list(group.names) for group in index.groups] == wanted
+    assert [list(group.names) for group in index.run.groups] == wanted
     check_content(load(index, make_targets(model, Topology(3, 2))), random_state(model, 3, precision=wrapper.precision))
 
 
@@ -52,7 +52,7 @@ def test_without_names_it_is_told_how_to_give_them(wrapper: Topology, tmp_path: 
     folder = write(tmp_path, ONE_GROUP, wrapper)
     with pytest.raises(MismatchError, match="stage 0 saves no parameter names.*--groups module"):
         open_named(folder, None)
-    assert open_checkpoint(folder, Comm(), weights_only=True).atoms
+    assert open_checkpoint(folder, Comm(), weights_only=True).stored.atoms
 
 
 def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_other_values_are_refused(groups: Any, tmp_path: Path) -> None:
 
 
 def test_named_groups_of_other_stages_are_not_needed(tmp_path: Path) -> None:
-    assert open_named(write(tmp_path, ONE_GROUP, Topology(1, 2)), "module").groups[0].names[0] == "body.weight"
+    assert open_named(write(tmp_path, ONE_GROUP, Topology(1, 2)), "module").run.groups[0].names[0] == "body.weight"
 
 
 def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
@@ -81,4 +81,6 @@ def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="a pipeline's files do not tell .* Give the names of each group"):
         open_named(folder, "module")
     index = open_named(folder, [[param.name for param in model.params]])
-    assert [set(group.names) for group in index.groups] == [{key.name for key in index.atoms if key.state == "fp32"}]
+    assert [set(group.names) for group in index.run.groups] == [
+        {key.name for key in index.stored.atoms if key.state == "fp32"}
+    ]

@@ -37,7 +37,7 @@ def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None =
         if match := re.search(r"mp_rank_(\d+)_model", name):
             content.update(states[int(match[1])])
     write_files(folder, files)
-    return open_checkpoint(str(folder), Comm()).hints
+    return open_checkpoint(str(folder), Comm()).model.hints
 
 
 def test_a_checkpoint_without_client_state_tells_nothing(tmp_path: Path) -> None:
@@ -137,4 +137,4 @@ def test_zero3_files_of_further_ranks_need_not_repeat_it(tmp_path: Path) -> None
         if "rank_0_mp" in name and "model" in name:
             content.update(iteration=5)
     write_files(tmp_path, files)
-    assert open_checkpoint(str(tmp_path), Comm()).hints == {"iteration": 5}
+    assert open_checkpoint(str(tmp_path), Comm()).model.hints == {"iteration": 5}

@@ -65,7 +65,7 @@ def test_what_is_no_file_in_a_files_place_is_named(folder: Path, kind: str, caps
 def test_what_is_no_file_beside_the_checkpoint_is_left_alone(folder: Path, kind: str) -> None:
     ODD[kind](folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt")
     ODD[kind](folder.parent / "global_step9")
-    assert open_checkpoint(str(folder), Comm()).atoms
+    assert open_checkpoint(str(folder), Comm()).stored.atoms
     assert find_checkpoint(str(folder.parent)) == str(folder)
 
 
@@ -75,7 +75,7 @@ def test_files_that_are_links_are_followed(folder: Path, tmp_path: Path) -> None
     os.rename(folder / OPTIM, tmp_path / "store" / "0f3a")
     (folder / OPTIM).symlink_to("../store/0f3a")
     (tmp_path / "link").symlink_to(folder.name)
-    assert open_checkpoint(str(tmp_path / "link"), Comm()).atoms
+    assert open_checkpoint(str(tmp_path / "link"), Comm()).stored.atoms
 
 
 @pytest.mark.timeout(60)

@@ -50,7 +50,7 @@ def open_nested(folder: Path, topology: Topology, nest: Callable[..., Mapping[st
 def test_megatrons_nested_module_has_the_names_joined(tmp_path: Path, topology: Topology) -> None:
     index = open_nested(tmp_path, topology, nested_module)
     check_parallel(index, GPT, draw(topology), topology)
-    assert {key.name for key in index.atoms if key.state == COPY} == {p.name for p in GPT.params if not p.frozen}
+    assert {key.name for key in index.stored.atoms if key.state == COPY} == {p.name for p in GPT.params if not p.frozen}
 
 
 def strip(module: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_copies_of_other_names_are_left_out(tmp_path: Path) -> None:
     topology = Topology(2, 2, "bf16", tp=2)
     index = open_nested(tmp_path, topology, rename)
     check_parallel(index, GPT, draw(topology), topology)
-    assert COPY not in {key.state for key in index.atoms}
+    assert COPY not in {key.state for key in index.stored.atoms}
 
 
 def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_without_names_the_tensors_are_those_of_the_module(tmp_path: Path) -> No
     """Weights alone, of a file without optimizer."""
     topology = Topology(0, 1, "fp32")
     index = open_nested(tmp_path, topology, nested_module)
-    assert {key.state for key in index.atoms} > {MASTER, MODULE}
+    assert {key.state for key in index.stored.atoms} > {MASTER, MODULE}

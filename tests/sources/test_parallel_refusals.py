@@ -80,8 +80,8 @@ def test_leftovers_of_an_earlier_save_are_ignored(
     caplog.set_level(logging.WARNING, "deepspeed_ucp")
     index = open_files(tmp_path, PIPE, make_files(PIPE, new))
     assert "ignoring files of an earlier save" in caplog.text
-    assert (index.topology.tp, index.topology.pp) == (new.tp, new.pp)
-    assert {Path(file.path).name for file in index.files} <= set(make_files(PIPE, new))
+    assert (index.run.topology.tp, index.run.topology.pp) == (new.tp, new.pp)
+    assert {Path(file.path).name for file in index.stored.files} <= set(make_files(PIPE, new))
 
 
 def test_layer_files_of_two_saves_are_refused(tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ TWINS = Model(
 def test_copies_of_twin_modules_are_left_out(tmp_path: Path) -> None:
     files = make_files(TWINS, Topology(1, 1, "bf16", tp=2, pp=2))
     index = open_files(tmp_path, TWINS, files)
-    assert {key.name for key in index.atoms if key.state == "copy"} == {"2.row"}
-    assert len(index.instances) == 2
+    assert {key.name for key in index.stored.atoms if key.state == "copy"} == {"2.row"}
+    assert len(index.model.instances) == 2
 
 
 def test_frozen_parameters_of_twin_modules_are_not_lost(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ LAYERS = Model(tuple(Param(f"{i}.col", (4, 3)) for i in range(4)), {}, (Layer(),
 )
 def test_stages_of_equal_layers_are_told_by_their_number(tmp_path: Path, topology: Topology) -> None:
     index = open_files(tmp_path, LAYERS, make_files(LAYERS, topology))
-    assert {key.name for key in index.atoms if key.state == MASTER} == {param.name for param in LAYERS.params}
+    assert {key.name for key in index.stored.atoms if key.state == MASTER} == {param.name for param in LAYERS.params}
 
 
 def test_a_stage0_pipeline_needs_a_live_engine(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_stage0_pipeline_needs_a_live_engine(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="there is no live engine to name them"):
         open_checkpoint(str(tmp_path), Comm(), None)
     index = open_checkpoint(str(tmp_path), Comm(), None, weights_only=True)
-    assert {key.state for key in index.atoms} == {"module"}
+    assert {key.state for key in index.stored.atoms} == {"module"}
 
 
 def test_weights_alone_of_a_stage0_pipeline_have_their_names(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_weights_alone_of_a_stage0_pipeline_have_their_names(tmp_path: Path) -> 
     write_files(tmp_path, make_files(PIPE, Topology(0, 1, tp=2, pp=2)))
     live = [[(param.name, True)] for param in PIPE.params]
     index = open_checkpoint(str(tmp_path), Comm(), live, weights_only=True)
-    assert {key.name for key in index.atoms} == {param.name for param in PIPE.params} | set(PIPE.buffers)
+    assert {key.name for key in index.stored.atoms} == {param.name for param in PIPE.params} | set(PIPE.buffers)
     with pytest.raises(MismatchError, match="the param groups must be made as in the saved run"):
         open_checkpoint(str(tmp_path), Comm(), live)
 
@@ -250,7 +250,7 @@ def test_runs_of_layers_that_fit_in_two_ways_are_refused(tmp_path: Path) -> None
     )
     files = make_files(model, Topology(0, 1, "fp16", "fused", pp=2, placement=((0, 1), (2, 3))))
     index = open_files(tmp_path, model, files)
-    assert index.instances == {WORD: 2}
+    assert index.model.instances == {WORD: 2}
     larger = Model(
         (Param(WORD, (4, 3), tied=True), *(Param(f"{i}.a", (4, 3)) for i in range(1, 4))),
         {},

@@ -83,7 +83,7 @@ def test_all_missing_files_are_listed(tmp_path: Path) -> None:
 
 def test_weights_alone_are_a_checkpoint_without_states(tmp_path: Path) -> None:
     index = open_files(tmp_path, {STATES: make_files(Topology(1, 3))[STATES]})
-    assert {key.state for key in index.atoms} == {"copy", "module"}
+    assert {key.state for key in index.stored.atoms} == {"copy", "module"}
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 3), Topology(3, 3)], ids=lambda t: t.label)
@@ -219,24 +219,24 @@ def test_a_shard_of_another_run_at_the_same_step_is_told_by_its_values(
     tmp_path: Path, topology: Topology, rank: int
 ) -> None:
     index = open_files(tmp_path / "whole", make_files(topology))
-    check_samples(index, index.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms.values(), Comm())
     index = open_files(tmp_path / "mixed", mix(topology, make_files(topology, seed=1), rank))
     with pytest.raises(CheckpointError, match=f"rank_{rank}_.*: its fp32 weights are not those of the model states"):
-        check_samples(index, index.atoms.values(), Comm())
+        check_samples(index, index.stored.atoms.values(), Comm())
 
 
 def test_model_states_of_another_run_are_told_by_their_values(tmp_path: Path) -> None:
     files = {**make_files(Topology(1, 2)), STATES: make_files(Topology(1, 2), seed=1)[STATES]}
     index = open_files(tmp_path, files)
     with pytest.raises(CheckpointError, match="another run or step"):
-        check_samples(index, index.atoms.values(), Comm())
+        check_samples(index, index.stored.atoms.values(), Comm())
 
 
 def test_a_few_edited_weights_are_let_through(tmp_path: Path) -> None:
     files = make_files(Topology(1, 2))
     files[STATES]["module"]["a"].detach()[0, 0] += 1
     index = open_files(tmp_path, files)
-    check_samples(index, index.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms.values(), Comm())
 
 
 # -- more files than there should be ----------------------------------------------------------------------------------
@@ -281,8 +281,8 @@ def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
     left = sorted(set(make_files(old)) - set(make_files(new)))
     assert "ignoring files of an earlier save" in caplog.text
     assert all(name in caplog.text for name in left)
-    assert index.topology.dp == (new.dp if new.stage else 1)
-    assert not {Path(file.path).name for file in index.files} & set(left)
+    assert index.run.topology.dp == (new.dp if new.stage else 1)
+    assert not {Path(file.path).name for file in index.stored.files} & set(left)
 
 
 def test_a_clean_folder_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,7 +391,7 @@ def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
     groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
     write_files(tmp_path, files)
     index = open_checkpoint(str(tmp_path), Comm(), None)
-    assert [set(group.names) for group in index.groups][1] == {"b"}
+    assert [set(group.names) for group in index.run.groups][1] == {"b"}
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

@@ -77,20 +77,20 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
         for name in tree.get("frozen_param_fragments", {}):
             tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
     index = open_files(tmp_path, files)
-    assert list(index.unreadable) == ["frozen"]
-    assert "placeholder" in index.unreadable["frozen"]
+    assert list(index.limits.unreadable) == ["frozen"]
+    assert "placeholder" in index.limits.unreadable["frozen"]
 
 
 def test_moments_that_superoffload_never_saved(tmp_path: Path) -> None:
     files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", "super_offload": True})
-    assert open_files(tmp_path / "whole", files).irregular == {}
+    assert open_files(tmp_path / "whole", files).limits.irregular == {}
     for name, tree in files.items():
         if "optim_states" in name:
             tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
     index = open_files(tmp_path / "lost", files)
-    assert list(index.irregular) == ["a.moments"]
-    assert "SuperOffload" in index.irregular["a.moments"]
-    assert index.topology.offload == "superoffload/none"
+    assert list(index.limits.irregular) == ["a.moments"]
+    assert "SuperOffload" in index.limits.irregular["a.moments"]
+    assert index.run.topology.offload == "superoffload/none"
 
 
 @pytest.mark.parametrize(

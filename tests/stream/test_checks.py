@@ -35,7 +35,7 @@ def record_of(low: int, high: int) -> Record:
 
 
 def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
-    return SimpleNamespace(records=records, files=[file])
+    return SimpleNamespace(stored=SimpleNamespace(records=records, files=[file]))
 
 
 def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:

@@ -101,7 +101,7 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
             read_whole(reader, whole, 7, checks)
     touched = {check.record for check in checks.read}
     rest = checks.verify(index, Comm())
-    assert checks.nbytes + rest == sum(index.records[number].nbytes for number in touched)
+    assert checks.nbytes + rest == sum(index.stored.records[number].nbytes for number in touched)
 
 
 def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
     ]
     with Reader(index) as reader:
         reader.read_items(items)
-    groups = len({(index.records[item.whole.place[0]].file, item.whole.place[0]) for item in items})
+    groups = len({(index.stored.records[item.whole.place[0]].file, item.whole.place[0]) for item in items})
     assert len(calls) == groups < len(items)
 
 
@@ -185,10 +185,10 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     whole = settle_wholes(index).atoms[AtomKey("body.norm", MASTER)]
     fragments = sorted(whole.atom.shards[0].fragments, key=lambda f: f.start)
     last = fragments[-1]
-    record = index.records[last.record]
+    record = index.stored.records[last.record]
     offset = last.offset if place == "atom" else record.nbytes - 1
     assert place == "atom" or last.offset + last.numel * 4 < record.nbytes, "the last partition is padded"
-    path = Path(index.files[record.file].path)
+    path = Path(index.stored.files[record.file].path)
     data = bytearray(path.read_bytes())
     data[record.offset + offset] ^= 1
     path.write_bytes(data)

@@ -6,7 +6,22 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 
-from ...atoms import Atom, AtomicIndex, AtomKey, FileRef, Fragment, GroupInfo, ParamKey, Record, Shard, count
+from ...atoms import (
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    FileRef,
+    Fragment,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    ParamKey,
+    Record,
+    RunState,
+    Shard,
+    StoredAtoms,
+    count,
+)
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
 from ...topology import ATOMIC, Topology
@@ -126,23 +141,33 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, sizes: Mappi
     records += [Record(numbers[manifest.state_file], blob.offset, blob.nbytes, blob.crc) for blob in others]
     topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
     return AtomicIndex(
-        files=tuple(files),
-        records=tuple(records),
-        atoms=atoms,
-        scalars=manifest.scalars,
-        groups=tuple(GroupInfo(tuple(starmap(ParamKey, each["members"])), each["hyper"]) for each in manifest.groups),
-        aliases=manifest.aliases,
-        buffers=frozenset(manifest.buffers),
-        counters=manifest.counters,
-        scaler=manifest.scaler,
-        clip_grad=manifest.clip_grad,
-        state_file=f"{folder}/{manifest.state_file}",
-        topology=Topology(**topology),
-        optimizer=manifest.optimizer,
-        client_records=client,
-        instances=manifest.instances,
-        hints=manifest.hints,
-        scalar_dtypes=manifest.scalar_dtypes,
-        recorded={name: told["pattern"] for name, told in manifest.patterns.items()},
-        dropped=manifest.dropped,
+        stored=StoredAtoms(
+            files=tuple(files),
+            records=tuple(records),
+            atoms=atoms,
+        ),
+        run=RunState(
+            scalars=manifest.scalars,
+            groups=tuple(
+                GroupInfo(tuple(starmap(ParamKey, each["members"])), each["hyper"]) for each in manifest.groups
+            ),
+            counters=manifest.counters,
+            scaler=manifest.scaler,
+            clip_grad=manifest.clip_grad,
+            state_file=f"{folder}/{manifest.state_file}",
+            topology=Topology(**topology),
+            optimizer=manifest.optimizer,
+            client_records=client,
+            scalar_dtypes=manifest.scalar_dtypes,
+        ),
+        model=ModelInfo(
+            aliases=manifest.aliases,
+            buffers=frozenset(manifest.buffers),
+            instances=manifest.instances,
+            hints=manifest.hints,
+            recorded={name: told["pattern"] for name, told in manifest.patterns.items()},
+        ),
+        limits=Limits(
+            dropped=manifest.dropped,
+        ),
     )

@@ -287,8 +287,8 @@ def make_manifest(
         CheckpointError: no state file.
     """
     if not states:
-        raise CheckpointError(f"{index.state_file}: an atomic checkpoint needs a state file.")
-    topology = {each.name: getattr(index.topology, each.name) for each in fields(index.topology)}
+        raise CheckpointError(f"{index.run.state_file}: an atomic checkpoint needs a state file.")
+    topology = {each.name: getattr(index.run.topology, each.name) for each in fields(index.run.topology)}
     topology.pop("flats")
     return Manifest(
         version=FORMAT,
@@ -302,26 +302,26 @@ def make_manifest(
             name: {"pattern": record_pattern(pattern), "origin": origin.get(name, "")}
             for name, pattern in patterns.items()
         },
-        scalars=index.scalars,
-        scalar_dtypes=index.scalar_dtypes,
-        groups=tuple({"members": group.members, "hyper": _keep_plain(group.hyper)} for group in index.groups),
-        aliases=index.aliases,
-        buffers=tuple(sorted(index.buffers)),
-        counters=index.counters,
-        scaler=index.scaler,
-        clip_grad=index.clip_grad,
-        optimizer=index.optimizer,
-        instances=index.instances,
-        hints=index.hints,
+        scalars=index.run.scalars,
+        scalar_dtypes=index.run.scalar_dtypes,
+        groups=tuple({"members": group.members, "hyper": _keep_plain(group.hyper)} for group in index.run.groups),
+        aliases=index.model.aliases,
+        buffers=tuple(sorted(index.model.buffers)),
+        counters=index.run.counters,
+        scaler=index.run.scaler,
+        clip_grad=index.run.clip_grad,
+        optimizer=index.run.optimizer,
+        instances=index.model.instances,
+        hints=index.model.hints,
         view=digest_view(index),
         verified=verified,
-        dropped=index.dropped,
+        dropped=index.limits.dropped,
     )
 
 
 def find_unplain(index: AtomicIndex) -> list[str]:
     """Hyper-parameters that are objects, which a manifest does not keep."""
-    return sorted({key for group in index.groups for key, value in group.hyper.items() if not _is_plain(value)})
+    return sorted({key for group in index.run.groups for key, value in group.hyper.items() if not _is_plain(value)})
 
 
 def _keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,12 +342,12 @@ def fingerprint(index: AtomicIndex) -> dict[str, Any]:
     have no checksum is told by the time of its last change. Names are relative to the state file's folder, so that a
     moved checkpoint keeps its fingerprint.
     """
-    folder = os.path.dirname(index.state_file) or "."
+    folder = os.path.dirname(index.run.state_file) or "."
     records: dict[int, list[Record]] = {}
-    for record in index.records:
+    for record in index.stored.records:
         records.setdefault(record.file, []).append(record)
     files = []
-    for number, each in enumerate(index.files):
+    for number, each in enumerate(index.stored.files):
         told: dict[str, Any] = {"name": os.path.relpath(each.path, folder), "size": each.size}
         held = sorted(records.get(number, ()), key=lambda record: record.offset)
         told["header_crc"] = each.header_crc
@@ -366,18 +366,25 @@ def digest_view(index: AtomicIndex) -> str:
     The same files can be looked at in several ways: the param groups that name a stage-0 checkpoint are the user's.
     """
     found = hashlib.sha256()
-    for key, atom in sorted(index.atoms.items()):
+    for key, atom in sorted(index.stored.atoms.items()):
         found.update(repr((tuple(key), atom.dtype)).encode())
         for shard in atom.shards:
             places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.fragments]
             found.update(repr((shard.shape, places)).encode())
-    told = (index.scalars, index.aliases, index.instances, index.counters, index.scaler, index.clip_grad)
+    told = (
+        index.run.scalars,
+        index.model.aliases,
+        index.model.instances,
+        index.run.counters,
+        index.run.scaler,
+        index.run.clip_grad,
+    )
     for each in told[:3]:
         found.update(repr(sorted(each.items())).encode())
-    found.update(repr((told[3:], [(group.members, _keep_plain(group.hyper)) for group in index.groups])).encode())
+    found.update(repr((told[3:], [(group.members, _keep_plain(group.hyper)) for group in index.run.groups])).encode())
     return found.hexdigest()
 
 
 def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:
-    record = index.records[number]
-    return os.path.basename(index.files[record.file].path), record.offset
+    record = index.stored.records[number]
+    return os.path.basename(index.stored.files[record.file].path), record.offset

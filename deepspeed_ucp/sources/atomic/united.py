@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...atoms import MASTER, AtomicIndex, GroupInfo, ParamKey, count, strip_compiled
+from ...atoms import (
+    MASTER,
+    AtomicIndex,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    ParamKey,
+    RunState,
+    StoredAtoms,
+    count,
+    strip_compiled,
+)
 from ...errors import CheckpointError, shorten
 from ...patterns import Pattern, ShardH, ShardNC, ShardV
 from ...patterns.recorded import record_pattern
@@ -60,32 +71,40 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
     zero = model.config.get("zero_optimization") or {}
     masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
     return AtomicIndex(
-        files=tuple(builder.files),
-        records=tuple(builder.records),
-        atoms=atoms,
-        scalars=builder.scalars,
-        groups=_make_groups(part, owned, notes),
-        aliases=aliases,
-        buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
-        counters=model.counters,
-        scaler=part.optim.scaler,
-        clip_grad=part.optim.clip_grad,
-        state_file=save.path(save.main),
-        topology=Topology(
-            zero_stage=part.stage or int(zero.get("stage") or 0),
-            wrapper=ATOMIC,
-            precision=find_precision(save, model, atoms, {}),
-            master=masters[0] if masters else "float32",
-            offload=describe_offload(zero),
+        stored=StoredAtoms(
+            files=tuple(builder.files),
+            records=tuple(builder.records),
+            atoms=atoms,
         ),
-        optimizer=name_optimizer(model.config),
-        irregular=builder.irregular,
-        unreadable=builder.unreadable,
-        client_records=client,
-        hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
-        scalar_dtypes=builder.scalar_dtypes,
-        recorded=_record_cuts(part, owned),
-        dropped=dropped,
+        run=RunState(
+            scalars=builder.scalars,
+            groups=_make_groups(part, owned, notes),
+            counters=model.counters,
+            scaler=part.optim.scaler,
+            clip_grad=part.optim.clip_grad,
+            state_file=save.path(save.main),
+            topology=Topology(
+                zero_stage=part.stage or int(zero.get("stage") or 0),
+                wrapper=ATOMIC,
+                precision=find_precision(save, model, atoms, {}),
+                master=masters[0] if masters else "float32",
+                offload=describe_offload(zero),
+            ),
+            optimizer=name_optimizer(model.config),
+            client_records=client,
+            scalar_dtypes=builder.scalar_dtypes,
+        ),
+        model=ModelInfo(
+            aliases=aliases,
+            buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
+            hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
+            recorded=_record_cuts(part, owned),
+        ),
+        limits=Limits(
+            irregular=builder.irregular,
+            unreadable=builder.unreadable,
+            dropped=dropped,
+        ),
     ), notes
 
 

@@ -20,7 +20,7 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
-from tests.reshard import LIVE_LR, check_content, check_reads, load, make_targets
+from tests.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
 from tests.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.upstream import to_universal
@@ -80,13 +80,15 @@ def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topolog
     index = open_alone(folder)
     normal = open_alone(folder.with_name("tag"))
     for field in ("scalars", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "scalar_dtypes"):
-        assert getattr(index, field) == getattr(normal, field), field
-    assert [set(group.names) for group in index.groups] == [set(group.names) for group in normal.groups]
-    assert [group.hyper for group in index.groups] == [group.hyper for group in normal.groups]
-    assert {key for key in index.atoms if key[1] != COPY} == {key for key in normal.atoms if key[1] != COPY}
-    assert (index.topology.wrapper, index.topology.zero_stage) == ("atomic", source.stage)
-    assert index.topology.precision == normal.topology.precision
-    assert not index.dropped
+        assert get_field(index, field) == get_field(normal, field), field
+    assert [set(group.names) for group in index.run.groups] == [set(group.names) for group in normal.run.groups]
+    assert [group.hyper for group in index.run.groups] == [group.hyper for group in normal.run.groups]
+    assert {key for key in index.stored.atoms if key[1] != COPY} == {
+        key for key in normal.stored.atoms if key[1] != COPY
+    }
+    assert (index.run.topology.wrapper, index.run.topology.zero_stage) == ("atomic", source.stage)
+    assert index.run.topology.precision == normal.run.topology.precision
+    assert not index.limits.dropped
     for target in (Topology(2, 3), Topology(3, 2, source.precision)):
         targets = make_targets(MODEL, target)
         ranks = load(index, targets)
@@ -108,9 +110,9 @@ def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
         torch.save(content, path, _use_new_zipfile_serialization=bool(number % 2))
         torch.serialization.set_crc32_options(True)
     after = open_alone(folder)
-    assert after.atoms.keys() == before.atoms.keys()
-    masters = [a for a in after.atoms.values() if a.state == "exp_avg"]
-    assert {after.records[atom.shards[0].fragments[0].record].crc for atom in masters} == {None}
+    assert after.stored.atoms.keys() == before.stored.atoms.keys()
+    masters = [a for a in after.stored.atoms.values() if a.state == "exp_avg"]
+    assert {after.stored.records[atom.shards[0].fragments[0].record].crc for atom in masters} == {None}
     check_content(load(after, make_targets(MODEL, Topology(3, 2))), random_state(MODEL, 5, precision="bf16"))
 
 
@@ -121,7 +123,7 @@ def test_a_step_that_older_converters_left_out_comes_from_the_counters(
         path.unlink()
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index = open_alone(folder)
-    assert index.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
+    assert index.run.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
     assert "kept no step of the optimizer; 3, by the counters, is taken" in caplog.text
 
 
@@ -130,8 +132,8 @@ def test_a_group_that_no_gradient_has_reached_has_masters_alone(tmp_path: Path) 
     state = random_state(MODEL, 5, without=("b.weight", "one"))
     write_files(tmp_path / "tag", build_files(MODEL, state, Topology(1, 2)))
     index = open_alone(to_universal(tmp_path / "tag", tmp_path / "universal"))
-    assert {key.state for key in index.atoms if key.name == "b.weight"} == {"fp32", COPY}
-    assert set(index.scalars) == {ParamKey("a.weight")}
+    assert {key.state for key in index.stored.atoms if key.name == "b.weight"} == {"fp32", COPY}
+    assert set(index.run.scalars) == {ParamKey("a.weight")}
 
 
 # --- what is refused
@@ -225,7 +227,7 @@ def test_a_normal_checkpoint_with_converted_files_in_it_is_a_normal_one(
 ) -> None:
     folder = Path(shutil.copytree(made(ZERO1).with_name("tag"), tmp_path / "tag"))
     shutil.copytree(made(ZERO1) / "zero", folder / "zero")
-    assert open_alone(folder).topology.wrapper == "zero12"
+    assert open_alone(folder).run.topology.wrapper == "zero12"
 
 
 # --- tensor and pipeline parallelism
@@ -246,14 +248,16 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
     _, folder = convert_parallel(model, Topology(2, 2, tp=2), tmp_path)
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index = open_alone(folder)
-    assert read_pattern(index.recorded["body.column"]) == ShardV()
-    assert read_pattern(index.recorded["body.row"]) == ShardH(dim=1)
-    assert "body.norm" not in index.recorded  # the converter marks what is replicated by nothing at all
-    assert index.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
+    assert read_pattern(index.model.recorded["body.column"]) == ShardV()
+    assert read_pattern(index.model.recorded["body.row"]) == ShardH(dim=1)
+    assert "body.norm" not in index.model.recorded  # the converter marks what is replicated by nothing at all
+    assert index.stored.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
     assert not index.find("body.bias", "module")
     assert "does not unite the tensor-parallel shards of frozen parameters and buffers: body.bias" in caplog.text
-    assert "frozen parameters and buffers" in index.dropped
-    masters = {name: index.atoms[AtomKey(name, "fp32")].shape for name in ("body.column", "body.row", "body.norm")}
+    assert "frozen parameters and buffers" in index.limits.dropped
+    masters = {
+        name: index.stored.atoms[AtomKey(name, "fp32")].shape for name in ("body.column", "body.row", "body.norm")
+    }
     assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
 
 
@@ -277,7 +281,7 @@ def test_what_is_dropped_keeps_its_fresh_value_and_is_named(tmp_path: Path, capl
         index, ranks = load_all(
             folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
         )
-    assert "a pipeline's buffers and frozen parameters" in index.dropped
+    assert "a pipeline's buffers and frozen parameters" in index.limits.dropped
     assert all(rank.work.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
     assert "1.bias, 0.count, 1.count keep the values that the new model has" in caplog.text
     for rank in ranks:
@@ -303,7 +307,7 @@ def test_groups_that_stages_do_not_share_are_not_guessed(tmp_path: Path, caplog:
         index, ranks = load_all(
             folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
         )
-    assert index.groups == ()
+    assert index.run.groups == ()
     assert "the hyper-parameters of this run are kept (the saved groups differ in lr" in caplog.text
     for rank in ranks:
         assert {group["lr"] for group in rank.target.wrapped.param_groups} == {LIVE_LR}

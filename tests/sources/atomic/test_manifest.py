@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import AtomicIndex, FileRef, GroupInfo, ParamKey
+from deepspeed_ucp.atoms import AtomicIndex, FileRef, GroupInfo, Limits, ModelInfo, ParamKey, RunState, StoredAtoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
@@ -37,7 +37,7 @@ from deepspeed_ucp.sources.atomic.plainjson import dump_json, load_json
 from deepspeed_ucp.sources.files import MANIFEST
 from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.topology import Topology
-from tests.reshard import examples
+from tests.reshard import examples, get_field
 from tests.synth import Model, Param, random_state, write_checkpoint
 from tests.synth import Topology as SavedTopology
 
@@ -86,23 +86,31 @@ def test_what_is_not_plain_is_named() -> None:
 
 
 INDEX = AtomicIndex(
-    files=(FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)),
-    records=(),
-    atoms={},
-    scalars={ParamKey("w"): {"step": 3.0}, ParamKey("w", 1): {"step": 2.0}},
-    groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),
-    aliases={"tied": "w"},
-    buffers=frozenset({"z", "count"}),
-    counters={"global_steps": 3},
-    scaler={"cur_scale": math.inf, "dynamic": True},
-    clip_grad=math.nan,
-    state_file="/run/tag/a.pt",
-    topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(join_parameters(0, ("w",), ((6,),)),)),
-    optimizer="AdamW",
-    instances={"w": 2},
-    hints={"args": {"sizes": (1, 2)}, "iteration": 7},
-    scalar_dtypes={"step": "float32"},
-    dropped="why",
+    stored=StoredAtoms(
+        files=(FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)),
+        records=(),
+        atoms={},
+    ),
+    run=RunState(
+        scalars={ParamKey("w"): {"step": 3.0}, ParamKey("w", 1): {"step": 2.0}},
+        groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),
+        counters={"global_steps": 3},
+        scaler={"cur_scale": math.inf, "dynamic": True},
+        clip_grad=math.nan,
+        state_file="/run/tag/a.pt",
+        topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(join_parameters(0, ("w",), ((6,),)),)),
+        optimizer="AdamW",
+        scalar_dtypes={"step": "float32"},
+    ),
+    model=ModelInfo(
+        aliases={"tied": "w"},
+        buffers=frozenset({"z", "count"}),
+        instances={"w": 2},
+        hints={"args": {"sizes": (1, 2)}, "iteration": 7},
+    ),
+    limits=Limits(
+        dropped="why",
+    ),
 )
 NAMES = st.characters(exclude_categories=["C"], exclude_characters="./")
 """Of parameters that a folder can be named after."""
@@ -145,8 +153,7 @@ def test_a_manifest_comes_back() -> None:
 def test_any_values_come_back(
     hyper: dict[str, Any], scaler: dict[str, Any], step: float, hints: dict[str, Any], names: list[str]
 ) -> None:
-    index = replace(
-        INDEX,
+    index = INDEX.change(
         groups=(GroupInfo(tuple(map(ParamKey, names)), hyper),),
         scaler=scaler,
         scalars={ParamKey(name): {"step": step} for name in names},
@@ -156,16 +163,15 @@ def test_any_values_come_back(
     again = round_trip(make(index))
     assert same(again.groups, ({"members": tuple(map(ParamKey, names)), "hyper": hyper},))
     for field in ("scaler", "scalars", "hints", "aliases"):
-        assert same(getattr(again, field), getattr(index, field)), field
+        assert same(getattr(again, field), get_field(index, field)), field
 
 
 def test_equal_sources_give_equal_bytes() -> None:
     """Whatever the order in which things were found."""
-    turned = replace(
-        INDEX,
-        files=INDEX.files[::-1],
-        counters=dict(reversed(INDEX.counters.items())),
-        hints=dict(reversed(INDEX.hints.items())),
+    turned = INDEX.change(
+        files=INDEX.stored.files[::-1],
+        counters=dict(reversed(INDEX.run.counters.items())),
+        hints=dict(reversed(INDEX.model.hints.items())),
     )
     one = make_manifest(INDEX, [ATOM, replace(ATOM, state="exp_avg")], PATTERNS, {}, STATES)
     other = make_manifest(turned, [replace(ATOM, state="exp_avg"), ATOM], dict(reversed(PATTERNS.items())), {}, STATES)
@@ -174,7 +180,7 @@ def test_equal_sources_give_equal_bytes() -> None:
 
 def test_objects_in_param_groups_stay_the_live_optimizers() -> None:
     """A load does not take them over either."""
-    index = replace(INDEX, groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "hook": object(), "list": [object()]}),))
+    index = INDEX.change(groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "hook": object(), "list": [object()]}),))
     assert round_trip(make(index)).groups[0]["hyper"] == {"lr": 0.1}
 
 
@@ -192,7 +198,7 @@ def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
         {"name": "a.pt", "size": 10, "header_crc": None, "records": []},
         {"name": "b.pt", "size": 20, "header_crc": 7},
     ]
-    moved = replace(INDEX, state_file="/new/a.pt", files=(FileRef("/new/b.pt", 20, 7), FileRef("/new/a.pt", 10, None)))
+    moved = INDEX.change(state_file="/new/a.pt", files=(FileRef("/new/b.pt", 20, 7), FileRef("/new/a.pt", 10, None)))
     assert fingerprint(moved) == fingerprint(INDEX)
 
 
@@ -200,7 +206,7 @@ def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
     "file", [FileRef("/run/tag/b.pt", 21, 7), FileRef("/run/tag/b.pt", 20, 8), FileRef("/run/tag/c.pt", 20, 7)]
 )
 def test_another_file_is_another_fingerprint(file: FileRef) -> None:
-    other = replace(INDEX, files=(file, INDEX.files[1]))
+    other = INDEX.change(files=(file, INDEX.stored.files[1]))
     assert fingerprint(other)["digest"] != fingerprint(INDEX)["digest"]
     assert make(other).to_json() != make().to_json()
 
