@@ -74,7 +74,8 @@ def _check_file(reader: Reader, file: int, entries: list[_Sample]) -> None:
         raise CheckpointError(
             f"{index.stored.files[file].path}: its fp32 weights are not those of the model states in "
             f"{index.run.state_file} ({differing} of {total} elements compared differ; {first}). The file belongs to "
-            "another run or step; put the right one back. If the copies were changed on purpose (averaged or merged weights), take them with "
+            "another run or step; put the right one back. If the copies were changed on purpose (averaged "
+            "or merged weights), take them with "
             "load_optimizer_states=False or load_module_only=True; training that goes on with optimizer states goes "
             'on from the fp32 weights, which "verify": "off" loads.'
         )
