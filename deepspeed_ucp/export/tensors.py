@@ -15,6 +15,7 @@ from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..stream.progress import WorkOptions
 from ..stream.report import OutputReport
+from ..stream.samples import stages_agree
 from ..stream.wholes import Whole, Wholes, settle_wholes
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -206,10 +207,10 @@ def warn_losses(index: AtomicIndex, selection: Selection, comm: Comm) -> None:
         return
     if index.limits.dropped:
         logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
-    if index.model.instances:
+    if parted := [name for name in sorted(index.model.instances) if not stages_agree(name, index)]:
         logger.warning(
             "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
-            shorten(sorted(index.model.instances)),
+            shorten(parted),
         )
     if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
         logger.warning(

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
 from ..stream.reader import Reader
+from ..stream.samples import stages_agree
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _CHUNK = 4 << 20
-_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -94,7 +94,7 @@ def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], to
     """
     loaded = {key.name for key in touched}
     counts = {name: count for name, _, count in live}
-    parted = [name for name in index.model.instances if name in loaded and not look_equal(name, index)]
+    parted = [name for name in index.model.instances if name in loaded and not stages_agree(name, index)]
     for name in parted:
         if "tied_modules." not in name:
             raise CheckpointError(
@@ -108,24 +108,3 @@ def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], to
             "tied_weight_attr); where one copy remains the first stage's counts",
             shorten(dropped),
         )
-
-
-def look_equal(name: str, index: AtomicIndex) -> bool:
-    """Whether the stages' copies of a parameter agree at some elements of each shard."""
-    found = [index.find(name, MASTER, instance) for instance in range(index.model.instances[name])]
-    atoms = [atom for atom in found if atom]
-    with Reader(index, checksum=False) as reader:
-        return all(_sample(atoms[0], atom, reader) for atom in atoms[1:])
-
-
-def _sample(first: Atom, other: Atom, reader: Reader) -> bool:
-    if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
-        return False
-    for shard, held in enumerate(first.shards):
-        count = min(held.numel, _SAMPLES)
-        for number in range(count):
-            place = number * (held.numel - 1) // max(count - 1, 1)
-            pair = [reader.read_elements(atom, shard, place, place + 1) for atom in (first, other)]
-            if pair[0] != pair[1]:
-                return False
-    return True

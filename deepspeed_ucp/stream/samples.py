@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.cast import cast
 from .reader import Reader
 
-_PER_FILE = 48
+_PER_FILE, _PER_SHARD = 48, 64
 _TOLERATED = 0.1
 """Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
 
@@ -101,3 +101,24 @@ def _cast(data: bytearray, source: str, target: str) -> bytearray:
 
 def _show(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
+
+
+def stages_agree(name: str, index: AtomicIndex) -> bool:
+    """Whether the copies that several pipeline stages hold of a parameter agree at some elements of each shard."""
+    atoms = [index.find(name, MASTER, at) or index.find(name, MODULE, at) for at in range(index.model.instances[name])]
+    held = [atom for atom in atoms if atom]
+    with Reader(index, checksum=False) as reader:
+        return all(_agree(held[0], atom, reader) for atom in held[1:])
+
+
+def _agree(first: Atom, other: Atom, reader: Reader) -> bool:
+    if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
+        return False
+    for rank, shard in enumerate(first.shards):
+        count = min(shard.numel, _PER_SHARD)
+        for number in range(count):
+            place = number * (shard.numel - 1) // max(count - 1, 1)
+            pair = [reader.read_elements(atom, rank, place, place + 1) for atom in (first, other)]
+            if pair[0] != pair[1]:
+                return False
+    return True

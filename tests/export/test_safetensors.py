@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
-from tests.reshard3d import VOCAB, Held, draw_state, make_plain, trips
+from tests.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
 from tests.stream.test_wholes import open_held, rules_of
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -468,3 +470,18 @@ def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
     topology = Topology(1, 2, "bf16")
     export_safetensors(open_model(tmp_path / "in", topology, model), str(tmp_path / "out"))
     check_same(load_all(tmp_path / "out"), expect_weights(model, 0, topology, torch.float32))
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "their own"])
+def test_only_copies_that_differ_are_told_of(equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tied embedding is held by two stages, bit-equal; positions live on apart in each."""
+    held = draw_state(make_pipeline([["column"], ["row"]]), Topology(1, 2, pp=2))
+    if equal:
+        atoms = {name: held.state.atoms[name.partition("#")[0]] for name in held.state.atoms}
+        held = replace(held, state=replace(held.state, atoms=atoms))
+    index = open_held(held, tmp_path / "in")
+    assert index.model.instances
+    with caplog.at_level(logging.WARNING, logger="deepspeed_ucp"):
+        export_held(index, held, tmp_path / "out", Comm())
+    assert ("held by several pipeline stages" in caplog.text) != equal
+    assert "word" not in caplog.text
