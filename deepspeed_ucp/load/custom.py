@@ -60,9 +60,7 @@ def run_custom_load(
     Args:
         masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
     """
-    source: dict[str, torch.Tensor] = {}
-    with comm.together():
-        source = assemble_module(index, config)
+    source = comm.run(lambda: assemble_module(index, config))
     error: Exception | None = None
     with target.whole_parameters():
         try:

@@ -115,6 +115,7 @@ def make_work(
         states = [optimizer.make_states(number, dtypes.get(number, {})) for number in range(len(target.flats))]
         fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
+        match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += tell_rounding(wants)
     tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.master for number, flat in enumerate(target.flats)}
     tensors.update({(MODULE, number): extra.tensor for number, extra in enumerate(extras)})
@@ -125,6 +126,11 @@ def make_work(
 _FRESH = (
     "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
     "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
+)
+
+_UNEVEN = (
+    "{}: its step depends on how ZeRO cuts the parameters; its state is restored exactly, but the next losses are not "
+    "those of the saved topology"
 )
 
 

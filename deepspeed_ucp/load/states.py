@@ -15,7 +15,7 @@ from ..plan.wants import Home, list_states
 from ..sources.headers import Unread
 from ..targets import Flat, Target
 from ..targets.base import flatten
-from ..targets.optimizer import Kept, probe_optimizer, restore_hyper, restore_scalar
+from ..targets.optimizer import Kept, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
@@ -165,6 +165,12 @@ class OptimizerMatch:
             for state, dtype in dtypes.items()
         }
         return States(flat, tensors, self._join_scalars(flat), kept is None or kept.lazy)
+
+    def depends_on_cut(self) -> bool:
+        """Whether steps depend on how ZeRO cuts the parameters."""
+        target = self.target
+        firsts = {flat.group: flat for flat in reversed(target.flats)}
+        return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.holder) for flat in firsts.values())
 
     def find_fresh(self, flat: Flat) -> list[str]:
         """Parameters whose states begin anew under a step count that others of the flat buffer have brought along."""

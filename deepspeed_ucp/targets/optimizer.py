@@ -58,14 +58,41 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
 
 
 def _take_step(optimizer: Any, fields: Mapping[str, Any], shape: tuple[int, ...], like: torch.Tensor) -> Kept | None:
-    param = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=True)
-    param.grad = torch.zeros_like(param)
+    param = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
+    return None if state is None else _sort(state, param.shape)
+
+
+_UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
+"""Weights and gradients whose halves have other norms than the whole."""
+
+
+def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
+    """Whether an element's step depends on its neighbours in the tensor (a norm of the whole): tried on halves."""
+    live = optimizer.param_groups[group]
+    whole = torch.tensor(_UNEVEN, dtype=like.dtype, device=like.device)
+    gradient = whole.flip(0)
+    parts = [part.clone() for part in whole.chunk(2)]
+    for param, grad in ((whole, gradient), *zip(parts, gradient.chunk(2), strict=True)):
+        if _step_shadow(optimizer, live, param, grad.clone()) is None:
+            return False
+    return not torch.allclose(whole, torch.cat(parts), rtol=1e-3)
+
+
+def _step_shadow(
+    optimizer: Any, fields: Mapping[str, Any], param: torch.Tensor, gradient: torch.Tensor
+) -> Mapping[str, Any] | None:
+    """Let a shadow take a step on ``param``, in place; its state then, or None where the optimizer cannot."""
+    param.requires_grad_(True)
+    param.grad = gradient
     shadow = _make_shadow(optimizer, [{**{key: copy.copy(value) for key, value in fields.items()}, "params": [param]}])
     try:
         type(optimizer).step(shadow)
     except Exception:  # noqa: BLE001 - any optimizer may fail in its own way
         return None
-    return _sort(shadow.state.get(param, {}), param.shape)
+    finally:
+        param.requires_grad_(False)
+    return shadow.state.get(param, {})  # type: ignore[no-any-return]
 
 
 def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:

@@ -131,3 +131,15 @@ def test_masters_and_states_of_fewer_bits_are_told() -> None:
     for state, dtype in (("fp32", "bfloat16"), ("exp_avg", "float32"), ("module", "bfloat16")):
         wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, False)), "float32")
     assert tell_rounding(wants) == ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [(torch.optim.AdamW, 0), (torch.optim.SGD, 0), (torch.optim.Adagrad, 0), (torch.optim.Adafactor, 1)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_step_that_depends_on_the_cut_is_told(optimizer: Any, told: int, tmp_path: Path) -> None:
+    state = random_state(MODEL, 0, states=(), step=None)
+    files = build_files(MODEL, state, Topology(2, 2), Run())
+    notes = prepare(tmp_path, files, optimizer=optimizer).work.match.notes
+    assert sum("depends on how ZeRO cuts" in note for note in notes) == told
