@@ -269,6 +269,7 @@ def outcome(path: Path, model: Model, target: Topology, saved: State) -> str:
     return str(path)
 
 
+@pytest.mark.exhaustive  # tests/fuzz has some of each kind every time
 @pytest.mark.parametrize(
     "topology", [Topology(1, 2, "bf16"), Topology(3, 2, "bf16"), Topology(0)], ids=lambda t: t.label
 )

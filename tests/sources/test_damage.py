@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -42,16 +41,6 @@ def test_a_file_cut_off_anywhere_is_refused(files: dict[str, bytes], tmp_path: P
         assert isinstance(look(tmp_path, name, whole[:length]), CheckpointError), length
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_changed_byte_gives_no_other_error(files: dict[str, bytes], tmp_path: Path, name: str) -> None:
-    whole, draw = files[name], random.Random(0)
-    start = 0 if whole[:2] == b"PK" else len(whole) // 2  # a legacy pickle's lengths may ask for gigabytes
-    for position in sorted(draw.sample(range(start, len(whole)), 300)):
-        data = bytearray(whole)
-        data[position] ^= 1 << draw.randrange(8)
-        look(tmp_path, name, bytes(data))
-
-
 @pytest.mark.parametrize("data", [b"", b"PK", b"PK\3\4" + bytes(100), bytes(1000), b"not a checkpoint", b"\x80\x02N."])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
     assert isinstance(look(tmp_path, NAMES[0], data), CheckpointError)
@@ -64,14 +53,3 @@ def test_a_file_without_optimizer_states_is_refused(tmp_path: Path, content: obj
     torch.save(content, tmp_path / NAMES[1])
     with pytest.raises(CheckpointError, match=f"{NAMES[1]}: (holds a |has no optimizer_state_dict)"):
         read_file(str(tmp_path), NAMES[1])
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read .No such file"):
-        read_file(str(tmp_path), NAMES[0])
-
-
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / NAMES[0]).mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read .Is a directory"):
-        read_file(str(tmp_path), NAMES[0])
