@@ -10,8 +10,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,7 +76,7 @@ class Comm:
             UcpError: the first failing rank's error, the same on all ranks.
         """
         value, error = _attempt(work)
-        self.agree(error)
+        self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
     def each(self, work: Callable[[], T]) -> list[T]:
@@ -103,24 +102,6 @@ class Comm:
         packed, report = self.broadcast((packed, _describe(error)))
         self._raise_first([report], error)
         return self._unpack(packed)  # type: ignore[no-any-return]
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Run a block that has no collectives; if it fails on any rank, every rank raises that rank's error.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:  # noqa: BLE001 - re-raised on every rank below
-            error = caught
-        self.agree(error)
-
-    def agree(self, error: Exception | None) -> None:
-        """Raise the first rank's error on every rank; return when no rank has one."""
-        self._raise_first(self.gather(_describe(error)), error)
 
     def _raise_first(self, reports: Sequence[_Report | None], error: Exception | None) -> None:
         """Raise the first of the ranks' errors; ``error`` is this rank's own."""

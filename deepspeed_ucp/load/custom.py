@@ -61,12 +61,7 @@ def run_custom_load(
         masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
     """
     source = comm.run(lambda: assemble_module(index, config))
-    error: Exception | None = None
     with target.whole_parameters():
-        try:
-            load_fn(src=source, dst=target.engine.module)
-        except Exception as caught:  # noqa: BLE001 - the user's function; re-raised on every rank
-            error = caught
-    comm.agree(error)
+        comm.run(lambda: load_fn(src=source, dst=target.engine.module))
     if masters_follow:
         target.refresh_masters()

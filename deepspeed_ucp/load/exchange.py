@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -110,21 +111,27 @@ class CollectiveReader:
 
     def _read_rounds(self, reader: RecordReader, fresh: bool, everything: bool) -> list[Checked]:
         checks: list[Checked] = []
-        with self.comm.together():
+        arrived = _Arrived((), memoryview(b""))
+
+        def read_direct() -> None:
             self.into.zero_blanks(fresh=fresh)
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
-            checks += self._read(reader, direct, fresh)
-        arrived = _Arrived((), memoryview(b""))
-        for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
-            packed = torch.empty(0, dtype=torch.uint8)
-            with self.comm.together():
-                self._scatter(arrived)
-                if step == 0:
-                    reads = each.reads if everything else _pick_reads(each, fresh)
-                    checks += self._read(reader, reads, fresh, staged=each.staged)
-                sends, claims = self._pick_step(each, fresh, step)
-                packed = self._pack(sends)
-            arrived = _Arrived([claim for one in claims for claim in one], self._swap(packed, sends, claims))
+            checks.extend(self._read(reader, direct, fresh))
+
+        def take_step(each: Round, step: int) -> tuple[torch.Tensor, list[list[Send]], list[list[Claim]]]:
+            """Scatter what the last step brought, read, and pack what the others get."""
+            self._scatter(arrived)
+            if step == 0:
+                reads = each.reads if everything else _pick_reads(each, fresh)
+                checks.extend(self._read(reader, reads, fresh, staged=each.staged))
+            sends, claims = self._pick_step(each, fresh, step)
+            return self._pack(sends), sends, claims
+
+        self.comm.run(read_direct)
+        for each in self.plan.rounds:
+            for step in range(each.steps):
+                packed, sends, claims = self.comm.run(partial(take_step, each, step))
+                arrived = _Arrived([claim for one in claims for claim in one], self._swap(packed, sends, claims))
         self.comm.run(lambda: self._scatter(arrived))
         self.stage = None
         return checks

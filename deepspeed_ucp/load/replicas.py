@@ -36,14 +36,15 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     Raises:
         MismatchError: naming the parameter, the ranks and the largest difference.
     """
-    found: list[_Gap] = []
-    with comm.together(), Reader(index, checksum=False) as reader:
-        for atom, rank, low, high in _list_parts(atoms)[comm.rank :: comm.size]:
-            found += _compare(atom, rank, low, high, reader)
-    gaps = sorted(gap for part in comm.gather(_keep_largest(found)) for gap in part)
-    with comm.together():
-        if gaps:
-            _refuse(max(gap for gap in gaps if gap.name == gaps[0].name and gap.state == gaps[0].state))
+
+    def compare_share() -> list[_Gap]:
+        with Reader(index, checksum=False) as reader:
+            parts = _list_parts(atoms)[comm.rank :: comm.size]
+            return _keep_largest([gap for part in parts for gap in _compare(*part, reader)])
+
+    gaps = sorted(gap for part in comm.each(compare_share) for gap in part)
+    if gaps:  # the same on every rank
+        comm.run(lambda: _refuse(max(g for g in gaps if (g.name, g.state) == (gaps[0].name, gaps[0].state))))
 
 
 def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
