@@ -22,6 +22,7 @@ from ..io.staging import MANIFEST, Staging, write_latest
 from ..patterns import RuleSet
 from ..patterns.recorded import read_pattern
 from ..plan.conversion import Batch, Range, plan_conversion
+from ..plan.limits import describe_irregular, refuse_unreadable
 from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
@@ -141,7 +142,9 @@ def _plan(
     rules: Sequence[RuleSet],
     live: Sequence[RuleSet],
 ) -> _Conversion:
-    _refuse(index)
+    refuse_unreadable(index)
+    if text := describe_irregular(index):
+        raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
     wholes = settle_wholes(index, rules, live=live)
     staging = Staging(report.destination, report.source, CONVERSION)
     files, steps = list_files(wholes), list_steps(index)
@@ -161,21 +164,6 @@ def _warn_losses(index: AtomicIndex, wholes: Wholes) -> None:
         )
     if unplain := find_unplain(index):
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
-
-
-def _refuse(index: AtomicIndex) -> None:
-    if index.limits.unreadable:
-        listed = [f"{name}: {fault}" for name, fault in sorted(index.limits.unreadable.items())]
-        raise UnsupportedError(
-            f"{index.run.state_file}: {shorten(listed)}. Resume in the topology that saved it and save again with "
-            "contiguous tensors."
-        )
-    if index.limits.irregular:
-        listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
-        raise UnsupportedError(
-            f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
-            f"united: {shorten(listed)}. The weights alone can be had with `ds_ucp export`."
-        )
 
 
 def _identify(index: AtomicIndex, wholes: Wholes, options: ConvertOptions) -> dict[str, Any]:

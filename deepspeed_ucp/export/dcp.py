@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, UnsupportedError, shorten
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..io.cast import cast
 from ..io.disk import explain_full
 from ..io.memory import Scratch
 from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
+from ..plan.limits import describe_irregular
 from ..stream.checks import Checks
 from ..stream.progress import Bar, divide_window
 from ..stream.reader import Item, Reader
@@ -88,12 +89,8 @@ def _accept(state: str) -> bool:
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}.")
-    if index.limits.irregular and not weights_only:
-        listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
-        raise UnsupportedError(
-            f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise: "
-            f"{shorten(listed)}. The weights alone can be exported (--weights-only)."
-        )
+    if not weights_only and (text := describe_irregular(index)):
+        raise UnsupportedError(f"{text} The weights alone can be exported (--weights-only).")
 
 
 class Reading:

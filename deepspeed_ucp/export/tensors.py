@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
+from ..errors import CheckpointError, ConfigError, MismatchError, shorten
 from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
+from ..plan.limits import refuse_unreadable
 from ..stream.progress import WorkOptions
 from ..stream.report import OutputReport
 from ..stream.samples import stages_agree
@@ -146,7 +147,7 @@ def select_tensors(
     """
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
-    _refuse_unreadable(index, states)
+    refuse_unreadable(index, states)
     wholes = settle_wholes(index, rules, states=states)
     kept = {key: whole for key, whole in wholes.atoms.items() if not key.instance}
     ties = dict(index.model.aliases)
@@ -159,19 +160,6 @@ def select_tensors(
         raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
     copies = {names[alias]: names[owner] for alias, owner in ties.items() if owner in names}
     return Selection(tuple(make), copies if (options.tied or tied) == "copy" else {}, names, wholes)
-
-
-def _refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool]) -> None:
-    found = [
-        f"{what}: {fault}"
-        for what, fault in sorted(index.limits.unreadable.items())
-        if states(what.split("(")[-1][:-1])
-    ]
-    if found:
-        raise UnsupportedError(
-            f"{index.run.state_file}: {shorten(found)}. Resume in the topology that saved it and save again with "
-            "contiguous tensors."
-        )
 
 
 def _pick_weight(kept: dict[AtomKey, Whole], name: str) -> Whole | None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
-from ..errors import ConfigError, MismatchError, shorten
+from ..errors import ConfigError, MismatchError
 from ..patterns import RuleSet
 from ..plan.claims import list_claims
+from ..plan.limits import describe_irregular, describe_unreadable
 from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
 from ..sources.files import MANIFEST, list_sizes
 from ..topology import find_differences
@@ -132,16 +133,9 @@ def dry_run(
 
 def find_faults(index: AtomicIndex) -> list[str]:
     """What in the checkpoint no other topology can take."""
-    faults = []
-    if index.limits.unreadable:
-        listed = [f"{name}: {fault}" for name, fault in sorted(index.limits.unreadable.items())]
-        faults.append(f"Tensors whose bytes cannot be cut: {shorten(listed)}.")
-    if index.limits.irregular:
-        listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
-        faults.append(
-            f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise and cannot be "
-            f"cut for another topology: {shorten(listed)}. Weights only (load_optimizer_states=False) can be loaded."
-        )
+    faults = [text for text in (describe_unreadable(index),) if text]
+    if text := describe_irregular(index):
+        faults.append(f"{text} Weights only (load_optimizer_states=False) can be loaded.")
     return faults
 
 

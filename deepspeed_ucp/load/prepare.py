@@ -11,7 +11,8 @@ import torch
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import UnsupportedError, shorten
+from ..errors import shorten
+from ..plan.limits import refuse_unreadable
 from ..plan.match import Match, match_groups, match_parameters
 from ..plan.wants import REPLICA, HeldBuffer, Home, Layouts, TargetLayout, Wants, list_wants
 from ..targets import Extra, Target
@@ -65,7 +66,7 @@ def prepare(
     Raises:
         UcpError: engine and checkpoint do not fit; the same on every rank.
     """
-    comm.run(lambda: _refuse_unreadable(index))
+    comm.run(lambda: refuse_unreadable(index))
     if not with_extras and not with_states:
         return Work()
     extras = comm.run(target.extras) if with_extras else []
@@ -190,13 +191,4 @@ def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -
     for name, (old, new) in sorted(grown):
         logger.info(
             "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero", name, new, old, new - old
-        )
-
-
-def _refuse_unreadable(index: AtomicIndex) -> None:
-    if index.limits.unreadable:
-        listed = [f"{name}: {fault}" for name, fault in sorted(index.limits.unreadable.items())]
-        raise UnsupportedError(
-            f"{index.run.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology "
-            "that saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
         )

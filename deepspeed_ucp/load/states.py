@@ -10,6 +10,7 @@ import torch
 
 from ..atoms import AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
+from ..plan.limits import describe_irregular
 from ..plan.match import Match
 from ..plan.wants import Home, list_states
 from ..sources.headers import Unread
@@ -68,13 +69,8 @@ class OptimizerMatch:
         Raises:
             MismatchError: it is of another kind, or its states cannot be cut.
         """
-        if self.index.limits.irregular:
-            listed = [f"{name} ({what})" for name, what in sorted(self.index.limits.irregular.items())]
-            raise MismatchError(
-                f"{self.index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or "
-                f"not in the files, and cannot be cut for another topology: {shorten(listed)}. To go on, "
-                f"{WEIGHTS_ONLY}."
-            )
+        if text := describe_irregular(self.index):
+            raise MismatchError(f"{text} To go on, {WEIGHTS_ONLY}.")
         self._check_hyper()
         seen: set[tuple[int, int, tuple[str, ...]]] = set()
         for flat in self.target.flats:
