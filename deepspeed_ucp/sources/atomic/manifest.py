@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Protocol, get_type_hints
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict
 
 from ...atoms import ITEMSIZE, AtomicIndex, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
@@ -83,6 +83,31 @@ class PatternRecord(TypedDict):
     origin: str
 
 
+class SourceFile(TypedDict, total=False):
+    """A file of the source, as :func:`fingerprint` tells of it."""
+
+    name: Required[str]
+    size: Required[int]
+    header_crc: int | None
+    records: list[list[int | None]]
+    changed: int
+
+
+class Fingerprint(TypedDict):
+    """What tells the source from every other checkpoint."""
+
+    files: list[SourceFile]
+    digest: str
+
+
+def _check_fingerprint(told: dict[str, Any]) -> dict[str, Any]:
+    _FINGERPRINT.validate_python(told)
+    return told
+
+
+_FINGERPRINT = TypeAdapter(Fingerprint)
+
+
 class StateLike(Protocol):
     """What :func:`make_manifest` asks of a state file."""
 
@@ -115,7 +140,7 @@ class Manifest:
 
     version: Count
     package: Text
-    fingerprint: dict[Text, Any]
+    fingerprint: Annotated[dict[Text, Any], AfterValidator(_check_fingerprint)]
     source: dict[Text, Any]
     atoms: tuple[AtomRecord, ...]
     states: tuple[StateRecord, ...]
@@ -213,9 +238,9 @@ def _check_entries(found: Manifest, path: str) -> None:
         sizes[each.file].add(each.size)
     if two := sorted(name for name, held in sizes.items() if len(held) > 1):
         raise CheckpointError(f"{path}: gives a file two sizes: {shorten(two)}.")
-    kinds = get_type_hints(Topology)
-    if odd := [name for name, value in found.source.items() if type(value) is not kinds.get(name)]:
-        raise CheckpointError(f"{path}: source: {shorten(odd)} is of another form than expected, or unknown.")
+    kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
+    if odd := [name for name in {**kinds, **found.source} if type(found.source.get(name)) is not kinds.get(name)]:
+        raise CheckpointError(f"{path}: source: {shorten(odd)} is missing, unknown, or of another form than expected.")
 
 
 def _fits(atom: AtomRecord) -> bool:
