@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from isal import isal_zlib
-
-from .memory import allocate
+from ..errors import CheckpointError
+from .checksum import combine_crc32, crc32
+from .memory import Scratch
+from .store import StoredFile
+from .threads import run_threads
 
 CHUNK = 4 << 20
 """Bytes of one read."""
@@ -45,20 +46,6 @@ class Scanned:
     errors: list[tuple[int, str]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A file while it is read: its descriptor, pieces still to come, and the checksums of parts of its ranges."""
-
-    file: ScanFile
-    left: int
-    pieces: dict[int, list[int]]
-    fd: int = -1
-    parts: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
-    nbytes: int = 0
-    errors: list[tuple[int, str]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 def scan_files(
     files: Sequence[ScanFile],
     *,
@@ -76,98 +63,85 @@ def scan_files(
     """
     threads = max(threads, 1)
     chunk = max(min(CHUNK, window // threads) // 4096, 1) * 4096
-    opened = [_prepare(file, chunk) for file in files]
-    turn = ((each, low) for each in opened for low in range(0, each.file.size, chunk))
-    lock, stop = threading.Lock(), threading.Event()
+    scans = [_Scan(file, chunk) for file in files]
 
-    def work() -> None:
-        scratch = memoryview(allocate(chunk))
-        while not stop.is_set():
-            with lock:
-                each, low = next(turn, (None, 0))
-                if each is None:
-                    return
-                _open(each)
-            try:
-                _read_piece(each, low, scratch[: min(chunk, each.file.size - low)])
-            except BaseException:
-                stop.set()
-                raise
-            finally:
-                _close(each)
+    def work(turn: Iterator[tuple[_Scan, int]]) -> None:
+        scratch = Scratch().take(chunk)
+        for scan, low in turn:
+            size = min(chunk, scan.file.size - low)
+            scan.read(low, scratch[:size])
             if progress is not None:
-                progress(min(chunk, each.file.size - low))
+                progress(size)
 
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ucp-scan") as pool:
-        futures = [pool.submit(work) for _ in range(threads)]
+    run_threads([(scan, low) for scan in scans for low in range(0, scan.file.size, chunk)], work, threads)
+    return [scan.join() for scan in scans]
+
+
+class _Scan:
+    """A file that is scanned: open from its first piece to its last, read by several threads."""
+
+    def __init__(self, file: ScanFile, chunk: int) -> None:
+        self.file, self.left, self.nbytes = file, -(-file.size // chunk), 0
+        self.ranges_of: dict[int, list[int]] = defaultdict(list)
+        self.parts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        self.errors: list[tuple[int, str]] = []
+        self.stored: StoredFile | None = None
+        self.lock = threading.Lock()
+        for number, (offset, nbytes) in enumerate(file.ranges):
+            for piece in range(offset // chunk, -(-(offset + nbytes) // chunk) if nbytes else 0):
+                self.ranges_of[piece * chunk].append(number)
+
+    def read(self, low: int, view: memoryview) -> None:
+        """Read a piece and sum up what it has of the ranges."""
+        with self.lock:
+            self._open()
+        got, error = self._fill(low, view)
+        parts = [(number, _sum_part(self.file.ranges[number], low, view[:got])) for number in self.ranges_of[low]]
+        with self.lock:
+            self.nbytes += got
+            self.left -= 1
+            self.errors += [(low + got, error)] if error else []
+            for number, part in parts:
+                self.parts[number].append(part)
+            if not self.left and self.stored is not None:
+                self.stored.close()
+
+    def _open(self) -> None:
+        if self.stored is not None or self.errors:
+            return
         try:
-            for future in futures:
-                future.result()
-        finally:
-            stop.set()  # an interrupt does not wait for the rest
-    return [_join(each) for each in opened]
+            self.stored = StoredFile(self.file.path, os.POSIX_FADV_SEQUENTIAL)
+        except CheckpointError as error:
+            self.errors.append((0, self._shorten(error)))
 
+    def _fill(self, low: int, view: memoryview) -> tuple[int, str]:
+        """Bytes that were read, and why no more."""
+        got = 0
+        if self.stored is None:
+            return 0, ""
+        try:
+            while got < view.nbytes and (count := self.stored.read_some([view[got:]], low + got)):
+                got += count
+        except CheckpointError as error:
+            return got, self._shorten(error)
+        return got, "" if got == view.nbytes else f"ends at byte {low + got}; it was cut off while it was read"
 
-def _prepare(file: ScanFile, chunk: int) -> _Open:
-    pieces: dict[int, list[int]] = defaultdict(list)
-    for number, (offset, nbytes) in enumerate(file.ranges):
-        if nbytes:
-            for piece in range(offset // chunk, (offset + nbytes - 1) // chunk + 1):
-                pieces[piece * chunk].append(number)
-    return _Open(file, -(-file.size // chunk), pieces)
+    def _shorten(self, error: CheckpointError) -> str:
+        """Without the path, which is the caller's to tell."""
+        return str(error).removeprefix(f"{self.file.path}: ").removesuffix(".")
 
-
-def _open(each: _Open) -> None:
-    """Open a file for its first piece; called by one thread at a time."""
-    if each.fd >= 0 or each.errors:
-        return
-    try:
-        each.fd = os.open(each.file.path, os.O_RDONLY | os.O_CLOEXEC)
-        os.posix_fadvise(each.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    except OSError as error:
-        each.errors.append((0, f"cannot be opened ({error.strerror or error})"))
-
-
-def _close(each: _Open) -> None:
-    with each.lock:
-        each.left -= 1
-        if each.left == 0 and each.fd >= 0:
-            os.close(each.fd)
-            each.fd = -1
-
-
-def _read_piece(each: _Open, low: int, view: memoryview) -> None:
-    if each.fd < 0:
-        return
-    got, error = 0, ""
-    try:
-        while got < view.nbytes and (count := os.preadv(each.fd, [view[got:]], low + got)):
-            got += count
-        if got < view.nbytes:
-            error = f"ends at byte {low + got}; it was cut off while it was read"
-    except OSError as fault:
-        error = f"cannot be read at byte {low + got} ({fault.strerror or fault})"
-    parts = [(number, *_sum_part(each.file.ranges[number], low, view[:got])) for number in each.pieces.get(low, ())]
-    with each.lock:
-        each.nbytes += got
-        if error:
-            each.errors.append((low + got, error))
-        for number, *part in parts:
-            each.parts[number].append(tuple(part))  # type: ignore[arg-type]
+    def join(self) -> Scanned:
+        """What was found."""
+        ranges = enumerate(self.file.ranges)
+        crcs = [_join_parts(sorted(self.parts[number]), nbytes) for number, (_, nbytes) in ranges]
+        return Scanned(crcs, self.nbytes, sorted(self.errors))
 
 
 def _sum_part(wanted: tuple[int, int], low: int, view: memoryview) -> tuple[int, int, int]:
     """(offset in the range, bytes, CRC32) of what a piece at ``low`` has of a range."""
     first, last = max(wanted[0], low), min(wanted[0] + wanted[1], low + view.nbytes)
     data = view[first - low : max(last - low, first - low)]
-    return first - wanted[0], data.nbytes, isal_zlib.crc32(data)
-
-
-def _join(each: _Open) -> Scanned:
-    crcs = [
-        _join_parts(sorted(each.parts.get(number, ())), nbytes) for number, (_, nbytes) in enumerate(each.file.ranges)
-    ]
-    return Scanned(crcs, each.nbytes, sorted(each.errors))
+    return first - wanted[0], data.nbytes, crc32(data)
 
 
 def _join_parts(parts: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
@@ -175,5 +149,5 @@ def _join_parts(parts: Sequence[tuple[int, int, int]], nbytes: int) -> int | Non
     for offset, count, part in parts:
         if offset != end:
             return None
-        crc, end = isal_zlib.crc32_combine(crc, part, count), end + count
+        crc, end = combine_crc32(crc, part, count), end + count
     return crc if end == nbytes else None

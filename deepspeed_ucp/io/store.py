@@ -10,6 +10,7 @@ import resource
 from types import TracebackType
 
 from ..errors import CheckpointError
+from .regular import open_regular
 
 _SPARE_FILES = 256
 """What a process has open besides."""
@@ -28,11 +29,11 @@ class StoredFile:
     def __init__(self, path: str, advice: int = os.POSIX_FADV_NORMAL) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror or error}).") from error
         if advice != os.POSIX_FADV_NORMAL:
-            os.posix_fadvise(self._fd, 0, 0, advice)
+            os.posix_fadvise(self._file.fileno(), 0, 0, advice)
 
     def read(self, views: list[memoryview], offset: int) -> None:
         """Fill memory, one view after the other, with the bytes from ``offset`` on; the list is used up.
@@ -43,7 +44,7 @@ class StoredFile:
         while views:
             got = self.read_some(views, offset)
             if got == 0:
-                size = os.fstat(self._fd).st_size
+                size = os.fstat(self._file.fileno()).st_size
                 raise CheckpointError(f"{self.path}: ends at byte {size}; it was truncated since its header was read.")
             offset += got
             while views and got >= views[0].nbytes:
@@ -59,7 +60,7 @@ class StoredFile:
             CheckpointError: the file cannot be read.
         """
         try:
-            return os.preadv(self._fd, views, offset)
+            return os.preadv(self._file.fileno(), views, offset)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: cannot be read at byte {offset} ({error.strerror or error})."
@@ -67,9 +68,7 @@ class StoredFile:
 
     def close(self) -> None:
         """Close it; no thread may be reading."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> StoredFile:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -46,20 +46,26 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
 
     count = max(min(threads, len(jobs)), 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ucp-work")
+    futures: list[Future[None]] = []
     try:
-        for future in [pool.submit(run) for _ in range(count)]:
+        futures += [pool.submit(run) for _ in range(count)]
+        for future in futures:
             future.result()
     finally:
         stop.set()
-        _wait_for_end(pool)
+        _wait_for_end(futures)
+        pool.shutdown()
 
 
-def _wait_for_end(pool: ThreadPoolExecutor) -> None:
-    """However often it is interrupted: what the threads work on is freed afterwards."""
+def _wait_for_end(futures: Sequence[Future[None]]) -> None:
+    """However often it is interrupted: what the threads work on is freed afterwards.
+
+    Joining the threads would not do: an interrupted ``Thread.join`` takes a running thread for one that has ended.
+    """
     interrupt: BaseException | None = None
     while True:
         try:
-            pool.shutdown()
+            wait(futures)
             break
         except KeyboardInterrupt as again:
             interrupt = again

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..atoms import AtomicIndex
@@ -16,7 +17,7 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError
 from ..io.checksum import Checked
-from ..io.memory import allocate
+from ..io.memory import Scratch
 from ..io.read import MemorySink, RecordReader, Sink
 from ..io.threads import count_threads
 from ..plan import Claim, LoadPlan, Request, Round, Send
@@ -25,6 +26,8 @@ from .destinations import Destinations
 from .negotiate import BLOCK
 
 logger = logging.getLogger("deepspeed_ucp")
+
+Bytes = npt.NDArray[Any]
 
 _ATTEMPTS = 3
 _PAUSE = 0.2
@@ -57,7 +60,7 @@ class CollectiveReader:
         self.threads = min(config.threads or default_threads(), max(window // (4 * BLOCK), 1))
         self.checksum = config.verify == "crc"
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
-        self.stage: torch.Tensor | None = None
+        self.stage = Scratch()
         self.checks = Checks()
 
     def read_fresh(self) -> list[Checked]:
@@ -100,61 +103,50 @@ class CollectiveReader:
             raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
     def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
-        with self._open_files() as reader:
-            return self._read_rounds(reader, fresh, everything)
-
-    def _open_files(self) -> RecordReader:
-        allocate = (lambda nbytes: memoryview(_allocate(nbytes, True).numpy())) if self.pinned else None
-        return RecordReader(
-            self.index.stored.records, self.index.stored.files, checksum=self.checksum, allocate=allocate
-        )
-
-    def _read_rounds(self, reader: RecordReader, fresh: bool, everything: bool) -> list[Checked]:
-        checks: list[Checked] = []
-        arrived = _Arrived((), memoryview(b""))
-
-        def read_direct() -> None:
-            self.into.zero_blanks(fresh=fresh)
+        allocate, stored = _allocate_pinned if self.pinned else None, self.index.stored
+        with RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate) as reader:
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
-            checks.extend(self._read(reader, direct, fresh))
-
-        def take_step(each: Round, step: int) -> tuple[torch.Tensor, list[list[Send]], list[list[Claim]]]:
-            """Scatter what the last step brought, read, and pack what the others get."""
-            self._scatter(arrived)
-            if step == 0:
-                reads = each.reads if everything else _pick_reads(each, fresh)
-                checks.extend(self._read(reader, reads, fresh, staged=each.staged))
-            sends, claims = self._pick_step(each, fresh, step)
-            return self._pack(sends), sends, claims
-
-        self.comm.run(read_direct)
-        for each in self.plan.rounds:
-            for step in range(each.steps):
-                packed, sends, claims = self.comm.run(partial(take_step, each, step))
-                arrived = _Arrived([claim for one in claims for claim in one], self._swap(packed, sends, claims))
-        self.comm.run(lambda: self._scatter(arrived))
-        self.stage = None
+            checks = self.comm.run(lambda: self._begin(reader, direct, fresh))
+            arrived: Callable[[], None] = _nothing
+            for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
+                sends, claims = self._pick_step(each, fresh, step)
+                reads = [] if step else each.reads if everything else _pick_reads(each, fresh)
+                work = partial(self._take_step, reader, arrived, reads, fresh, each.staged, sends)
+                more, packed = self.comm.run(work)
+                checks += more
+                arrived = partial(self._scatter, claims, self._swap(packed, sends, claims))
+            self.comm.run(arrived)
         return checks
+
+    def _begin(self, reader: RecordReader, requests: Sequence[Request], fresh: bool) -> list[Checked]:
+        self.into.zero_blanks(fresh=fresh)
+        return self._read(reader, requests, fresh)
+
+    def _take_step(
+        self,
+        reader: RecordReader,
+        arrived: Callable[[], None],
+        reads: Sequence[Request],
+        fresh: bool,
+        staged: int,
+        sends: Sequence[Sequence[Send]],
+    ) -> tuple[list[Checked], Bytes]:
+        """What a rank does between two exchanges: take what came, read, and pack what goes."""
+        arrived()
+        stage = self.stage.take(staged)
+        return self._read(reader, reads, fresh, MemorySink(stage)), _pack(stage, sends)
 
     def _feeds(self, request: Request, fresh: bool) -> bool:
         """Whether some of the request's bytes go to fresh memory, or to live buffers."""
         return any(part.buffer >= 0 and self.sinks[part.buffer].fresh == fresh for part in request.parts)
 
     def _read(
-        self, reader: RecordReader, requests: Sequence[Request], fresh: bool, *, staged: int = 0
+        self, reader: RecordReader, requests: Sequence[Request], fresh: bool, stage: Sink | None = None
     ) -> list[Checked]:
         if self.pinned:  # the threads copy on the default stream
             torch.cuda.synchronize()
         sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
-        return reader.read_parallel(requests, [*sinks, self._make_stage(staged)], self.threads)
-
-    def _make_stage(self, nbytes: int) -> MemorySink | None:
-        if not nbytes:
-            return None
-        if self.stage is None or self.stage.numel() < nbytes:
-            most = max(each.staged for each in self.plan.rounds)
-            self.stage = _allocate(most)
-        return MemorySink(memoryview(self.stage.numpy()))
+        return reader.read_parallel(requests, [*sinks, stage], self.threads)
 
     def _pick_step(self, each: Round, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
         """What is sent to each rank and comes from it in one of a round's steps.
@@ -173,45 +165,39 @@ class CollectiveReader:
         ]
         return sends, claims
 
-    def _swap(
-        self, packed: torch.Tensor, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]
-    ) -> memoryview:
+    def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
         """Send bytes, in rank order, to those who claimed them; what came; collective."""
         counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
-        return memoryview(self.comm.swap(packed.numpy(), *counts))
+        return memoryview(self.comm.swap(packed, *counts))
 
-    def _pack(self, sends: Sequence[Sequence[Send]]) -> torch.Tensor:
-        packed = _allocate(sum(send.nbytes for one in sends for send in one))
+    def _scatter(self, claims: Sequence[Sequence[Claim]], data: memoryview) -> None:
+        """Take bytes that came from other ranks, in the order of the claims that they answer."""
         position = 0
-        for send in (send for one in sends for send in one):
-            if self.stage is None:
-                raise CheckpointError("a plan sends bytes that were not staged")
-            rows = self.stage.as_strided((send.count, send.run), (send.step, 1), send.position)
-            packed[position : position + send.nbytes].view(send.count, send.run).copy_(rows)
-            position += send.nbytes
-        return packed
-
-    def _scatter(self, arrived: _Arrived) -> None:
-        position = 0
-        for claim in arrived.claims:
-            for part in claim.parts:
-                self.sinks[part.buffer].take(part, arrived.data[position : position + part.nbytes])
-                position += part.nbytes
+        for part in (part for one in claims for claim in one for part in claim.parts):
+            self.sinks[part.buffer].take(part, data[position : position + part.nbytes])
+            position += part.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Bytes that came from other ranks, in the order of the claims that they answer."""
-
-    claims: Sequence[Claim]
-    data: memoryview
+def _nothing() -> None:
+    """Nothing has come yet."""
 
 
-def _allocate(nbytes: int, pinned: bool = False) -> torch.Tensor:
-    """Bytes of staging memory; page-locked where they are copied to a GPU."""
-    if pinned or not nbytes:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    return torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
+def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
+    """What is sent, one piece behind the other."""
+    nbytes = sum(send.nbytes for one in sends for send in one)
+    packed, staged = np.frombuffer(Scratch().take(nbytes), np.uint8), np.frombuffer(stage, np.uint8)
+    position = 0
+    for send in (send for one in sends for send in one):
+        shape, strides = (send.count, send.run), (send.step, 1)
+        rows = np.lib.stride_tricks.as_strided(staged[send.position :], shape, strides)
+        packed[position : position + send.nbytes].reshape(shape)[:] = rows
+        position += send.nbytes
+    return packed
+
+
+def _allocate_pinned(nbytes: int) -> memoryview:
+    """Page-locked memory, where bytes are copied to a GPU."""
+    return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
 
 def _pick_reads(each: Round, fresh: bool) -> list[Request]:

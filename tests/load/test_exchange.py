@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.load import exchange
 from deepspeed_ucp.load.exchange import CollectiveReader, _pick_reads
 from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
 from tests.reshard import check_content, check_reads, load, make_targets, open_for
@@ -53,18 +54,18 @@ def test_what_many_replicas_want_travels_in_parts(
     In a step two ranks' parts may come together, none of which is larger than the share.
     """
     sizes: list[int] = []
-    pack, scatter = CollectiveReader._pack, CollectiveReader._scatter
+    pack, scatter = exchange._pack, CollectiveReader._scatter
 
-    def note_sent(self: Any, sends: Any) -> torch.Tensor:
-        data = pack(self, sends)
-        sizes.append(data.numel())
+    def note_sent(*args: Any) -> Any:
+        data = pack(*args)
+        sizes.append(data.nbytes)
         return data
 
-    def note_received(self: Any, arrived: Any) -> None:
-        sizes.append(arrived.data.nbytes)
-        scatter(self, arrived)
+    def note_received(self: Any, claims: Any, data: memoryview) -> None:
+        sizes.append(data.nbytes)
+        scatter(self, claims, data)
 
-    monkeypatch.setattr(CollectiveReader, "_pack", note_sent)
+    monkeypatch.setattr(exchange, "_pack", note_sent)
     monkeypatch.setattr(CollectiveReader, "_scatter", note_received)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
