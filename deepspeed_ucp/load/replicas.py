@@ -8,20 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
 from ..stream.reader import Reader
-from ..stream.samples import spread_evenly
+from ..stream.samples import stages_agree
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _CHUNK = 4 << 20
-_SAMPLES = 64
-
-
-_Part = tuple[Atom, int, int, int]
-"""(atom, rank of the other shard, first element, behind the last)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,22 +36,18 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     Raises:
         MismatchError: naming the parameter, the ranks and the largest difference.
     """
-    gathered = comm.each(lambda: _compare_parts(_list_parts(atoms)[comm.rank :: comm.size], index))
-    gaps = sorted(gap for part in gathered for gap in part)
+
+    def compare_share() -> list[_Gap]:
+        with Reader(index, checksum=False) as reader:
+            parts = _list_parts(atoms)[comm.rank :: comm.size]
+            return _keep_largest([gap for part in parts for gap in _compare(*part, reader)])
+
+    gaps = sorted(gap for part in comm.each(compare_share) for gap in part)
     if gaps:  # the same on every rank
-        _refuse(max(gap for gap in gaps if gap.name == gaps[0].name and gap.state == gaps[0].state))
+        comm.run(lambda: _refuse(max(g for g in gaps if (g.name, g.state) == (gaps[0].name, gaps[0].state))))
 
 
-def _compare_parts(parts: Sequence[_Part], index: AtomicIndex) -> list[_Gap]:
-    """The largest gap of each atom: what is told to the other ranks stays short."""
-    largest: dict[tuple[str, str], _Gap] = {}
-    with Reader(index, checksum=False) as reader:
-        for gap in sorted(gap for part in parts for gap in _compare(*part, reader)):
-            largest[gap.name, gap.state] = gap
-    return list(largest.values())
-
-
-def _list_parts(atoms: Sequence[Atom]) -> list[_Part]:
+def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
     """What is compared with rank 0's shard: (atom, other rank, first element, behind the last)."""
     parts = []
     for atom in atoms:
@@ -73,6 +64,14 @@ def _compare(atom: Atom, rank: int, low: int, high: int, reader: Reader) -> list
     dtype = getattr(torch, atom.dtype)
     gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
     return [_Gap(atom.name, atom.state, float(gap.max()), rank, low + int(gap.argmax()))]
+
+
+def _keep_largest(gaps: Sequence[_Gap]) -> list[_Gap]:
+    """One per atom: what is told to the other ranks stays short."""
+    largest: dict[tuple[str, str], _Gap] = {}
+    for gap in sorted(gaps):
+        largest[gap.name, gap.state] = gap
+    return list(largest.values())
 
 
 def _refuse(gap: _Gap) -> None:
@@ -96,7 +95,7 @@ def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], to
     """
     loaded = {key.name for key in touched}
     counts = {name: count for name, _, count in live}
-    parted = [name for name in index.model.instances if name in loaded and not look_equal(name, index)]
+    parted = [name for name in index.model.instances if name in loaded and not stages_agree(name, index)]
     for name in parted:
         if "tied_modules." not in name:
             raise CheckpointError(
@@ -110,21 +109,3 @@ def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], to
             "tied_weight_attr); where one copy remains the first stage's counts",
             shorten(dropped),
         )
-
-
-def look_equal(name: str, index: AtomicIndex) -> bool:
-    """Whether the stages' copies of a parameter agree at some elements of each shard."""
-    found = [index.find(name, MASTER, instance) for instance in range(index.model.instances[name])]
-    atoms = [atom for atom in found if atom]
-    with Reader(index, checksum=False) as reader:
-        return all(_sample(atoms[0], atom, reader) for atom in atoms[1:])
-
-
-def _sample(first: Atom, other: Atom, reader: Reader) -> bool:
-    if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
-        return False
-    return all(
-        reader.read_elements(first, shard, place, place + 1) == reader.read_elements(other, shard, place, place + 1)
-        for shard, held in enumerate(first.shards)
-        for place in spread_evenly(held.numel, _SAMPLES)
-    )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, Fragment
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.cast import cast
 from .reader import Reader
 
-_PER_FILE = 48
+_PER_FILE, _PER_SHARD = 48, 64
 _TOLERATED = 0.1
 """Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
 
@@ -31,29 +30,27 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
     Raises:
         CheckpointError: a shard of another run or step.
     """
-    comm.run(lambda: _check_files(index, touched, comm))
+    comm.run(lambda: _check_share(index, touched, comm))
 
 
-def _check_files(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
-    by_file: dict[int, list[_Entry]] = defaultdict(list)
-    for entry in _list_entries(index, touched):
-        by_file[index.stored.records[entry.fragment.record].file].append(entry)
-    with Reader(index, checksum=False) as reader:
-        for file in sorted(by_file)[comm.rank :: comm.size]:
-            _check_file(reader, file, by_file[file])
-
-
-def _list_entries(index: AtomicIndex, touched: Iterable[Atom]) -> Iterator[_Entry]:
+def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+    """Compare what lies in this rank's files."""
+    by_file: dict[int, list[_Sample]] = {}
     for atom in touched:
         twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
         if twin is None or index.run.topology.wrapper == "torch":
             continue
         for rank, shard in enumerate(atom.shards):
-            yield from (_Entry(atom, twin, rank, fragment) for fragment in shard.fragments)
+            for fragment in shard.fragments:
+                entry = _Sample(atom, twin, rank, fragment)
+                by_file.setdefault(index.stored.records[fragment.record].file, []).append(entry)
+    with Reader(index, checksum=False) as reader:
+        for file in sorted(by_file)[comm.rank :: comm.size]:
+            _check_file(reader, file, by_file[file])
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Sample:
     """A fragment of a shard of a master, and the atom that holds the model's own copy."""
 
     master: Atom
@@ -62,7 +59,7 @@ class _Entry:
     fragment: Fragment
 
 
-def _check_file(reader: Reader, file: int, entries: list[_Entry]) -> None:
+def _check_file(reader: Reader, file: int, entries: list[_Sample]) -> None:
     index, differing, first, total = reader.index, 0, "", 0
     for entry, position in _spread(entries):
         total += 1
@@ -77,13 +74,14 @@ def _check_file(reader: Reader, file: int, entries: list[_Entry]) -> None:
         raise CheckpointError(
             f"{index.stored.files[file].path}: its fp32 weights are not those of the model states in "
             f"{index.run.state_file} ({differing} of {total} elements compared differ; {first}). The file belongs to "
-            "another run or step; put the right one back. If the copies were changed on purpose (averaged or merged "
-            "weights), take them with load_optimizer_states=False or load_module_only=True; training that goes on with "
-            'optimizer states goes on from the fp32 weights, which "verify": "off" loads.'
+            "another run or step; put the right one back. If the copies were changed on purpose (averaged "
+            "or merged weights), take them with "
+            "load_optimizer_states=False or load_module_only=True; training that goes on with optimizer states goes "
+            'on from the fp32 weights, which "verify": "off" loads.'
         )
 
 
-def _spread(entries: list[_Entry]) -> Iterator[tuple[_Entry, int]]:
+def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, int]]:
     """Elements spread evenly over the fragments of a file."""
     wanted = spread_evenly(sum(entry.fragment.numel for entry in entries), _PER_FILE)
     begin = 0
@@ -107,3 +105,21 @@ def _cast(data: bytearray, source: str, target: str) -> bytearray:
 
 def _show(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
+
+
+def stages_agree(name: str, index: AtomicIndex) -> bool:
+    """Whether the copies that several pipeline stages hold of a parameter agree at some elements of each shard."""
+    atoms = [index.find(name, MASTER, at) or index.find(name, MODULE, at) for at in range(index.model.instances[name])]
+    held = [atom for atom in atoms if atom]
+    with Reader(index, checksum=False) as reader:
+        return all(_agree(held[0], atom, reader) for atom in held[1:])
+
+
+def _agree(first: Atom, other: Atom, reader: Reader) -> bool:
+    if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
+        return False
+    return all(
+        reader.read_elements(first, rank, place, place + 1) == reader.read_elements(other, rank, place, place + 1)
+        for rank, shard in enumerate(first.shards)
+        for place in spread_evenly(shard.numel, _PER_SHARD)
+    )
