@@ -13,7 +13,7 @@ from typing import Any
 
 from ..atoms import count
 from ..errors import MismatchError
-from ..patterns import Kept, Pattern, ShardH, ShardHy, ShardNC, Unique
+from ..patterns import Pattern, SameShards, ShardH, ShardHy, ShardNC, Unique
 from ..patterns.affine import Mapped
 from ..patterns.layout import Layout, Shape
 from ..patterns.metadata import Viewed
@@ -50,7 +50,7 @@ def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict
 def _describe_cut(pattern: Pattern | None, shape: Shape, name: str) -> dict[str, Any]:
     if isinstance(pattern, ShardH):
         return {CAT_DIM: pattern.dim % len(shape)} if shape else {}
-    if isinstance(pattern, Kept):
+    if isinstance(pattern, SameShards):
         return {CAT_DIM: 0}
     if isinstance(pattern, ShardHy):
         cut = [dim for dim, ranks in enumerate(pattern.grid) if ranks > 1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..atoms import AtomicIndex, ParamKey
 from ..comm import Comm
 from ..patterns import RuleSet
-from ..patterns.facts import compile_regex
+from ..patterns.regex import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
 from ..stream.batches import ReadBatch, Source, stream
 from ..stream.progress import WorkOptions, default_workers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, count
-from ..patterns import Kept, Layout, Pattern, RuleSet, Settled, rename_names, settle
+from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, rename_names, settle
 from ..patterns.layout import Shape
 from ..plan.settling import Shapes, order_rules
 from ..stream.wholes import Whole, is_remade, make_whole
@@ -97,23 +97,23 @@ def pair_atoms(
     found = Pairs(names=_rename(left, right, rules))
     mine, theirs = _list_wanted(left, wanted), _list_wanted(right, wanted)
     keys = _match(mine, theirs, left, right, found.names)
-    found.only_left = [atom for key, atom in mine.items() if key not in {a for a, _ in keys}]
-    found.only_right = [atom for key, atom in theirs.items() if key not in {b for _, b in keys}]
-    layouts = _settle_both(left, right, keys, rules)
-    found.unused = layouts.unused
+    met = {a for a, _ in keys}, {b for _, b in keys}
+    found.only_left = [atom for key, atom in mine.items() if key not in met[0]]
+    found.only_right = [atom for key, atom in theirs.items() if key not in met[1]]
+    settled = _settle_both(left, right, keys, rules)
+    found.unused, pairs = settled.unused, settled.pairs
     for a, b in keys:
-        name = a.name
-        if name in layouts.wrong:
-            found.shapes.append((left.stored.atoms[a], layouts.wrong[name]))
+        atom, other = left.stored.atoms[a], right.stored.atoms[b]
+        if a.name in settled.wrong:
+            found.shapes.append((atom, settled.wrong[a.name]))
         else:
-            have, want = layouts.layouts[name]
-            pattern = layouts.patterns[name]
-            kept = have.local_shapes if isinstance(pattern, Kept) else ()
-            pair = Pair(
-                make_whole(left.stored.atoms[a], have), make_whole(right.stored.atoms[b], want), pattern.vocab, kept
-            )
-            found.both.append(pair)
+            found.both.append(_make_pair(atom, other, pairs[a.name], settled.patterns[a.name]))
     return found
+
+
+def _make_pair(atom: Atom, other: Atom, layouts: tuple[Layout, Layout], pattern: Pattern) -> Pair:
+    kept = layouts[0].local_shapes if isinstance(pattern, SameShards) else ()
+    return Pair(make_whole(atom, layouts[0]), make_whole(other, layouts[1]), pattern.vocab, kept)
 
 
 def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[AtomKey, Atom]:
@@ -154,20 +154,10 @@ def _find_partner(key: AtomKey, index: AtomicIndex, names: Mapping[str, str]) ->
     return next((each for each in candidates if each in index.stored.atoms), candidates[1])
 
 
-@dataclass(slots=True)
-class _Layouts:
-    """Per name of A: both sides' layouts and the pattern, or what is wrong with the shapes; the user's idle rules."""
-
-    layouts: dict[str, tuple[Layout, Layout]]
-    patterns: dict[str, Pattern]
-    wrong: dict[str, str]
-    unused: list[str]
-
-
 def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
-) -> _Layouts:
-    """Layouts of all names; alike on both sides, or by patterns.
+) -> Settled:
+    """Both sides' layouts by A's names; what is wrong has logical shapes of two sizes.
 
     Raises:
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
@@ -178,8 +168,7 @@ def _settle_both(
     theirs = [replace(each, side="target") for each in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
     settled = settle(sorted(source), source, target, both, left.model.hints)
-    wrong = _compare_shapes(settled, source, target, both, left)
-    found = _Layouts(settled.pairs, settled.patterns, wrong, settled.unused)
+    found = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))
     _refine(found, source, target, left, order_rules(left, rules))
     _refine(found, source, target, right, order_rules(right, rules))
     return found
@@ -209,10 +198,12 @@ def _compare_shapes(
     return wrong
 
 
-def _refine(found: _Layouts, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
+def _refine(found: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """What is cut alike on both sides needs no pattern; with one, places and padding rows can be told all the same."""
     alike = [name for name in found.layouts if source[name] == target[name] and name not in index.model.buffers]
-    names = [name for name in alike if isinstance(found.patterns[name], Kept) or found.patterns[name].vocab is None]
+    names = [
+        name for name in alike if isinstance(found.patterns[name], SameShards) or found.patterns[name].vocab is None
+    ]
     settled = settle(sorted(names), source, None, rules, index.model.hints)
     for name, (have, _) in settled.layouts.items():
         if not have.replicated and have.claims is None:  # replicas are compared rank by rank

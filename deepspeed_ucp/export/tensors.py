@@ -14,6 +14,7 @@ from ..io.cast import FLOATING
 from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..plan.limits import refuse_unreadable
+from ..plan.settling import list_weights
 from ..stream.progress import WorkOptions
 from ..stream.report import OutputReport
 from ..stream.samples import stages_agree
@@ -154,16 +155,13 @@ def select_tensors(
     renames = (*options.renames, *(rename for one in rules for rename in one.renames))
     names = name_tensors(dict.fromkeys([key.name for key in kept] + list(ties)), renames, options.strip_prefix)
     selection = Selection((), {}, names, wholes)
-    weights = [_pick_weight(kept, name) for name in order_names(index, kept)]
-    make = [selection.make(w, dtype=options.dtype, keep_padding=options.keep_padding) for w in weights if w is not None]
+    weights = {name: atom.key for name, atom in list_weights(index).items() if atom.state in WEIGHTS}
+    chosen = [kept[weights[name]] for name in order_names(index, kept) if weights.get(name) in kept]
+    make = [selection.make(whole, dtype=options.dtype, keep_padding=options.keep_padding) for whole in chosen]
     if not make:
         raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
     copies = {names[alias]: names[owner] for alias, owner in ties.items() if owner in names}
     return Selection(tuple(make), copies if (options.tied or tied) == "copy" else {}, names, wholes)
-
-
-def _pick_weight(kept: dict[AtomKey, Whole], name: str) -> Whole | None:
-    return next((kept[key] for state in WEIGHTS if (key := AtomKey(name, state)) in kept), None)
 
 
 def order_names(index: AtomicIndex, kept: Iterable[AtomKey]) -> list[str]:

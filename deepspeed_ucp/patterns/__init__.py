@@ -1,7 +1,7 @@
 """How tensor parallelism cuts a parameter: the geometry of shards, the patterns, and the rules that name them."""
 
 from .files import list_families
-from .kinds import Kept, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique, check_shapes
+from .kinds import Partial, Pattern, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique, check_shapes
 from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
@@ -10,7 +10,6 @@ from .rules import Rule, RuleSet, from_arguments, from_attributes, from_config, 
 from .settle import Settled, Unsettled, settle
 
 __all__ = [
-    "Kept",
     "Layout",
     "Partial",
     "Pattern",
@@ -19,6 +18,7 @@ __all__ = [
     "Rule",
     "RuleSet",
     "Run",
+    "SameShards",
     "Settled",
     "ShardH",
     "ShardHy",

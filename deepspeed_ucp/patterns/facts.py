@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError, MismatchError
 from .layout import Shape
+from .regex import compile_regex
 
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -178,15 +178,3 @@ def _parse(expression: str) -> ast.expr:
         return ast.parse(expression, mode="eval").body
     except SyntaxError:
         raise ConfigError(f"patterns: {expression!r} is not an expression") from None
-
-
-def compile_regex(expression: str) -> re.Pattern[str]:
-    """A regular expression of a rule.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise ConfigError(f"patterns: {expression!r} is not a regular expression: {error}") from None

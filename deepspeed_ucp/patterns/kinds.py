@@ -248,7 +248,7 @@ class ShardNC(_Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(_Cut):
+class SameShards(_Cut):
     """Rank r's shard stays rank r's shard: both sides have the same degree and the same shapes."""
 
     vocab: int | None = None

@@ -17,6 +17,7 @@ from ..errors import MismatchError
 from .affine import FORMAT, read_map
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV, _Cut
 from .layout import Layout, Shape
+from .regex import compile_prefix
 from .rules import Rule, RuleSet
 
 VERSION = "universal_checkpoint_version"
@@ -32,9 +33,6 @@ WIDTHS = "sub_param_shard_widths"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 AFFINE = "affine_map"
 VOCAB_SIZE = "original_vocab_size"
-
-_SIMPLE = re.compile(r"[^*+?{}()|]*(?:[*+][^*+?{}()|]*)?")
-"""Expressions that Python's engine matches in at most quadratic time: one repeat of one character, no alternatives."""
 
 _MOST_PARTS = 1 << 12
 
@@ -142,50 +140,6 @@ def _read_info(name: str, info: Mapping[str, Any], tp: int, side: str | None) ->
         side=side,
         shared=tuple(_make_rule(text) for text in _get_list(info, SHARED)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixRegex:
-    """An expression of the checkpoint's. As in DeepSpeed's converter it need not reach to the end of a name.
-
-    It comes from a file that anybody may have written, so it is matched in time linear in the name, by RE2. The simple
-    ones that scripts write are left to Python's engine, which is several times faster for them.
-    """
-
-    compiled: Any
-
-    def fullmatch(self, name: str, /) -> re.Match[str] | None:
-        """A match that begins with the name's first character."""
-        return self.compiled.match(name.encode("utf-8", "replace").decode())  # type: ignore[no-any-return]
-
-
-def compile_prefix(text: object) -> PrefixRegex:
-    """Compile an expression of the checkpoint's.
-
-    Raises:
-        MismatchError: it is none, or one that cannot be matched in linear time.
-    """
-    if not isinstance(text, str):
-        raise MismatchError(f"universal_checkpoint_info: {text!r:.80} is not a regular expression")
-    try:
-        return PrefixRegex(_compile(text))
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise MismatchError(
-            f"universal_checkpoint_info: the expression {text!r:.80} cannot be matched in linear time ({error})"
-        ) from None
-
-
-def _compile(text: str) -> Any:
-    if _SIMPLE.fullmatch(text):
-        return re.compile(text)
-    import re2
-
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        return re2.compile(text, options)
-    except re2.error as error:
-        raise ValueError(error.args[0].decode() if error.args else "") from None
 
 
 def _make_rule(text: str, pattern: Pattern | None = None, rank: int = 0, vocab: bool = False) -> Rule:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import MismatchError
 from .affine import Mapped
-from .kinds import Kept, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
+from .kinds import Partial, Pattern, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Layout
 from .metadata import Viewed
 from .rules import Rule, RuleSet
@@ -24,7 +24,7 @@ _KINDS: dict[str, type[Any]] = {
     "shard-v": ShardV,
     "shard-hy": ShardHy,
     "shard-nc": ShardNC,
-    "kept": Kept,
+    "same-shards": SameShards,
     "viewed": Viewed,
     "mapped": Mapped,
 }
@@ -93,7 +93,7 @@ def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGI
     for name, told in recorded.items():
         pattern = read_pattern(told)
         vocabs.add(pattern.vocab)
-        if not isinstance(pattern, (Unique, Kept)):
+        if not isinstance(pattern, (Unique, SameShards)):
             literal[name] = (Rule(name, re.compile(re.escape(name)), pattern=pattern),)
     vocabs.discard(None)
     vocab = vocabs.pop() if len(vocabs) == 1 else None

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError, MismatchError, shorten
-from .facts import compile_regex
+from .regex import compile_regex
 
 _FIELD = re.compile(r"\{(?P<group>[A-Za-z_]\w*)(?P<shift>[+-]\d+)?\}")
 

@@ -29,13 +29,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import ConfigError, MismatchError
-from .facts import Facts, UnknownError, compile_regex
+from .facts import Facts, UnknownError
 from .files import SUFFIXES, read_arguments, read_family, read_rules
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Shape
+from .regex import PrefixRegex, compile_regex
 from .rename import Rename, parse_renames
 
 _FUSED_GATE = re.compile(r"h_to_4h|fc1|gate_up|weight1|w1", re.IGNORECASE)
@@ -66,12 +67,6 @@ FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_val
 """Names of fused attention projections: per-rank [q; k; v] and interleaved per head group have the same shapes."""
 
 
-class Regex(Protocol):
-    """What matches names: Python's expressions, and those of a checkpoint."""
-
-    def fullmatch(self, name: str, /) -> re.Match[str] | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Parameters whose name ``regex`` matches have a pattern.
@@ -86,7 +81,7 @@ class Rule:
     """
 
     text: str
-    regex: Regex
+    regex: re.Pattern[str] | PrefixRegex
     spec: Mapping[str, Any] = field(default_factory=dict)
     pattern: Pattern | None = None
     rank: int = 0

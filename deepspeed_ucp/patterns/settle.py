@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import MismatchError
 from .facts import Facts
 from .files import list_families
-from .kinds import VOCABULARY_HINT, Kept, Pattern, Replicate, Unique, check_shapes
+from .kinds import VOCABULARY_HINT, Pattern, Replicate, SameShards, Unique, check_shapes
 from .layout import Layout, Shape
 from .rules import RuleSet, suggest_rule
 from .spread import spread_shapes
@@ -148,7 +148,7 @@ class _Settler:
             elif target is None and len(source) == 1:
                 self._note(name, source)
             elif target == source:
-                self._keep(name, Unique() if len(source) == 1 else Kept(), "the same shards", source, target)
+                self._keep(name, Unique() if len(source) == 1 else SameShards(), "the same shards", source, target)
             else:
                 self._look_up(name, source, target)
         except MismatchError as error:
@@ -170,7 +170,7 @@ class _Settler:
     def _foresee(self, name: str, source: tuple[Shape, ...], degree: int) -> None:
         """Settle for a target of which only the degree is known."""
         if degree == len(source):
-            self._keep(name, Unique() if degree == 1 else Kept(), "the same shards", source, source)
+            self._keep(name, Unique() if degree == 1 else SameShards(), "the same shards", source, source)
             return
         self.facts = replace(self.facts, values=self._measure(source))
         found = self._find(name)

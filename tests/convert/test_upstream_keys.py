@@ -11,9 +11,9 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_che
 
 from deepspeed_ucp.convert.upstream import upstream_keys
 from deepspeed_ucp.patterns import (
-    Kept,
     Partial,
     Replicate,
+    SameShards,
     ShardH,
     ShardHy,
     ShardNC,
@@ -88,7 +88,7 @@ CASES = {
     "partial": (Partial(), (4,), lambda t, tp, r: t),
     "unique": (Unique(), (4, 2), lambda t, tp, r: t),
     "unknown": (None, (4, 2), lambda t, tp, r: t),
-    "kept": (Kept(), (16,), lambda t, tp, r: t.chunk(tp)[r]),
+    "kept": (SameShards(), (16,), lambda t, tp, r: t.chunk(tp)[r]),
 }
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.patterns import (
-    Kept,
     Partial,
     Replicate,
+    SameShards,
     ShardH,
     ShardHy,
     ShardNC,
@@ -214,11 +214,11 @@ def test_logical_shapes_must_agree(source, message):
 
 
 def test_shards_that_are_kept():
-    layout = Kept().join([(2, 3), (1, 3)])
+    layout = SameShards().join([(2, 3), (1, 3)])
     assert find_faults(layout) == []
     assert [run.numel for run in copy_runs(layout, 1, layout, 1, 0, 3)] == [3]
     assert copy_runs(layout, 0, layout, 1, 0, 3) == ()
-    assert Kept().join([(2, 3)]) == whole((2, 3))
+    assert SameShards().join([(2, 3)]) == whole((2, 3))
 
 
 def test_a_mean_is_replicated():

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.patterns import (
-    Kept,
     Partial,
     Pattern,
     Replicate,
+    SameShards,
     ShardH,
     ShardHy,
     ShardNC,
@@ -47,7 +47,7 @@ PATTERNS: list[Pattern] = [
     ShardNC(parts=(24, 12, 12), sized=True, unit=4),
     ShardNC(parts=(1, 1), dim=1, blocks=3, vocab=5),
     ShardNC(parts=(10, 5), sized=True, widths=((6, 4), (3, 2))),
-    Kept(),
+    SameShards(),
     Viewed((1, -1), 0, (8, 4), ((4, 4), (2, 2))),
     Viewed((3, -1, 4), 1, 3),
     Mapped(LAYOUT, generalise(LAYOUT)),
@@ -132,7 +132,7 @@ def test_a_vocabulary_gets_another_padding() -> None:
 
 
 def test_what_one_rank_held_whole_tells_nothing_of_cuts() -> None:
-    rules = from_recorded({"w": record_pattern(Unique()), "v": record_pattern(Kept())})
+    rules = from_recorded({"w": record_pattern(Unique()), "v": record_pattern(SameShards())})
     assert not rules.literal
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts .* w: \(4, 4\) on 1 rank"):
         settle(["w"], {"w": ((4, 4),)}, {"w": ((2, 4), (2, 4))}, [rules])

@@ -8,9 +8,9 @@ import pytest
 
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.patterns import (
-    Kept,
     Partial,
     Replicate,
+    SameShards,
     ShardH,
     ShardHy,
     ShardNC,
@@ -220,7 +220,7 @@ def test_the_suggested_rules_work():
 
 def test_the_same_shards_need_no_rules():
     settled = run(source=SOURCE, target=SOURCE)
-    assert settled.patterns["1.a.weight"] == Kept()
+    assert settled.patterns["1.a.weight"] == SameShards()
     assert run(source=TARGET, target=TARGET).patterns["1.a.weight"] == Unique()
 
 
