@@ -28,10 +28,11 @@ from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..targets import pickled_classes
 from ..torchsave.dtypes import STORAGE_DTYPES
-from ..torchsave.objects import Global, PickledObject, walk
+from ..torchsave.objects import Global, PickledObject, describe, has_more_parts, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage
 from ..torchsave.torchfile import TorchFile, read_header
+from ..torchsave.unpickle import MOST_KEY_PARTS
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
 """Key under which the modules' extra states are returned."""
@@ -66,7 +67,9 @@ def read_objects(path: str, *, trust_pickle: bool) -> dict[str, Any]:
         allowed = _list_allowed()
         names = dict.fromkeys(value.kind for value in walk(kept) if isinstance(value, Global))
         _refuse_unknown(path, [name for name in names if not _allow(name, allowed)])
-        _check_copies(file, kept)
+        calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
+        _check_copies(file, calls)
+        _check_keys(file, calls)
     return _build(file, kept, allowed)
 
 
@@ -141,12 +144,22 @@ _RUN_BY_PICKLE = (
 """Methods that unpickling or discarding an object may call."""
 
 
-def _check_copies(file: TorchFile, kept: Mapping[Any, Any]) -> None:
+def _check_copies(file: TorchFile, calls: Iterable[PickledObject]) -> None:
     """Refuse calls that together copy many times what the file holds."""
-    calls = (value for value in walk(kept) if isinstance(value, PickledObject))
     sized = (arg for made in calls for arg in made.args if isinstance(arg, (str, bytes, bytearray, list, tuple)))
     if sum(map(len, sized)) > _COPIES * file.size:
         raise CheckpointError(f"{file.path}: its objects copy one value over and over; the file is made to harm.")
+
+
+def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
+    """Refuse what a set, a dict or the like would hash for ever: its items, keys, or first parts of its pairs."""
+    for made in calls:
+        given = [item for arg in made.args if isinstance(arg, (list, tuple, dict)) for item in arg]
+        given += [item[0] for item in given if isinstance(item, (list, tuple)) and item]
+        filled = [key for name, operands in made.edits if name.startswith("setitem") for key in operands[::2]]
+        keys = [key for key in (*given, *filled) if isinstance(key, (tuple, frozenset))]
+        if any(has_more_parts(key, MOST_KEY_PARTS) for key in keys):
+            raise CheckpointError(f"{file.path}: {describe(made)} has a key of more than {MOST_KEY_PARTS} parts.")
 
 
 def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | None) -> dict[str, Any]:

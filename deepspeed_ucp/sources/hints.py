@@ -69,7 +69,7 @@ def _simplify_made(value: PickledObject) -> Any:
     if value.kind == "re._compile":  # a compiled pattern: its source
         return value.args[0]
     if value.kind in _SETS and value.args:
-        return simplify_object(set(value.args[0]))
+        return sorted((simplify_object(item) for item in value.args[0]), key=str)
     if (number := to_number(to_member(value))) is not value:
         return number
     if value.items and all(isinstance(item, tuple) and len(item) == 2 for item in value.items):  # a kind of dict

@@ -1,0 +1,45 @@
+"""One function per kind of hostile input, for the property tests here and for longer runs with fresh seeds.
+
+Each looks at bytes as every command does and raises nothing but the package's own errors, in time and memory that are
+proportional to the bytes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.load.client import read_objects
+from deepspeed_ucp.sources.reading import read_file
+from deepspeed_ucp.torchsave.repickle import write_pickle
+from deepspeed_ucp.torchsave.torchfile import list_records, name_storages
+from deepspeed_ucp.torchsave.unpickle import read_pickle
+
+MODEL_FILE = "mp_rank_00_model_states.pt"
+OPTIM_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def look_at_pickle(data: bytes) -> None:
+    """A pickle stream: read, and written again where it can be read."""
+    with suppress(UcpError):
+        found = read_pickle(data, "x.pt")
+        write_pickle(found.root, max(found.protocol, 2))
+
+
+def look_at_file(data: bytes, name: str = MODEL_FILE) -> None:
+    """A state file, a zip or of the legacy format: its records, its header, its client state."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(data)
+        looks: tuple[Callable[[], object], ...] = (
+            lambda: list_records(str(path)),
+            lambda: name_storages(str(path)),
+            lambda: read_file(folder, name),
+            lambda: read_objects(str(path), trust_pickle=False),
+        )
+        for look in looks:
+            with suppress(UcpError):
+                look()

@@ -1,0 +1,338 @@
+"""Pickles and files that are made to harm, or broken: an error in no time, whatever they hold."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import struct
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.load.client import check_trusted, read_objects
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.headers import Unread
+from deepspeed_ucp.sources.reading import read_file
+from deepspeed_ucp.torchsave.objects import describe, has_more_parts, walk
+from deepspeed_ucp.torchsave.repickle import write_pickle
+from deepspeed_ucp.torchsave.torchfile import list_records, name_storages, read_header
+from deepspeed_ucp.torchsave.unpickle import read_pickle
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+from tests.torchsave.inputs import MODEL_FILE, OPTIM_FILE, look_at_file, look_at_pickle
+
+MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})
+GROUPS = [[("a", True)], [("b", True)]]
+SECONDS, BYTES = 5.0, 64 << 20
+"""What looking at a file of some kilobytes may take at most, on a busy machine."""
+
+
+@contextmanager
+def bounded(*, memory: bool = False) -> Iterator[None]:
+    """Time stays small, and memory where it is looked at (which takes time)."""
+    if memory:
+        tracemalloc.start()
+    begin = time.process_time()
+    try:
+        yield
+        assert time.process_time() - begin < SECONDS
+        assert not memory or tracemalloc.get_traced_memory()[1] < BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def forge(*opcodes: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(opcodes) + b"."
+
+
+def nest(levels: int) -> bytes:
+    """A tuple whose parts are 2 ** levels."""
+    return b"K\x01\x85" + b"2\x86" * levels
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+REDUCE_SET = b"c__builtin__\nset\n"
+
+BOMBS = {
+    "tuples": nest(60),
+    "lists": b"]" + b"".join(b"q\x00](h\x00h\x00e" for _ in range(60)),
+    "a dict's key": b"}" + nest(60) + b"Ns",
+    "a set's item": b"\x8f(" + nest(60) + b"\x90",
+    "a frozenset": b"(" + nest(60) + b"\x91",
+    "a frozenset in a key": b"}(" + nest(4) + b"\x91" + b"2\x86" * 60 + b"Ns",
+    "nested frozensets": b"(K\x01\x91" + b"".join(b"q\x000(h\x00h\x00\x86\x91" for _ in range(60)),
+    "an ordered dict's key": b"ccollections\nOrderedDict\n)R" + nest(60) + b"Ns",
+    "a persistent id": nest(60) + b"Q",
+    "a long persistent id": text("x" * 100_000) + b"\x85Q",
+    "a large persistent id": b"("
+    + text("storage")
+    + b"ctorch\nFloatStorage\n"
+    + b"\x8b\x40\x0d\x03\x00"
+    + b"\x7f" * 200_000
+    + text("cpu")
+    + b"K\x01tQ",
+    "a memo index": b"Nr\xff\xff\xff\x07",
+    "a long memo index": b"Np99999999999999999999\n",
+    "a deep list": b"]" * 3_000 + b"a" * 2_999,
+    "a deep tuple": b")" + b"\x85" * 3_000,
+    "a deep call": b"cos\nsystem\n" + b")R" * 3_000,
+    "a deep key": b"})" + b"\x85" * 3_000 + b"Ns",
+    "a call's arguments": b"cos\nsystem\n" + nest(60) + b"R",
+    "a state": b"cargparse\nNamespace\n)\x81" + nest(60) + b"b",
+    "a set of a bomb": REDUCE_SET + b"](" + nest(60) + b"e\x85R",
+    "bytearray": b"c__builtin__\nbytearray\n\x8a\x04\x00\x00\x00\x60\x85R",
+    "bytes": b"c__builtin__\nbytes\n\x8a\x04\x00\x00\x00\x60\x85R",
+    "a new bytearray": b"c__builtin__\nbytearray\n\x8a\x04\x00\x00\x00\x60\x85\x81",
+    "an array": b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n\x8a\x05\x00\x00\x00\x00\x02\x85"
+    + text("b")
+    + b"\x87R",
+    "a tensor class": b"ctorch\nFloatTensor\n\x8a\x05\x00\x00\x00\x00\x02\x85R",
+    "a storage class": b"ctorch\nFloatStorage\n\x8a\x05\x00\x00\x00\x00\x02\x85R",
+    "a long string": b"\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc",
+    "a long bytearray": b"\x96\xff\xff\xff\xff\xff\xff\xff\x7fabc",
+    "a long integer": b"\x8b\xff\xff\xff\x7fabc",
+    "a long number": b"I" + b"9" * 100_000 + b"\n",
+    "a large integer": b"\x8b\x40\x0d\x03\x00" + b"\x7f" * 200_000,
+    "many views of a long shape": b"(" + b"K\x01" * 10_000 + b"tq\x00" + b"ctorch\nSize\nh\x00\x85R0" * 2_000 + b"N",
+    "a long frame": b"\x95\xff\xff\xff\xff\xff\xff\xff\xff",
+}
+DAMAGED = ("bytearray", "bytes", "a new bytearray", "an array", "a tensor class", "a storage class", "a dict's key")
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_bombs_of_a_few_bytes(kind: str, tmp_path: Path) -> None:
+    """Alone, in the client state, in a hyper-parameter, in the ds_config, as a shape, in both formats."""
+    bomb = BOMBS[kind]
+    with bounded(memory=True):
+        look_at_pickle(forge(bomb))
+    places = [(text(key), bomb) for key in ("client", "ds_config", "param_shapes", "args", "buffer_names", "module")]
+    model = forge(b"}(", *(part for pair in places for part in pair), b"u")
+    group = (text("params"), b"]", text("lr"), bomb)
+    inner = (text("state"), b"}", text("param_groups"), b"](}(", *group, b"ue")
+    optim = forge(b"}", text("optimizer_state_dict"), b"}(", *inner, b"us")
+    with bounded():
+        for name, data in ((MODEL_FILE, model), (OPTIM_FILE, optim)):
+            look_at_file(make_zip(data), name)
+            look_at_file(make_legacy(data), name)
+
+
+def make_zip(data: bytes) -> bytes:
+    """A zip around a pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/byteorder", b"little")
+    return stream.getvalue()
+
+
+def make_legacy(data: bytes) -> bytes:
+    """The legacy format around a pickle."""
+    front = [pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    return b"".join([*front, data, pickle.dumps([], 2)])
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_calls_and_keys_that_no_writer_makes_are_named(kind: str) -> None:
+    told = r"x\.pt: its pickle cannot be read \(ValueError: (it calls|a key of)"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        read_pickle(forge(BOMBS[kind]), "x.pt")
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("kind", ["a persistent id", "a long persistent id", "a large persistent id"])
+def test_messages_stay_short(kind: str) -> None:
+    with pytest.raises(UcpError) as caught:
+        read_pickle(forge(BOMBS[kind]), "x.pt")
+    assert len(str(caught.value)) < 300
+
+
+EXTENSIONS = [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"]
+OLD = [b"(cos\nsystem\no", b"(ios\nsystem\n", b"Pabc\n", b"U\x01a", b"T\x01\x00\x00\x00a", b"S'a'\n"]
+BUFFERS = [b"\x97", b"N\x98"]
+
+
+@pytest.mark.parametrize("code", [*EXTENSIONS, *OLD, *BUFFERS])
+def test_instructions_that_no_writer_uses(code: bytes) -> None:
+    """Extension codes, INST, OBJ, persistent ids in text, strings of Python 2, buffers out of band."""
+    with pytest.raises(UnsupportedError, match=r"x\.pt: its pickle uses the instruction [A-Z0-9_]+"):
+        read_pickle(forge(code), "x.pt")
+
+
+def test_copies_of_one_value_over_and_over(tmp_path: Path) -> None:
+    data = forge(
+        b"}",
+        text("client"),
+        b"](",
+        text("x" * 50_000),
+        b"q\x000c__builtin__\nlist\nq\x01",
+        b"h\x01h\x00\x85R" * 3000,
+        b"es",
+    )
+    path = tmp_path / MODEL_FILE
+    path.write_bytes(make_zip(data))
+    with bounded(), pytest.raises(CheckpointError, match="copy one value over and over"):
+        read_objects(str(path), trust_pickle=False)
+
+
+def test_messages_about_anything() -> None:
+    values = [
+        10**5000,
+        "x" * 10**6,
+        b"x" * 10**6,
+        [[]] * 10**6,
+        {1: 2},
+        None,
+        1.5,
+        read_pickle(forge(nest(60)), "x").root,
+    ]
+    assert all(len(describe(value)) < 100 for value in values)
+    assert has_more_parts(values[-1], 10**4)
+    assert len(list(walk(values[-1]))) < 200
+
+
+def test_a_record_that_is_listed_twice(tmp_path: Path) -> None:
+    for name in ("data.pkl", "data/0"):
+        path = tmp_path / "x.pt"
+        torch.save({"w": torch.ones(4)}, path)
+        with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(f"x/{name}", b"other")
+        for look in (read_header, list_records, name_storages):
+            with pytest.raises(CheckpointError, match="this zip has 2|lists record data/0 twice"):
+                look(str(path))
+
+
+@pytest.mark.parametrize("offset", [-8, 10**6])
+def test_a_tensor_outside_of_its_storage(tmp_path: Path, offset: int) -> None:
+    path = tmp_path / MODEL_FILE
+    torch.save({"module": {"w": torch.ones(4)}}, path)
+    file = read_header(str(path))
+    made = file.tree["module"]["w"].made
+    made.parts[1] = (made.parts[1][0], offset, *made.parts[1][2:])
+    data = bytearray(path.read_bytes())
+    path.write_bytes(rebuild_zip(bytes(data), write_pickle(file.tree)))
+    with pytest.raises(CheckpointError, match="a tensor at -8|not all there"):
+        read_file(str(tmp_path), MODEL_FILE)
+
+
+def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
+    """A zip with another pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(old)) as given, zipfile.ZipFile(stream, "w") as made:
+        for info in given.infolist():
+            made.writestr(info.filename, pickled if info.filename.endswith("data.pkl") else given.read(info))
+    return stream.getvalue()
+
+
+STATES = [torch.bfloat16, torch.float16, torch.int8, torch.int16, torch.uint8, torch.float64, torch.bool, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", STATES, ids=str)
+def test_0_dim_states_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(1))
+    optim = next(content for name, content in files.items() if "optim_states" in name)
+    for entries in optim["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        entries["counted"] = torch.tensor(1, dtype=dtype)
+    write_files(tmp_path, files)
+    index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
+    assert {scalars["counted"] for scalars in index.scalars.values()} == {1}
+    assert index.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
+
+
+def own_function() -> None:
+    """A value of a hyper-parameter."""
+
+
+@pytest.mark.parametrize("value", [own_function, dict, torch.nn.Linear, torch.float16, [len]], ids=str)
+def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, value: Any) -> None:
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(1))
+    optim = next(content for name, content in files.items() if "optim_states" in name)
+    for group in optim["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        group["hook"] = value
+    write_files(tmp_path, files)
+    index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
+    assert isinstance(index.groups[0].hyper["hook"], Unread)
+    assert pickle.loads(pickle.dumps(index)).groups == index.groups
+
+
+def test_the_names_in_all_files_are_known_before_any_runs(tmp_path: Path) -> None:
+    """What DeepSpeed's own load would run, in an unchanged topology."""
+    run = Run(client_state={"foo": own_function, "bar": [time.sleep]})
+    write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run))
+    index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
+    with pytest.raises(CheckpointError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
+        check_trusted(index)
+    with torch.serialization.safe_globals([own_function, time.sleep]):
+        check_trusted(index)
+
+
+def test_deepspeeds_own_files_are_trusted(tmp_path: Path) -> None:
+    topologies = (Topology(0), Topology(2, 2, "fp16"), Topology(1, 2, "bf16", "bf16"), Topology(3, 2))
+    for number, topology in enumerate(topologies):
+        state = random_state(MODEL, 0, precision=topology.precision)
+        write_files(tmp_path / str(number), build_files(MODEL, state, topology))
+        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), GROUPS))
+
+
+def mutate(data: bytes, seed: int) -> bytes:
+    """A file with bytes changed, cut out, doubled or exchanged."""
+    rng, out = random.Random(seed), bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at, length = rng.randrange(len(out)), rng.randrange(1, 9)
+        change = rng.randrange(4)
+        if change == 0:
+            out[at : at + length] = rng.randbytes(length)
+        elif change == 1:
+            del out[at : at + length]
+        elif change == 2:
+            out[at:at] = out[at : at + length]
+        else:
+            out[at] = rng.choice(b"RQbsuate.0(2hjqr\x81\x85\x86\x87\x8a\x8c\x93\x94")
+    return bytes(out) or b"\0"
+
+
+def samples(legacy: bool) -> list[tuple[str, bytes]]:
+    """A model and an optimizer file."""
+    run = Run(client_state={"rng": torch.arange(4), "epoch": 3, "args": {"x": (1, "y")}})
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(1), run)
+    found = []
+    for name, content in files.items():
+        stream = io.BytesIO()
+        torch.save(content, stream, _use_new_zipfile_serialization=not legacy)
+        found.append((name, stream.getvalue()))
+    return found
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_mutants_of_files_end_in_our_errors(legacy: bool) -> None:
+    """Also inside of the pickle of a zip, whose checksum is mended."""
+    for name, data in samples(legacy):
+        front = min(len(data), 6000)
+        for seed in range(15):
+            look_at_file(mutate(data[:front], seed) + data[front:], name)
+            if not legacy:
+                look_at_file(mutate_pickle(data, seed), name)
+
+
+def mutate_pickle(data: bytes, seed: int) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return rebuild_zip(data, mutate(archive.read("archive/data.pkl"), seed))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(sorted(BOMBS.values()) + [bytes([code]) for code in range(256)]), max_size=12))
+def test_any_instructions(parts: list[bytes]) -> None:
+    look_at_pickle(forge(*parts))
