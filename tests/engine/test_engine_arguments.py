@@ -120,6 +120,20 @@ def test_not_strict(source: Case, sources: Any, ucp_worlds: WorldPool) -> None:
             assert ours.state.parameters["gain"].value.equal(ours.before.parameters["gain"].value)
 
 
+@pytest.mark.parametrize("names", [("plain", "frozen"), ("frozen", "plain")], ids="->".join)
+@pytest.mark.parametrize("source", [Case(1, 3, "bf16"), Case(3, 3)], ids=str)
+def test_frozen_and_thawed_parameters_take_their_weight(
+    source: Case, names: tuple[str, str], sources: Any, ucp_worlds: WorldPool
+) -> None:
+    folder, ours = load(
+        source, sources, ucp_worlds, saved={"model": names[0], "seed": 1}, options={**OPTIONS, "model": names[1]}
+    )
+    reference = engine_ranks.saved_state(folder)
+    for name, state in ours.state.parameters.items():
+        assert state.value.equal(reference.parameters[name].value)
+        assert not state.value.equal(ours.before.parameters[name].value)
+
+
 @pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3, "bf16"), Case(2, 3)], ids=str)
 @pytest.mark.parametrize("arguments", ARGUMENTS[2:4], ids="-".join)
 def test_custom_load_fn(source: Case, arguments: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:

@@ -198,7 +198,6 @@ def test_unreadable_on_rank_1_only(stage: int, copy: Callable[..., Path], refuse
         ("renamed", ("head.weight", "last.weight")),
         ("deeper", ("gain",)),
         ("wider", ("first.weight", "(7, 13)", "(9, 13)")),
-        ("frozen", ("first.weight",)),
     ],
 )
 def test_other_parameters(

@@ -66,3 +66,17 @@ def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
     (folder / "latest_universal").write_text("global_step1_universal")
     assert find_tag(str(folder), None, Comm()) == "global_step2"
     assert find_tag(str(folder), None, Comm(), universal=True) == "global_step1_universal"
+
+
+class UpstreamEngine:
+    """As much of an engine as is looked at before its buffers are."""
+
+    def use_node_local_storage(self) -> bool:
+        return False
+
+
+def test_an_atomic_checkpoint_is_deepspeeds_where_the_script_says_load_universal(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    decision = decide(UpstreamEngine(), str(tmp_path), Comm(), LoadArguments(), UniversalConfig(), upstream=True)
+    assert decision.index is decision.target is None
+    assert "load_universal" in decision.reason

@@ -11,6 +11,8 @@ import torch
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.targets.coverage import UnknownLayoutError, check_engine, list_unsaved
 from deepspeed_ucp.targets.engines import open_target
+from tests.reshard import FakeTarget
+from tests.synth import Model, Param, Topology
 
 
 class SuperOffloadOptimizer_Stage3:
@@ -79,3 +81,12 @@ def test_what_is_covered_passes() -> None:
 def test_the_autocast_scaler_starts_anew(enabled: bool, dtype: Any, told: int) -> None:
     engine = make_engine(torch_autocast_enabled=lambda: enabled, torch_autocast_dtype=lambda: dtype)
     assert len(list_unsaved(engine)) == told
+
+
+def test_copies_of_zero_plus_plus_are_dropped_of_frozen_parameters_too() -> None:
+    """DeepSpeed's own ``invalidate_secondary_tensor`` looks at trained parameters alone."""
+    target = FakeTarget(Model((Param("a", (2, 3)), Param("frozen", (4,), frozen=True))), Topology(3), 0)
+    for param in target.params.values():
+        param.ds_secondary_tensor = torch.ones(2)
+    target.drop_secondary_copies()
+    assert all(param.ds_secondary_tensor is None for param in target.params.values())
