@@ -37,7 +37,7 @@ Loaded = tuple[str | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LoaderChoice:
     """Who loads a checkpoint.
 
     Attributes:
@@ -133,7 +133,7 @@ def decide(
     config: UniversalConfig,
     *,
     upstream: bool = False,
-) -> Decision:
+) -> LoaderChoice:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Args:
@@ -143,7 +143,7 @@ def decide(
         UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
     """
     if upstream and comm.run(lambda: is_atomic(folder)):
-        return Decision("load_universal is on and this is an atomic checkpoint")
+        return LoaderChoice("load_universal is on and this is an atomic checkpoint")
     if engine.use_node_local_storage():
         why = "every node keeps its own files (use_node_local_storage)"
         advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
@@ -155,7 +155,7 @@ def decide(
     return _compare(engine, folder, target, comm, arguments, config, upstream=upstream)
 
 
-def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str) -> Decision:
+def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
 
     Raises:
@@ -168,7 +168,7 @@ def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str
             f"{folder}: {why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
             f"alone. Here differ: {shorten(differences, 4)}. {advice}. {OWN_LOAD}"
         )
-    return Decision(f"{why}; same topology by each rank's own files")
+    return LoaderChoice(f"{why}; same topology by each rank's own files")
 
 
 def _compare(
@@ -180,7 +180,7 @@ def _compare(
     config: UniversalConfig,
     *,
     upstream: bool,
-) -> Decision:
+) -> LoaderChoice:
     """Hold the checkpoint's index against the live engine's layout; collective."""
     weights_only = not (arguments.with_states and has_masters(target, comm))
     live = join_groups(target, comm)
@@ -192,9 +192,9 @@ def _compare(
     if not everyone:
         if not config.trust_pickle:
             comm.run(lambda: check_trusted(index))
-        return Decision(f"same topology ({index.run.topology.describe()})", target=target)
+        return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
-    return Decision(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+    return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
 
 
 def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:

@@ -16,7 +16,7 @@ from ..plan.wants import Home, list_states
 from ..sources.headers import Unread
 from ..targets import Flat, Target
 from ..targets.base import flatten
-from ..targets.optimizer import Kept, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
+from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
@@ -43,7 +43,7 @@ class OptimizerMatch:
 
     def __init__(self, index: AtomicIndex, target: Target, match: Match) -> None:
         self.index, self.target, self.match = index, target, match
-        self.probes: dict[tuple[int, torch.dtype, int], Kept | None] = {}
+        self.probes: dict[tuple[int, torch.dtype, int], StateKinds | None] = {}
         self.states_of = list_states(index)
 
     def saved_params(self, flat: Flat) -> list[ParamKey]:
@@ -55,7 +55,7 @@ class OptimizerMatch:
         found: set[str] = set()
         return sorted(found.union(*(self.states_of.get(param, ()) for param in self.saved_params(flat))))
 
-    def probe(self, flat: Flat) -> Kept | None:
+    def probe(self, flat: Flat) -> StateKinds | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
         key = (flat.group, flat.master.dtype, flat.holder.dim())
         if key not in self.probes:

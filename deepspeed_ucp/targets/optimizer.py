@@ -18,7 +18,7 @@ _ALWAYS_KEPT = ("initial_lr", "step")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateKinds:
     """What an optimizer keeps for a parameter after a step.
 
     Attributes:
@@ -34,7 +34,7 @@ class Kept:
     lazy: bool = True
 
 
-def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> Kept | None:
+def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> StateKinds | None:
     """Find out what ``optimizer`` keeps by letting a shadow of it take one step on a parameter of its own.
 
     Args:
@@ -57,7 +57,9 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
     return _look(optimizer, group)
 
 
-def _take_step(optimizer: Any, fields: Mapping[str, Any], shape: tuple[int, ...], like: torch.Tensor) -> Kept | None:
+def _take_step(
+    optimizer: Any, fields: Mapping[str, Any], shape: tuple[int, ...], like: torch.Tensor
+) -> StateKinds | None:
     param = torch.zeros(shape, dtype=like.dtype, device=like.device)
     state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
     return None if state is None else _sort(state, param.shape)
@@ -112,7 +114,7 @@ def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     return shadow
 
 
-def _look(optimizer: Any, group: int) -> Kept | None:
+def _look(optimizer: Any, group: int) -> StateKinds | None:
     for param in optimizer.param_groups[group]["params"]:
         if optimizer.state.get(param):
             found = _sort(optimizer.state[param], param.shape)
@@ -120,7 +122,7 @@ def _look(optimizer: Any, group: int) -> Kept | None:
     return None
 
 
-def _sort(state: Mapping[str, Any], shape: torch.Size) -> Kept:
+def _sort(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
     elementwise, scalars, other = {}, {}, {}
     for name, value in state.items():
         if value is None:
@@ -131,7 +133,7 @@ def _sort(state: Mapping[str, Any], shape: torch.Size) -> Kept:
             scalars[name] = value
         else:
             other[name] = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    return Kept(elementwise, scalars, other)
+    return StateKinds(elementwise, scalars, other)
 
 
 def find_other_kind(
@@ -195,7 +197,7 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def restore_scalar(name: str, value: Any, kept: Kept | None) -> Any:
+def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
     """A saved scalar in the form that the optimizer keeps it: a tensor of one element, or a number."""
     example = kept.scalars.get(name) if kept else None
     if isinstance(example, torch.Tensor):

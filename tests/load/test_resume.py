@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.load.resume import find_tag
+from deepspeed_ucp.load import LoadArguments
+from deepspeed_ucp.load.resume import decide, find_tag
 from tests.ranks import run_ranks
 
 STATES = "mp_rank_00_model_states.pt"
