@@ -26,11 +26,7 @@ def compile_regex(expression: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRegex:
-    """An expression of the checkpoint's. As in DeepSpeed's converter it need not reach to the end of a name.
-
-    It comes from a file that anybody may have written, so it is matched in time linear in the name, by RE2. The simple
-    ones that scripts write are left to Python's engine, which is several times faster for them.
-    """
+    """An expression that RE2 matches with the front of a name."""
 
     compiled: Any
 
@@ -39,8 +35,11 @@ class PrefixRegex:
         return self.compiled.match(name.encode("utf-8", "replace").decode())  # type: ignore[no-any-return]
 
 
-def compile_prefix(text: object) -> PrefixRegex:
-    """Compile an expression of the checkpoint's.
+def compile_prefix(text: object) -> re.Pattern[str] | PrefixRegex:
+    """Compile an expression of the checkpoint's. As in DeepSpeed's converter it need not reach to the end of a name.
+
+    It comes from a file that anybody may have written, so it is matched in time linear in the name, by RE2. The simple
+    ones that scripts write are left to Python's engine, which is several times faster for them.
 
     Raises:
         MismatchError: it is none, or one that cannot be matched in linear time.
@@ -48,7 +47,7 @@ def compile_prefix(text: object) -> PrefixRegex:
     if not isinstance(text, str):
         raise MismatchError(f"universal_checkpoint_info: {text!r:.80} is not a regular expression")
     try:
-        return PrefixRegex(_compile(text))
+        return re.compile(f"(?:{text}).*") if _SIMPLE.fullmatch(text) else PrefixRegex(_compile(text))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise MismatchError(
             f"universal_checkpoint_info: the expression {text!r:.80} cannot be matched in linear time ({error})"
@@ -56,8 +55,6 @@ def compile_prefix(text: object) -> PrefixRegex:
 
 
 def _compile(text: str) -> Any:
-    if _SIMPLE.fullmatch(text):
-        return re.compile(text)
     import re2
 
     options = re2.Options()
