@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConfigError, RemoteError, StorageError, UcpError
+from .errors import ConfigError, RemoteError, StorageError, UcpError, escape
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,6 @@ class Comm:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """The ``value`` of rank ``src``, on every rank."""
         return value
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.gather(None)
 
     def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
         """Send ``sends[r]`` bytes of ``data`` (1-D, uint8) to rank r, in rank order; what the ranks sent here."""
@@ -260,7 +256,7 @@ class MpiComm(Comm):
         """Say what ended this rank alone, and end the others, which may wait for it for ever."""
         if error is None or _is_shared(error):
             return
-        sys.stderr.write(f"[rank {self.rank}] {type(error).__name__}: {error}\n")
+        sys.stderr.write(escape(f"[rank {self.rank}] {type(error).__name__}: {error}") + "\n")
         sys.stderr.flush()
         self.mpi.COMM_WORLD.Abort(2)
 

@@ -17,7 +17,7 @@ def use(comm: Comm) -> dict[str, Any]:
     """What this rank hears."""
     counts = [(comm.rank + other) % 3 for other in range(comm.size)]
     tables = [np.full((other, 2), 10 * comm.rank + other, np.int32) for other in range(comm.size)]
-    comm.barrier()
+    comm.gather(None)
     return {
         "comm": type(comm).__name__,
         "gather": comm.gather({"rank": comm.rank}),
@@ -50,7 +50,7 @@ def main(end: str) -> None:
             if end == "alone" and comm.rank == 1:
                 raise ZeroDivisionError("oh")
             comm.run(lambda: fail(comm.rank) if end == "all" else None)
-            comm.barrier()
+            comm.gather(None)
     except UcpError as error:
         if not error.echo:
             print(error, file=sys.stderr)

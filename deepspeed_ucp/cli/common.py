@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..patterns import from_config
 from ..sources import open_checkpoint
 from ..sources.latest import find_checkpoint as resolve
-from .printing import Progress
+from .printing import show_progress
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
@@ -130,7 +130,7 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
     return {
         "workers": options.workers,
         "window": options.window_mb << 20,
-        "bar": lambda total: Progress(options, total, options.command),
+        "bar": lambda total: show_progress(options, total, options.command),
     }
 
 

@@ -14,7 +14,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -122,31 +123,25 @@ def _to_plain(value: Any) -> Any:
     return str(value)
 
 
-class Progress:
-    """A bar of bytes with rate and time left on stderr; a context manager, and ``add`` may be called by any thread.
+@contextmanager
+def show_progress(options: argparse.Namespace, total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes with rate and time left on stderr; gives what is told of more bytes, by any thread.
 
     There is none where stderr is no terminal, on ranks other than 0, under ``--quiet`` and under ``--json``.
     """
+    from tqdm import tqdm
 
-    def __init__(self, options: argparse.Namespace, total: int, what: str, *, unit: str = "B") -> None:
-        from tqdm import tqdm
+    silent = options.quiet or options.json or bool(find_rank()) or not sys.stderr.isatty()
+    with tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024,
+        disable=silent, dynamic_ncols=True, mininterval=0.2, leave=False,
+    ) as bar:  # fmt: skip
 
-        silent = options.quiet or options.json or bool(find_rank()) or not sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total, desc=what, unit=unit, unit_scale=True, unit_divisor=1024 if unit == "B" else 1000,
-            disable=silent, dynamic_ncols=True, mininterval=0.2, leave=False,
-        )  # fmt: skip
+        def add(nbytes: int) -> None:
+            with bar.get_lock():
+                bar.update(nbytes)
 
-    def add(self, amount: int) -> None:
-        """``amount`` more is done."""
-        with self._bar.get_lock():
-            self._bar.update(amount)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        yield add
 
 
 class Lines(logging.Handler):

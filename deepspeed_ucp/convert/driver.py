@@ -318,7 +318,7 @@ def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int) -> Ou
         _tell_others(halt),
         Reader(work.index, checksum=work.options.verify) as reader,
         work.staging.journal(comm.rank) as journal,
-        work.options.bar(nbytes) as bar,
+        work.options.bar(nbytes) as progress,
     ):
         return run_batches(
             batches,
@@ -327,7 +327,7 @@ def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int) -> Ou
             reader,
             journal,
             workers=work.report.workers,
-            progress=bar.add,
+            progress=progress,
             halted=lambda: comm.size > 1 and os.path.exists(halt),
         )
 

@@ -203,8 +203,8 @@ def _compare_batches(
 
     with Reader(left, checksum=False) as first, Reader(right, checksum=False) as second:
         sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
-        with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as bar:
-            stream(sides, batches, consume, threads=options.threads, progress=bar.add)
+        with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as progress:
+            stream(sides, batches, consume, threads=options.threads, progress=progress)
     return tallies
 
 

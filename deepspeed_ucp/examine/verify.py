@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..sources.findings import NOTE, WARNING, Finding, from_error
 from ..sources.latest import check_latest
 from ..sources.normal import Naming
 from ..sources.open import FolderReport, survey_checkpoint
-from ..stream.progress import Bar, default_workers, no_bar
+from ..stream.progress import MakeBar, default_workers, no_bar
 from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records
@@ -108,7 +107,7 @@ def verify_checkpoint(
     headers_only: bool = False,
     groups: Any = None,
     against: str | None = None,
-    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar,
+    bar: MakeBar = no_bar,
 ) -> Verification:
     """Look at every file of a checkpoint; collective, the same result on every rank.
 
@@ -135,8 +134,8 @@ def verify_checkpoint(
     scans: list[Scanned] = []
     if not headers_only:
         plan = _plan(folder, mine, sizes, listed)
-        with bar(sum(file.size for file in plan)) as shown:
-            scans = scan_files(plan, threads=threads, window=window, progress=shown.add)
+        with bar(sum(file.size for file in plan)) as progress:
+            scans = scan_files(plan, threads=threads, window=window, progress=progress)
     report, more = _look_at_whole(folder, comm, groups)
     index = report.index
     manifest, told = _look_at_manifest(folder, comm, sizes, listed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..plan.limits import describe_irregular
 from ..stream.checks import Checks
-from ..stream.progress import Bar, divide_window
+from ..stream.progress import divide_window
 from ..stream.reader import Item, Reader
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
@@ -101,7 +101,7 @@ class Reading:
 
     def __init__(self, index: AtomicIndex) -> None:
         self.reader = Reader(index)
-        self.bar: Bar | None = None
+        self.progress: Callable[[int], None] = lambda nbytes: None
         self.checks, self.repeated = Checks(), Checks()
         self._own = threading.local()
 
@@ -113,8 +113,7 @@ class Reading:
         data = self._take(0, numel * tensor.whole.itemsize)
         checks = self.repeated if tensor.again else self.checks
         checks.add(self.reader.read_items((Item(tensor.whole, start, numel, data),)))
-        if self.bar is not None:
-            self.bar.add(data.nbytes)
+        self.progress(data.nbytes)
         if tensor.dtype != tensor.whole.dtype:
             into = self._take(1, numel * ITEMSIZE[tensor.dtype])
             cast(data, tensor.whole.dtype, into, tensor.dtype)
@@ -167,8 +166,8 @@ def _fill(
 
     def write_share() -> list[WriteResult]:
         results: list[WriteResult] = []
-        with reading.reader, options.bar(sum(map(planner.count_plan, mine))) as bar, explain_full(folder):
-            reading.bar = bar
+        with reading.reader, options.bar(sum(map(planner.count_plan, mine))) as progress, explain_full(folder):
+            reading.progress = progress
             run_threads(mine, lambda each: results.extend(_write(writer, planner, each)), report.workers)
         if comm.size == 1:  # the chunks of a tied name may have been another rank's: then they are not compared
             reading.compare()

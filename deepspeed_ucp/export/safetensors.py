@@ -220,9 +220,9 @@ def _fill(
                 _write_range(os.path.join(folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
-        with Reader(index) as reader, options.bar(plan.shares[comm.rank]) as bar:
+        with Reader(index) as reader, options.bar(plan.shares[comm.rank]) as progress:
             source = Source(reader, [tensor.whole for tensor in tensors])
-            stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=bar.add)
+            stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
 
     comm.run(write_share)
     nbytes = checks.nbytes + checks.verify(index, comm, threads=report.workers)

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..io.threads import count_threads
 from ..plan.conversion import ALIGNMENT, RANGE
 
-
-class Bar(Protocol):
-    """What is told of progress."""
-
-    def add(self, amount: int) -> None:
-        """``amount`` more bytes are done; any thread may call it."""
+MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Makes a progress bar of so many bytes; inside it, what is told of more bytes that are done, by any thread."""
 
 
-class _NoBar:
-    def add(self, amount: int) -> None:
-        pass
-
-
-def no_bar(total: int) -> AbstractContextManager[Bar]:
+def no_bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
     """Progress that is shown to nobody."""
-    return nullcontext(_NoBar())
+    return nullcontext(lambda nbytes: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +30,7 @@ class WorkOptions:
 
     workers: int = 0
     window: int = 256 << 20
-    bar: Callable[[int], AbstractContextManager[Bar]] = no_bar
+    bar: MakeBar = no_bar
 
 
 def default_workers() -> int:

@@ -22,7 +22,7 @@ from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.completion import list_actions
 from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main, split_launcher_arguments
 from deepspeed_ucp.cli.figures import format_bytes, format_count, format_duration, format_table
-from deepspeed_ucp.cli.printing import Progress, emit
+from deepspeed_ucp.cli.printing import emit, show_progress
 from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
@@ -474,8 +474,8 @@ def test_tables_are_aligned() -> None:
 
 
 def test_the_bar_is_off_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(Namespace(quiet=False, json=False), 10, "work") as bar:
-        bar.add(10)
+    with show_progress(Namespace(quiet=False, json=False), 10, "work") as add:
+        add(10)
     assert capsys.readouterr().err == ""
 
 
