@@ -74,7 +74,7 @@ def _list_globals(file: TorchFile) -> tuple[str, ...]:
 
 def _read_parts(file: TorchFile, name: str) -> FileHeader:
     path = file.path
-    reader = Reader(file)
+    reader = HeaderReader(file)
     marks = read_marks(file.tree, file.writer)
     if is_layer_file(name):
         return FileHeader(name, file.size, layer=reader.read_tensors(file.tree), crc=file.crc)
@@ -103,7 +103,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, int, float, bool))
 
 
-class Reader:
+class HeaderReader:
     """Turns one file's object tree into a header."""
 
     def __init__(self, file: TorchFile) -> None:

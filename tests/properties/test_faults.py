@@ -50,7 +50,7 @@ def is_open(source: Source, fault: Fault, site: str) -> bool:
     """What is not seen by all, or not by its name, yet."""
     name = Path(site).name
     return (
-        fault.name in ("fifo", "dangling-link", "second-pickle")
+        fault.name in ("fifo", "dangling-link")
         or (fault.name == "missing" and ("rank_0_" in name or name == "mp_rank_00_model_states.pt"))
         or (fault.name == "neighbour" and source.name == "zero3-legacy-bf16")
         or (name == "step.pt" and fault.name in ("missing", "folder", "another-step"))

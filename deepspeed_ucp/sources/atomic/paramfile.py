@@ -11,7 +11,7 @@ from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
 from ..family import Save
 from ..headers import OptimHeader, Piece
-from ..reading import Reader
+from ..reading import HeaderReader
 
 PARAM = "param"
 _EXPERT = "is_expert_param"
@@ -88,9 +88,9 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
         if PARAM not in tree:
             raise CheckpointError(f"{file.path}: has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.")
         keys = {key: tree[key] for key in _KEYS if isinstance(tree.get(key), int)}
-        return ParamHeader(name, file.size, file.crc, Reader(file).piece(tree[PARAM], name), keys=keys)
+        return ParamHeader(name, file.size, file.crc, HeaderReader(file).piece(tree[PARAM], name), keys=keys)
     if isinstance(tree, TensorRef):  # a step, or of stage 3 without tensor parallelism: flat, without a dict
-        piece = Reader(file).piece(tree, name)
+        piece = HeaderReader(file).piece(tree, name)
         value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
         return ParamHeader(name, file.size, file.crc, piece, value, dtype)
     if isinstance(tree, (int, float)):
@@ -111,7 +111,7 @@ def read_optimizer_file(folder: str, name: str) -> tuple[OptimHeader, int]:
     tree = file.tree
     if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
         raise CheckpointError(f"{path}: has no param_groups; it is no optimizer state of ds_to_universal.")
-    reader = Reader(file)
+    reader = HeaderReader(file)
     try:
         if "fp32_flat_groups" in tree:
             return reader.read_optim(tree), 3
