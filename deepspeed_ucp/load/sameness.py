@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from ..atoms import COPY, MASTER, MODULE, AtomicIndex, ParamKey
+from ..atoms import MODULE, AtomicIndex, ParamKey
+from ..plan.wants import list_states
 from ..targets import Target
 from ..targets.optimizer import find_other_kind
 from .direct import LoadArguments
@@ -30,7 +30,7 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
 
 def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
     """ZeRO-3 parameters in no optimizer, which DeepSpeed restores where they were frozen alone, and by their size."""
-    for name in target.params.keys() - target.owned:
+    for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)
         if saved is None and name not in index.limits.unreadable:
             yield f"{name} is not in the checkpoint as a parameter without optimizer"
@@ -40,24 +40,15 @@ def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
 
 def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
     """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
-    states = _collect_states(index)
+    states = list_states(index)
+    for name in index.limits.irregular:
+        param, _, state = name.rpartition(".")
+        states.setdefault(ParamKey(param), set()).add(state)
     groups = {param: group.hyper for group in index.run.groups for param in group.members}
     for flat in target.flats:
         params = [ParamKey(index.resolve(name)) for name in flat.names]
-        saved = set().union(*(states[param] for param in params))
+        saved = set().union(*(states.get(param, ()) for param in params))
         hyper = next((groups[param] for param in params if param in groups), {})
         if flat.holder is not None and saved:
             told = find_other_kind(target.optimizer, target.param_group(flat), hyper, saved, flat.holder)
             yield from [told] if told else []
-
-
-def _collect_states(index: AtomicIndex) -> dict[ParamKey, set[str]]:
-    """Names of the states of every parameter, those that are not element-wise included."""
-    states: dict[ParamKey, set[str]] = defaultdict(set)
-    for key in index.stored.atoms:
-        if key.state not in (MASTER, MODULE, COPY):
-            states[key.param].add(key.state)
-    for name in index.limits.irregular:
-        param, _, state = name.rpartition(".")
-        states[ParamKey(param)].add(state)
-    return states
