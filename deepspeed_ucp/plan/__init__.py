@@ -4,14 +4,14 @@ from .claims import Blocks, Claim, address_claims, list_claims, make_claims
 from .load import LoadPlan, Round, make_plan
 from .locate import Piece, View, Want, locate
 from .requests import DISCARD, Part, Request
-from .resolve import Decision, Send, decide
+from .resolve import OwnerPlan, Send, decide
 
 __all__ = [
     "DISCARD",
     "Blocks",
     "Claim",
-    "Decision",
     "LoadPlan",
+    "OwnerPlan",
     "Part",
     "Piece",
     "Request",

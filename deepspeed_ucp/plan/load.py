@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .claims import GRANTED, Claim
 from .requests import DISCARD, Part, Request
-from .resolve import Decision, Send, Service, Span
+from .resolve import OwnerPlan, Send, Service, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LoadPlan:
 def make_plan(
     addressed: Sequence[Sequence[Claim]],
     answers: Sequence[npt.NDArray[np.int32]],
-    decision: Decision,
+    decision: OwnerPlan,
     *,
     rank: int,
     chunk: int,
@@ -118,7 +118,7 @@ def _make_round(
     number: int,
     addressed: Sequence[Sequence[Claim]],
     answers: Sequence[npt.NDArray[np.int32]],
-    decision: Decision,
+    decision: OwnerPlan,
     chunk: int,
     stage: int,
 ) -> Round:

@@ -81,7 +81,7 @@ class Service:
 
 
 @dataclass(slots=True)
-class Decision:
+class OwnerPlan:
     """What an owner decides about the claims on its blocks.
 
     Attributes:
@@ -114,7 +114,7 @@ def decide(
     *,
     share: int,
     min_direct: int = MIN_DIRECT,
-) -> Decision:
+) -> OwnerPlan:
     """Decide about every block that ``rank`` owns.
 
     Args:
@@ -123,7 +123,7 @@ def decide(
         share: bytes that are staged, or sent, per round.
         min_direct: bytes from which on a claim can be granted beside others' in one block.
     """
-    decision = Decision([np.full(len(table), GRANTED, np.int32) for table in tables])
+    decision = OwnerPlan([np.full(len(table), GRANTED, np.int32) for table in tables])
     claimed = _group(tables, blocks.block)
     for record, number in blocks.owned(rank, touched):
         low = number * blocks.block

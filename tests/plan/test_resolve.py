@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import Record
-from deepspeed_ucp.plan import Blocks, Decision, decide
+from deepspeed_ucp.plan import Blocks, OwnerPlan, decide
 from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.resolve import Send, Span
 
@@ -18,7 +18,7 @@ Row = tuple[int, int, int, int, int]
 
 def judge(
     *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000
-) -> Decision:
+) -> OwnerPlan:
     """What rank 0 decides about blocks that are all its own."""
     arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
@@ -29,7 +29,7 @@ def plain(offset: int, nbytes: int) -> Row:
     return (0, offset, nbytes, nbytes, 1)
 
 
-def decided(decision: Decision) -> list[list[bool]]:
+def decided(decision: OwnerPlan) -> list[list[bool]]:
     return [(answers == GRANTED).tolist() for answers in decision.answers]
 
 
