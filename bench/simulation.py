@@ -22,7 +22,7 @@ from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
 from deepspeed_ucp.convert import execute
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
-from deepspeed_ucp.stream.reader import Reader
+from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.stream.wholes import Whole
 from deepspeed_ucp.torchsave.zipframe import make_image
 
@@ -206,7 +206,7 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
                 shares[key] = shares.get(key, 0) + nbytes
 
             turns = Turns(plan.nodes[node], clock)
-            with Reader(index, checksum=False) as reader:
+            with AtomReader(index, checksum=False) as reader:
                 execute.run_batches(turns, files, folder, reader, _NoJournal(), workers=workers, progress=add)
 
         with ThreadPoolExecutor(nodes) as pool:
@@ -227,7 +227,7 @@ def _make_index(wholes: Sequence[Whole], path: str) -> Any:
     """What a reader asks of an index; all records are in one file, which is empty."""
     Path(path).touch()
     records = tuple(Record(0, 0, whole.nbytes, None) for whole in wholes)
-    return SimpleNamespace(files=(FileRef(path, 0),), records=records)
+    return SimpleNamespace(stored=SimpleNamespace(files=(FileRef(path, 0),), records=records))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from ..sources.atomic.manifest import (
     read_manifest,
 )
 from ..stream.progress import WorkOptions, divide_window
-from ..stream.reader import Reader
+from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from ..stream.wholes import Wholes, settle_wholes
@@ -316,7 +316,7 @@ def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int) -> Ou
     comm, halt = work.comm, work.staging.path(HALT)
     with (
         _tell_others(halt),
-        Reader(work.index, checksum=work.options.verify) as reader,
+        AtomReader(work.index, checksum=work.options.verify) as reader,
         work.staging.journal(comm.rank) as journal,
         work.options.bar(nbytes) as progress,
     ):

@@ -15,7 +15,7 @@ from ..io.store import StoredFile
 from ..plan.conversion import Batch, Range
 from ..stream.batches import ReadBatch, Source, stream
 from ..stream.checks import Checks
-from ..stream.reader import Reader
+from ..stream.reader import AtomReader
 from ..stream.wholes import Whole
 from ..torchsave.zipframe import ZipImage
 
@@ -54,7 +54,7 @@ def run_batches(
     batches: Sequence[Batch],
     files: Sequence[OutputFile],
     folder: str,
-    reader: Reader,
+    reader: AtomReader,
     journal: Journal,
     *,
     workers: int,

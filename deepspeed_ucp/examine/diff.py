@@ -14,7 +14,7 @@ from ..patterns.regex import compile_regex
 from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
 from ..stream.batches import ReadBatch, Source, stream
 from ..stream.progress import WorkOptions, default_workers
-from ..stream.reader import Item, Reader
+from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
 from .pairing import Pair, Pairs, pair_atoms
@@ -201,7 +201,7 @@ def _compare_batches(
             with lock:
                 _join(tallies, each.output, found)
 
-    with Reader(left, checksum=False) as first, Reader(right, checksum=False) as second:
+    with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
         sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
         with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as progress:
             stream(sides, batches, consume, threads=options.threads, progress=progress)

@@ -28,7 +28,7 @@ from ..plan.conversion import ALIGNMENT
 from ..plan.limits import describe_irregular
 from ..stream.checks import Checks
 from ..stream.progress import divide_window
-from ..stream.reader import Item, Reader
+from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from .chunks import Planner, Writer, deal
@@ -100,7 +100,7 @@ class Reading:
     """
 
     def __init__(self, index: AtomicIndex) -> None:
-        self.reader = Reader(index)
+        self.reader = AtomReader(index)
         self.progress: Callable[[int], None] = lambda nbytes: None
         self.checks, self.repeated = Checks(), Checks()
         self._own = threading.local()

@@ -22,7 +22,7 @@ from ..plan.conversion import Output, plan_conversion
 from ..stream.batches import ReadBatch, Source, stream
 from ..stream.checks import Checks
 from ..stream.progress import divide_window
-from ..stream.reader import Reader
+from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from .output import copy_beside, list_sizes, stage_output
@@ -220,7 +220,7 @@ def _fill(
                 _write_range(os.path.join(folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
-        with Reader(index) as reader, options.bar(plan.shares[comm.rank]) as progress:
+        with AtomReader(index) as reader, options.bar(plan.shares[comm.rank]) as progress:
             source = Source(reader, [tensor.whole for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
 

@@ -20,7 +20,7 @@ from ..flat import FlatBuffer
 from ..patterns import Run, copy_runs
 from ..plan.claims import GRANTED, Blocks, Claim, list_claims, make_claims
 from ..plan.claims import address_claims as address
-from ..plan.locate import Piece, Want, cut_blocks, find_shards, locate
+from ..plan.locate import Extent, Want, cut_blocks, find_shards, locate
 from ..plan.resolve import MIN_DIRECT, Service, Span, decide
 from ..plan.wants import view_shards
 from .target import ForecastTarget, ModelRank
@@ -183,7 +183,7 @@ class Sampler:
         others = (want for other, want in self._find_wants({block}) if other != rank)
         return any(self._touches(piece, block) for want in others for piece in locate(want))
 
-    def _touches(self, whole: Piece, block: Block) -> bool:
+    def _touches(self, whole: Extent, block: Block) -> bool:
         return whole.record == block[0] and any(
             piece.run.src * piece.itemsize // self.block == block[1] for piece in cut_blocks(whole, self.block)
         )
@@ -209,7 +209,7 @@ class Sampler:
     def _claim(self, chosen: Iterable[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""
         wanted = set(chosen)
-        pieces: dict[int, list[Piece]] = defaultdict(list)
+        pieces: dict[int, list[Extent]] = defaultdict(list)
         for rank, want in self._find_wants(wanted):
             for whole in locate(want):
                 for piece in cut_blocks(whole, self.block):

@@ -13,7 +13,7 @@ from ..config import UniversalConfig
 from ..io.read import MemorySink
 from ..plan import Want
 from ..stream.checks import Checks
-from ..stream.reader import Reader
+from ..stream.reader import AtomReader
 from ..targets import Target
 from .exchange import default_threads
 
@@ -34,7 +34,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     sinks = [_make_sink(tensor) for tensor in tensors.values()]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
     checks, threads = Checks(), config.threads or default_threads()
-    with Reader(index, checksum=config.verify == "crc") as reader:
+    with AtomReader(index, checksum=config.verify == "crc") as reader:
         checks.add(reader.read_all(wants, sinks, threads))
         if reader.checksum:
             checks.verify(index, Comm(), threads=threads)

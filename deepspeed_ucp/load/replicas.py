@@ -11,7 +11,7 @@ import torch
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
-from ..stream.reader import Reader
+from ..stream.reader import AtomReader
 from ..stream.samples import stages_agree
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -38,7 +38,7 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     """
 
     def compare_share() -> list[_Gap]:
-        with Reader(index, checksum=False) as reader:
+        with AtomReader(index, checksum=False) as reader:
             parts = _list_parts(atoms)[comm.rank :: comm.size]
             return _keep_largest([gap for part in parts for gap in _compare(*part, reader)])
 
@@ -57,7 +57,7 @@ def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
     return parts
 
 
-def _compare(atom: Atom, rank: int, low: int, high: int, reader: Reader) -> list[_Gap]:
+def _compare(atom: Atom, rank: int, low: int, high: int, reader: AtomReader) -> list[_Gap]:
     first, other = (reader.read_elements(atom, shard, low, high) for shard in (0, rank))
     if first == other:
         return []

@@ -2,7 +2,7 @@
 
 from .claims import Blocks, Claim, address_claims, list_claims, make_claims
 from .load import LoadPlan, Round, make_plan
-from .locate import Piece, View, Want, locate
+from .locate import Extent, View, Want, locate
 from .requests import DISCARD, Part, Request
 from .resolve import OwnerPlan, Send, decide
 
@@ -10,10 +10,10 @@ __all__ = [
     "DISCARD",
     "Blocks",
     "Claim",
+    "Extent",
     "LoadPlan",
     "OwnerPlan",
     "Part",
-    "Piece",
     "Request",
     "Round",
     "Send",

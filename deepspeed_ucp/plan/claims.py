@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..atoms import Record
-from .locate import Piece, Want, cut_blocks, locate
+from .locate import Extent, Want, cut_blocks, locate
 from .requests import MAX_PARTS, Part, Request
 
 Table = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class Claim:
         return self.offset + (self.count - 1) * self.step + self.run
 
 
-def make_claims(pieces: Iterable[Piece], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:
+def make_claims(pieces: Iterable[Extent], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:
     """A rank's claims, ordered by record and offset; neighbouring pieces of a block are one claim.
 
     Args:
@@ -67,7 +67,7 @@ def make_claims(pieces: Iterable[Piece], is_fresh: Callable[[int], bool], block:
         is_fresh: whether a buffer is memory that is not part of the engine yet.
         block: bytes per block.
     """
-    found: dict[tuple[int, bool, int], list[Piece]] = defaultdict(list)
+    found: dict[tuple[int, bool, int], list[Extent]] = defaultdict(list)
     for whole in pieces:
         fresh = is_fresh(whole.buffer)
         for piece in cut_blocks(whole, block):
@@ -89,10 +89,10 @@ def list_requests(wants: Iterable[Want], block: int = _ENDLESS) -> list[Request]
     return [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in claims]
 
 
-def _join(record: int, fresh: bool, pieces: list[Piece]) -> Iterable[Claim]:
+def _join(record: int, fresh: bool, pieces: list[Extent]) -> Iterable[Claim]:
     """Claims of one block: contiguous pieces that follow each other are joined."""
     pieces.sort(key=lambda piece: piece.run.src)
-    run: list[Piece] = []
+    run: list[Extent] = []
     for piece in pieces:
         if not piece.is_contiguous:
             yield _claim(record, fresh, [piece])
@@ -105,11 +105,11 @@ def _join(record: int, fresh: bool, pieces: list[Piece]) -> Iterable[Claim]:
         yield _claim(record, fresh, run)
 
 
-def _end(piece: Piece) -> int:
+def _end(piece: Extent) -> int:
     return piece.run.src * piece.itemsize + piece.nbytes
 
 
-def _claim(record: int, fresh: bool, pieces: list[Piece]) -> Claim:
+def _claim(record: int, fresh: bool, pieces: list[Extent]) -> Claim:
     offset, parts = pieces[0].run.src * pieces[0].itemsize, tuple(map(_part, pieces))
     nbytes = sum(part.nbytes for part in parts)
     if pieces[0].is_contiguous:
@@ -118,7 +118,7 @@ def _claim(record: int, fresh: bool, pieces: list[Piece]) -> Claim:
     return Claim(record, offset, run.width * itemsize, run.src_step * itemsize, run.count, fresh, parts)
 
 
-def _part(piece: Piece) -> Part:
+def _part(piece: Extent) -> Part:
     run = piece.run
     if run.count == 1 or run.dst_step == run.width:
         return Part(piece.nbytes, piece.buffer, run.dst)

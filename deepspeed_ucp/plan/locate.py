@@ -43,7 +43,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Extent:
     """Elements of a record that go to a buffer: runs, with ``src`` in elements of the record, ``dst`` of the buffer."""
 
     record: int
@@ -61,7 +61,7 @@ class Piece:
         """The runs follow each other in the record."""
         return self.run.count == 1 or self.run.src_step == self.run.width
 
-    def split(self) -> Iterator[Piece]:
+    def split(self) -> Iterator[Extent]:
         """The same with every piece contiguous in the record."""
         run = self.run
         if self.is_contiguous:
@@ -69,7 +69,7 @@ class Piece:
             return
         for number in range(run.count):
             one = Run(run.src + number * run.src_step, run.dst + number * run.dst_step, run.width)
-            yield Piece(self.record, self.buffer, self.itemsize, one)
+            yield Extent(self.record, self.buffer, self.itemsize, one)
 
 
 def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
     return tuple(range(len(source.shards)))
 
 
-def locate(want: Want) -> Iterator[Piece]:
+def locate(want: Want) -> Iterator[Extent]:
     """The pieces that hold a want, source shard by source shard, in element order."""
     itemsize = ITEMSIZE[want.atom.dtype]
     for shard, runs in _copy_runs(want):
@@ -92,7 +92,7 @@ def locate(want: Want) -> Iterator[Piece]:
                 src = part.src - fragment.start + fragment.offset // itemsize
                 dst = part.dst - want.start + want.offset
                 moved = Run(src, dst, part.width, part.count, part.src_step, part.dst_step)
-                yield Piece(fragment.record, want.buffer, itemsize, moved)
+                yield Extent(fragment.record, want.buffer, itemsize, moved)
 
 
 def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
@@ -115,7 +115,7 @@ def _meet(fragments: tuple[Fragment, ...], run: Run) -> Iterator[tuple[Fragment,
             yield fragment, part
 
 
-def cut_blocks(piece: Piece, block: int) -> Iterable[Piece]:
+def cut_blocks(piece: Extent, block: int) -> Iterable[Extent]:
     """Cut a piece where the record's blocks of ``block`` bytes begin."""
     step = block // piece.itemsize
     run = piece.run
@@ -126,4 +126,4 @@ def cut_blocks(piece: Piece, block: int) -> Iterable[Piece]:
         return
     for number in range(first_block, last_block + 1):
         for part in restrict_source(run, number * step, (number + 1) * step):
-            yield Piece(piece.record, piece.buffer, piece.itemsize, part)
+            yield Extent(piece.record, piece.buffer, piece.itemsize, part)

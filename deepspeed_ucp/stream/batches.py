@@ -9,7 +9,7 @@ from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.threads import run_threads
 from ..plan.conversion import Batch, Range
-from .reader import Item, Reader
+from .reader import AtomReader, Item
 from .wholes import Whole
 
 _ALIGNMENT = 16
@@ -20,7 +20,7 @@ _ALIGNMENT = 16
 class Source:
     """What is read from: a checkpoint, and what the batches' output numbers mean in it."""
 
-    reader: Reader
+    reader: AtomReader
     wholes: Sequence[Whole]
 
     def measure(self, batch: Batch) -> int:

@@ -34,7 +34,7 @@ class Item:
         return self.whole.want(self.start, self.numel, buffer, shard)
 
 
-class Reader(RecordReader):
+class AtomReader(RecordReader):
     """Reads wants of one rank alone; several threads may use it at once.
 
     Args:

@@ -11,7 +11,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.cast import cast
-from .reader import Reader
+from .reader import AtomReader
 
 _PER_FILE, _PER_SHARD = 48, 64
 _TOLERATED = 0.1
@@ -44,7 +44,7 @@ def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> Non
             for fragment in shard.fragments:
                 entry = _Sample(atom, twin, rank, fragment)
                 by_file.setdefault(index.stored.records[fragment.record].file, []).append(entry)
-    with Reader(index, checksum=False) as reader:
+    with AtomReader(index, checksum=False) as reader:
         for file in sorted(by_file)[comm.rank :: comm.size]:
             _check_file(reader, file, by_file[file])
 
@@ -59,7 +59,7 @@ class _Sample:
     fragment: Fragment
 
 
-def _check_file(reader: Reader, file: int, entries: list[_Sample]) -> None:
+def _check_file(reader: AtomReader, file: int, entries: list[_Sample]) -> None:
     index, differing, first, total = reader.index, 0, "", 0
     for entry, position in _spread(entries):
         total += 1
@@ -111,11 +111,11 @@ def stages_agree(name: str, index: AtomicIndex) -> bool:
     """Whether the copies that several pipeline stages hold of a parameter agree at some elements of each shard."""
     atoms = [index.find(name, MASTER, at) or index.find(name, MODULE, at) for at in range(index.model.instances[name])]
     held = [atom for atom in atoms if atom]
-    with Reader(index, checksum=False) as reader:
+    with AtomReader(index, checksum=False) as reader:
         return all(_agree(held[0], atom, reader) for atom in held[1:])
 
 
-def _agree(first: Atom, other: Atom, reader: Reader) -> bool:
+def _agree(first: Atom, other: Atom, reader: AtomReader) -> bool:
     if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
         return False
     return all(

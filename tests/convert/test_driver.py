@@ -22,7 +22,7 @@ from deepspeed_ucp.convert.outputs import check_paths
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.stream.reader import Reader
+from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.stream.wholes import settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, get_field, temporary_folder
@@ -65,7 +65,7 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
         assert list_bytes(source) == before
         again = open_checkpoint(str(to), Comm())
         wholes = settle_wholes(again)
-        with Reader(again) as reader:
+        with AtomReader(again) as reader:
             assert check_atoms(reader, wholes.atoms, held, None) > 0
         assert report.tensors == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
@@ -415,7 +415,7 @@ def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
     index = open_checkpoint(str(path), Comm())
     convert_index(index, str(path), str(tmp_path / "out"), Comm(), OPTIONS)
     again = open_checkpoint(str(tmp_path / "out"), Comm())
-    with Reader(again) as reader:
+    with AtomReader(again) as reader:
         for name, states in state.atoms.items():
             for kind, value in states.items():
                 whole = settle_wholes(again).atoms[AtomKey(name, kind)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
 from deepspeed_ucp.forecast.ranks import plan_ranks
-from deepspeed_ucp.plan import DISCARD, Blocks, Claim, LoadPlan, Part, Piece, Want, locate, make_claims
+from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, Want, locate, make_claims
 
 STAGE = 1000
 """Buffer number of the staging memory."""
@@ -31,7 +31,7 @@ class Planned:
 
 
 def plan_pieces(
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[Extent]],
     records: Sequence[Record],
     *,
     block: int = 1 << 20,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import Atom, Record
 from deepspeed_ucp.patterns import Run
-from deepspeed_ucp.plan import DISCARD, Claim, Part, Piece, Request, Send, Want
+from deepspeed_ucp.plan import DISCARD, Claim, Extent, Part, Request, Send, Want
 from deepspeed_ucp.plan.requests import MAX_PARTS
 from tests.plan.planning import STAGE, Planned, carry_out, make_atom, plan_pieces, plan_wants
 from tests.reshard import examples
@@ -168,7 +168,7 @@ def test_wanting_nothing_reads_nothing() -> None:
 
 def test_rows_of_a_run_go_to_places_apart() -> None:
     """Contiguous in the record, every other pair of elements in the buffer."""
-    plan = plan_pieces([[Piece(0, 7, 4, Run(1, 10, 2, 3, 2, 4))]], [Record(0, 0, 32, 0)]).plans[0]
+    plan = plan_pieces([[Extent(0, 7, 4, Run(1, 10, 2, 3, 2, 4))]], [Record(0, 0, 32, 0)]).plans[0]
     assert Request(0, 4, 24, (Part(24, 7, 10, 8, 4),)) in plan.direct
     assert plan.rounds == ()
 
@@ -195,7 +195,7 @@ def test_what_two_ranks_want_is_read_by_the_owner_and_sent_to_both() -> None:
 
 def test_runs_that_interleave_are_sent_as_runs() -> None:
     """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
-    pieces = [[Piece(0, 0, 4, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
+    pieces = [[Extent(0, 0, 4, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
     plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
     assert plans[0].rounds[0].sends == ((Send(0, 8, 16, 2, True),), (Send(8, 8, 16, 2, True),))
     assert plans[1].rounds[0].receives[0] == (Claim(0, 8, 8, 16, 2, True, (Part(16, 0, 0),)),)
@@ -269,7 +269,7 @@ def runs(draw: st.DrawFn, numel: int) -> Run:
 
 
 @st.composite
-def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Piece]], list[int]]:
+def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Extent]], list[int]]:
     """Records, each rank's pieces, and the elements of each rank's memory; every piece has a buffer of its own."""
     numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
@@ -279,7 +279,7 @@ def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Piece]], list[int]
         for _ in range(draw(st.integers(0, 6))):
             record = draw(st.integers(0, len(records) - 1))
             run = draw(runs(numels[record]))
-            mine.append(Piece(record, place, ITEM, run))
+            mine.append(Extent(record, place, ITEM, run))
             place += (run.count - 1) * max(run.dst_step, run.width) + run.width
         pieces.append(mine)
         sizes.append(place)
@@ -294,7 +294,7 @@ def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Piece]], list[int]
     fresh=st.sets(st.integers(0, 60)),
 )
 def test_random_claims_of_several_ranks(
-    demand: tuple[list[Record], list[list[Piece]], list[int]], window: int, min_direct: int, fresh: set[int]
+    demand: tuple[list[Record], list[list[Extent]], list[int]], window: int, min_direct: int, fresh: set[int]
 ) -> None:
     records, pieces, sizes = demand
     planned = plan_pieces(
@@ -313,7 +313,7 @@ def test_random_claims_of_several_ranks(
     check_fresh(planned, fresh)
 
 
-def expect(pieces: Sequence[Piece], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+def expect(pieces: Sequence[Extent], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
     """What a rank's memory holds in the end, element by element."""
     memory = np.zeros(nbytes // ITEM, np.uint32)
     for piece in pieces:
@@ -355,7 +355,7 @@ def check_fresh(planned: Planned, fresh: set[int]) -> None:
 @examples(60)
 @given(demand=demands(), window=st.sampled_from((32, 100, 1 << 20)))
 def test_an_owner_reads_only_blocks_of_its_own_for_others(
-    demand: tuple[list[Record], list[list[Piece]], list[int]], window: int
+    demand: tuple[list[Record], list[list[Extent]], list[int]], window: int
 ) -> None:
     records, pieces, _ = demand
     planned = plan_pieces(pieces, records, block=BLOCK, window=window)

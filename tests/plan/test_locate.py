@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import Atom, Fragment, Shard
 from deepspeed_ucp.patterns import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
-from deepspeed_ucp.plan import Piece, View, Want, locate
+from deepspeed_ucp.plan import Extent, View, Want, locate
 from deepspeed_ucp.plan.locate import cut_blocks
 from tests.plan.planning import make_atom
 from tests.reshard import examples
@@ -26,9 +26,9 @@ def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> At
 def test_without_a_view_fragments_are_found_by_their_starts() -> None:
     atom = make_atom("w", 10, (0, 4, 0, 0), (4, 3, 1, 16), (7, 3, 0, 16))
     assert list(locate(Want(atom, 2, 7, buffer=5, offset=100))) == [
-        Piece(0, 5, 4, Run(2, 100, 2)),
-        Piece(1, 5, 4, Run(4, 102, 3)),
-        Piece(0, 5, 4, Run(4, 105, 2)),
+        Extent(0, 5, 4, Run(2, 100, 2)),
+        Extent(1, 5, 4, Run(4, 102, 3)),
+        Extent(0, 5, 4, Run(4, 105, 2)),
     ]
 
 
@@ -41,7 +41,7 @@ def test_no_elements_are_nowhere(start: int) -> None:
 def test_positions_count_elements_of_the_stored_dtype() -> None:
     atom = make_atom("w", 4, (0, 4, 3, 10), dtype="bfloat16")
     (piece,) = locate(Want(atom, 1, 2, 0, 7))
-    assert piece == Piece(3, 0, 2, Run(6, 7, 2))
+    assert piece == Extent(3, 0, 2, Run(6, 7, 2))
     assert (piece.nbytes, piece.is_contiguous) == (4, True)
 
 
@@ -49,14 +49,14 @@ def test_rows_of_all_shards_follow_each_other() -> None:
     atom = make_shards([(1, 3), (2, 3)])
     source, target = ShardV().join([(1, 3), (2, 3)]), whole((3, 3))
     view = View(source, target, 0, (0, 1))
-    assert list(locate(Want(atom, 1, 7, 0, 0, view))) == [Piece(0, 0, 4, Run(3, 0, 2)), Piece(1, 0, 4, Run(2, 2, 5))]
+    assert list(locate(Want(atom, 1, 7, 0, 0, view))) == [Extent(0, 0, 4, Run(3, 0, 2)), Extent(1, 0, 4, Run(2, 2, 5))]
 
 
 def test_columns_are_runs() -> None:
     atom = make_shards([(3, 4)])
     source, target = whole((3, 4)), ShardH().cut((3, 4), [(3, 3), (3, 1)])
     assert list(locate(Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,))))) == [
-        Piece(0, 0, 4, Run(5, 10, 1, 3, 4, 1))
+        Extent(0, 0, 4, Run(5, 10, 1, 3, 4, 1))
     ]
 
 
@@ -149,7 +149,7 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
     assert memory.tolist() == [-9, -9, *expected[start : start + numel], -9]
 
 
-def check_blocks(piece: Piece, block: int) -> None:
+def check_blocks(piece: Extent, block: int) -> None:
     """Cut at blocks, a piece moves the same elements, and no part of it is in two blocks."""
     parts = list(cut_blocks(piece, block))
     assert sorted(pair for part in parts for pair in moves(part)) == sorted(moves(piece))
@@ -157,7 +157,7 @@ def check_blocks(piece: Piece, block: int) -> None:
         assert len({4 * src // block for src, _ in moves(part)}) == 1
 
 
-def moves(piece: Piece) -> list[tuple[int, int]]:
+def moves(piece: Extent) -> list[tuple[int, int]]:
     run = piece.run
     return [
         (run.src + row * run.src_step + column, run.dst + row * run.dst_step + column)

@@ -17,7 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
 from deepspeed_ucp.stream.checks import Checks
-from deepspeed_ucp.stream.reader import Item, Reader
+from deepspeed_ucp.stream.reader import AtomReader, Item
 from deepspeed_ucp.stream.wholes import Whole, settle_wholes
 from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder
@@ -38,7 +38,7 @@ def rules_of(held: Held) -> Any:
     return from_config(make_config(held.model).patterns)
 
 
-def read_whole(reader: Reader, whole: Whole, step: int | None = None, checks: Checks | None = None) -> torch.Tensor:
+def read_whole(reader: AtomReader, whole: Whole, step: int | None = None, checks: Checks | None = None) -> torch.Tensor:
     """A logical tensor, read in ranges of ``step`` elements."""
     checks = checks or Checks()
     data = bytearray(whole.nbytes)
@@ -54,7 +54,7 @@ def read_whole(reader: Reader, whole: Whole, step: int | None = None, checks: Ch
 
 
 def check_atoms(
-    reader: Reader,
+    reader: AtomReader,
     wholes: Mapping[tuple[str, str], Whole],
     held: Held,
     step: int | None,
@@ -81,7 +81,7 @@ def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
         index = open_held(trip.source, folder)
         wholes = settle_wholes(index, rules_of(trip.source))
         assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.atoms)
-        with Reader(index) as reader:
+        with AtomReader(index) as reader:
             checks = Checks()
             assert check_atoms(reader, wholes.atoms, trip.source, step, checks) > 0
         checks.verify(index, Comm())
@@ -96,7 +96,7 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     index = open_held(held, tmp_path)
     wholes = settle_wholes(index, rules_of(held))
     checks = Checks()
-    with Reader(index) as reader:
+    with AtomReader(index) as reader:
         for whole in wholes.atoms.values():
             read_whole(reader, whole, 7, checks)
     touched = {check.record for check in checks.read}
@@ -117,7 +117,7 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
         for whole in sorted(wholes.atoms.values(), key=lambda whole: whole.place)
         if whole.state == MASTER
     ]
-    with Reader(index) as reader:
+    with AtomReader(index) as reader:
         reader.read_items(items)
     groups = len({(index.stored.records[item.whole.place[0]].file, item.whole.place[0]) for item in items})
     assert len(calls) == groups < len(items)
@@ -132,7 +132,7 @@ def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
     wholes = settle_wholes(index, rules_of(held))
     with (
-        Reader(index) as reader,
+        AtomReader(index) as reader,
         pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
     ):
         read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
@@ -151,7 +151,7 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
         for rule in patterns["rules"]
     ]
     wholes = settle_wholes(index, from_config(patterns))
-    with Reader(index) as reader:
+    with AtomReader(index) as reader:
         found = read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
     both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
     assert torch.equal(found, torch.stack(both).double().mean(0).float())
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     data[record.offset + offset] ^= 1
     path.write_bytes(data)
     checks = Checks()
-    with Reader(index) as reader:
+    with AtomReader(index) as reader:
         read_whole(reader, whole, checks=checks)
     with pytest.raises(CheckpointError, match="CRC32"):
         checks.verify(index, Comm())
