@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 900  # seconds for the tests of one mutant
+TIMEOUT = 300  # seconds for the tests of one mutant
+_MEMORY = 6 << 30  # bytes of address space
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def run_tests(tests: list[str], root: Path) -> int:
     if child == 0:
         os.setsid()
         os.chdir(root)
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # a loop without end may fill it
         sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "deepspeed_ucp")]:
             del sys.modules[name]
@@ -73,7 +76,7 @@ def run_tests(tests: list[str], root: Path) -> int:
             os.dup2(output.fileno(), 2)
         import pytest
 
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-o", "timeout=120", *tests]))
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-o", "timeout=60", *tests]))
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -177,6 +177,14 @@ def test_claims_take_what_several_ranks_hold_from_one_of_them():
         np.testing.assert_array_equal(got, expected)
 
 
+def test_claims_may_begin_inside_of_what_a_rank_holds():
+    """Ranks 0 and 1 both hold elements 2 and 3; 0 gives the first of them, 1 the second."""
+    shards, claims = ((((0, 4),),), (((2, 6),),)), ((((0, 3),),), (((3, 6),),))
+    layout = Layout((6,), (6,), shards, ((4,), (4,)), claims=claims)
+    assert find_faults(layout) == []
+    assert [copy_runs(layout, rank, whole((6,)), 0, 0, 6) for rank in (0, 1)] == [(Run(0, 0, 3),), (Run(1, 3, 3),)]
+
+
 ROWS = ((0, 2), (0, 2))
 
 

@@ -46,15 +46,15 @@ def test_a_whole_checkpoint_is_whole_to_all(source: Source, written: Callable[[S
         assert not verdict, verdict.text
 
 
-def is_open(source: Source, fault: Fault, site: str) -> bool:
-    """What is not seen by all, or not by its name, yet."""
-    name = Path(site).name
-    return (
-        fault.name in ("fifo", "dangling-link")
-        or (fault.name == "missing" and ("rank_0_" in name or name == "mp_rank_00_model_states.pt"))
-        or (fault.name == "neighbour" and source.name == "zero3-legacy-bf16")
-        or (name == "step.pt" and fault.name in ("missing", "folder", "another-step"))
-    )
+def is_unseen(source: Source, fault: Fault, site: str) -> bool:
+    """What nothing in the files tells.
+
+    Legacy files do not know their name, and of what ZeRO 3 cuts each rank's part may be anything. An atom's step.pt is
+    for DeepSpeed's own loader alone: the manifest has the step, and does not list the file.
+    """
+    if fault.name == "neighbour" and source.name == "zero3-legacy-bf16":
+        return True
+    return Path(site).name == "step.pt" and fault.name in ("missing", "folder", "dangling-link", "another-step")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
@@ -64,7 +64,7 @@ def test_all_ways_in_say_the_same(
 ) -> None:
     whole = written(source)
     for number, site in enumerate(list_sites(whole)):
-        if is_open(source, fault, site):
+        if is_unseen(source, fault, site):
             continue
         root = tmp_path / str(number)
         folder = root / whole.name
