@@ -92,7 +92,11 @@ def _pick_config(config: Any) -> dict[str, Any]:
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
     kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "expert_parallel")
-    return {key: config[key] for key in kept if key in config and _is_plain(config[key])}
+    found = {key: config[key] for key in kept if isinstance(config.get(key), dict) and _is_plain(config[key])}
+    stage = found.get("zero_optimization", {}).get("stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage!r:.40} in its ds_config")
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -126,7 +130,9 @@ class HeaderReader:
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
         saved = tree.get("module")
-        module = self.read_tensors(saved) if isinstance(saved, dict) else None
+        if saved is not None and not isinstance(saved, dict):
+            raise TypeError(f"{describe(saved)} for the module's state_dict")
+        module = None if saved is None else self.read_tensors(saved)
         shapes = tree.get("param_shapes")
         frozen = tree.get("frozen_param_fragments") or {}
         optimizer = tree.get("optimizer")
