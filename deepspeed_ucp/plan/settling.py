@@ -55,6 +55,8 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
         try:
             found.append(from_universal_info(info, index.run.topology.tp))
         except MismatchError as error:
+            if rules:  # the user's word counts before it; what that leaves open is refused all the same
+                return [*found, *live]
             raise CheckpointError(f"{index.run.state_file}: {error}. Give the model's patterns.") from error
     if index.model.hints.get("args"):
         found.append(from_arguments())

@@ -105,6 +105,8 @@ def test_odd_metadata_is_the_files_fault() -> None:
         CheckpointError, match=r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
     ):
         settle_index(index)
+    rules = from_config([{"match": "b", "pattern": "replicate"}])
+    assert settle_index(index, rules).require().patterns["b"] == Replicate()
 
 
 def test_a_master_is_a_parameters_weight_and_the_modules_tensor_where_there_is_none() -> None:
