@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import engine_ranks
 import pytest
+import torch
 from engine_cases import Case
 
 from deepspeed_ucp.testing import WorldPool
@@ -269,3 +271,28 @@ def test_impossible_batch_size(dp: int, sizes: dict[str, int], words: tuple[str,
     assert kind == "ConfigError"
     for word in words:
         assert word in message
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [(1, "mp_rank_00_model_states.pt"), (1, OPTIM.format(1)), (3, "mp_rank_00_model_states.pt")],
+)
+def test_code_in_a_file_does_not_run(
+    stage: int, name: str, copy: Callable[..., Path], refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    """In the same topology (stage 1), where DeepSpeed's own load would run it, and in another."""
+    folder, sprung = copy(Case(1, 2)), tmp_path / "sprung"
+    saved = torch.load(folder / TAG / name, weights_only=False)
+    torch.save({**saved, "trap": Trap(sprung)}, folder / TAG / name)
+    refuse(folder, Case(stage, 2, config=ON), "CheckpointError", name, "posix.mkdir", "trust_pickle")
+    assert not sprung.exists()
