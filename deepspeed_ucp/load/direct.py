@@ -183,10 +183,10 @@ def _read_saved(
         checks = Checks()
         checks.touch(index.run.client_records if comm.rank == 0 else ())
         checks.verify(index, comm)
-    trust = config.trust_pickle
-    saved = read_client_objects(index.run.state_file, comm, trust_pickle=trust)
+    options = {"trust_pickle": config.trust_pickle, "checked": config.verify == "crc"}
+    saved = read_client_objects(index.run.state_file, comm, **options)
     own = _find_own_file(index, target)
-    saved = comm.run(lambda: saved if own is None else read_objects(own, trust_pickle=trust))
+    saved = comm.run(lambda: saved if own is None else read_objects(own, **options))
     if "global_steps" not in saved and not arguments.load_module_only:  # the same on every rank
         raise CheckpointError(
             f"{index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
