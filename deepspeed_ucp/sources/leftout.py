@@ -5,14 +5,16 @@ from __future__ import annotations
 from ..atoms import MODULE, are_alike, strip_compiled
 from ..errors import CheckpointError, MismatchError, shorten
 from ..patterns import Rule, from_universal_info
-from .atomic.paramfile import Part
+from .atomic.paramfile import UniversalHeaders
 from .builder import Builder, Seat
 from .hints import INFO
 from .module import add_modules
 from .zero import add_frozen_zero3
 
 
-def add_rest(builder: Builder, part: Part, optimized: set[str], notes: list[str]) -> tuple[dict[str, str], str]:
+def add_rest(
+    builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]
+) -> tuple[dict[str, str], str]:
     """Buffers and frozen parameters, from the model states as far as these hold them whole.
 
     Returns:
@@ -36,7 +38,7 @@ def add_rest(builder: Builder, part: Part, optimized: set[str], notes: list[str]
     return aliases, dropped
 
 
-def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
+def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) -> list[str]:
     """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
     ranks = [
         {strip_compiled(raw): piece for raw, piece in (part.save.model(tp).module or {}).items()}
@@ -56,7 +58,7 @@ def _add_replicas(builder: Builder, part: Part, others: set[str]) -> list[str]:
     return lost
 
 
-def _read_shared(part: Part) -> tuple[Rule, ...]:
+def _read_shared(part: UniversalHeaders) -> tuple[Rule, ...]:
     """What the checkpoint says to be alike on all pipeline stages."""
     try:
         return from_universal_info(part.save.model(0).hints.get(INFO), part.save.tp).shared
@@ -64,7 +66,7 @@ def _read_shared(part: Part) -> tuple[Rule, ...]:
         raise CheckpointError(f"{part.save.path(part.save.main)}: {error}.") from error
 
 
-def tell_copies(part: Part) -> list[str]:
+def tell_copies(part: UniversalHeaders) -> list[str]:
     """Parameters of several pipeline stages: the converter joins all stages' files under one name, the last one counts.
 
     Those that the checkpoint says to be alike are taken from the first stage.

@@ -21,7 +21,7 @@ CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NamedOptimizer:
     """What one model-parallel rank's optimizer holds.
 
     Attributes:
@@ -111,7 +111,7 @@ def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping
         )
 
 
-def check_state_shapes(part: Part, path: str) -> None:
+def check_state_shapes(part: NamedOptimizer, path: str) -> None:
     """Refuse states that have the shapes of the parameters in another order.
 
     Raises:

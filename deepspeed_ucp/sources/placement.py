@@ -11,7 +11,7 @@ from ..atoms import count, strip_compiled
 from ..errors import CheckpointError, MismatchError, shorten
 from .family import Save
 from .headers import FileHeader, OptimHeader, Piece
-from .naming import GroupNames, Part, fits, group_sizes, pick_names, tell_misfit
+from .naming import GroupNames, NamedOptimizer, fits, group_sizes, pick_names, tell_misfit
 from .pipeline import TIED
 
 _MAX_TIED = 6
@@ -28,7 +28,7 @@ class _Stage:
     layers: tuple[int, ...]
 
 
-def place_layers(save: Save, live: GroupNames) -> list[Part]:
+def place_layers(save: Save, live: GroupNames) -> list[NamedOptimizer]:
     """What each rank's optimizer holds, for stages that are runs of layers, with tied modules in front.
 
     Args:
@@ -201,7 +201,7 @@ def fit_stage(
 
 def _make_part(
     save: Save, mp: int, stages: Sequence[_Stage], named: Sequence[Sequence[str]], module: _TensorParallelRank
-) -> Part:
+) -> NamedOptimizer:
     stage, header, optim = stages[mp // save.tp], save.models[mp][0], _optim(save, mp)
     groups = fit_stage(named, stage, optim, module.shapes)
     if groups is None:
@@ -213,7 +213,7 @@ def _make_part(
             file = module.tied[key][layer]
             pieces = {f"{TIED}{key}.{strip_compiled(raw)}": piece for raw, piece in (file.layer or {}).items()}
             tensors.update({name: (file, piece) for name, piece in pieces.items()})
-    return Part(header, optim, groups, module.shapes, tensors)
+    return NamedOptimizer(header, optim, groups, module.shapes, tensors)
 
 
 def _writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:

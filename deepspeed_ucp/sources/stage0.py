@@ -17,7 +17,7 @@ from .builder import Builder, Seat
 from .family import Save
 from .headers import Holder, OptimHeader, Piece
 from .module import add_modules, drop_ties, read_module
-from .naming import GroupNames, NamedGroups, Part, check_group_order, check_state_shapes, fit_groups
+from .naming import GroupNames, NamedGroups, NamedOptimizer, check_group_order, check_state_shapes, fit_groups
 from .pipeline import TIED, Known, add_layers, look_at_ranks
 from .placement import place_layers
 from .stages import Stages, name_stages
@@ -88,7 +88,7 @@ def _build_weights(builder: Builder, save: Save, live: GroupNames | None) -> Sta
     return stages, built, add_modules(builder, save, optimized, sharded=False), {}
 
 
-def _name_parts(save: Save, live: GroupNames | None) -> list[Part]:
+def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
     """What every model-parallel rank's optimizer holds, by name.
 
     Raises:
@@ -112,7 +112,9 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[Part]:
         if held is None:
             raise MismatchError(f"{save.path(header)}: holds no optimizer state.")
         groups = fit_groups(held, save.model(mp), module, live, save.path(header))
-        parts.append(Part(header, held, groups, {name: piece.shape for name, piece in module.items()}, tensors))
+        parts.append(
+            NamedOptimizer(header, held, groups, {name: piece.shape for name, piece in module.items()}, tensors)
+        )
     return parts
 
 
@@ -141,7 +143,7 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
     return [[(name, True) for name in names]]
 
 
-def _find_trained(part: Part, live: GroupNames | None) -> dict[str, tuple[int, ...]]:
+def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, tuple[int, ...]]:
     """The parameters that the optimizer trained, with their shapes.
 
     Frozen here, and without states there: older releases hold them in the groups as well.
@@ -153,13 +155,13 @@ def _find_trained(part: Part, live: GroupNames | None) -> dict[str, tuple[int, .
     return {n: part.shapes[n] for n in names if count(part.shapes[n]) and n not in frozen}
 
 
-def _drop_lost(part: Part, trained: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _drop_lost(part: NamedOptimizer, trained: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Those whose master is in the files."""
     lost = set(part.find_lost())
     return {name: shape for name, shape in trained.items() if name not in lost}
 
 
-def _tell_lost(save: Save, parts: Sequence[Part]) -> None:
+def _tell_lost(save: Save, parts: Sequence[NamedOptimizer]) -> None:
     """Without ZeRO an fp32 pipeline's masters lie in the layer files, and a layer with a forward_fn has none."""
     lost = dict.fromkeys(name for part in parts for name in part.find_lost())
     if lost:
@@ -172,7 +174,7 @@ def _tell_lost(save: Save, parts: Sequence[Part]) -> None:
 def _add_part(
     builder: Builder,
     seat: Seat,
-    part: Part,
+    part: NamedOptimizer,
     owned: Mapping[str, tuple[int, ...]],
     ordered: Mapping[str, tuple[int, ...]],
 ) -> Built:
@@ -205,7 +207,9 @@ def _add_part(
     return flats, groups
 
 
-def _add_whole(builder: Builder, seat: Seat, part: Part, name: str, master: tuple[Any, Piece], holder: Holder) -> None:
+def _add_whole(
+    builder: Builder, seat: Seat, part: NamedOptimizer, name: str, master: tuple[Any, Piece], holder: Holder
+) -> None:
     """A parameter with a master and states of its own."""
     header, piece = master
     builder.add(seat, name, MASTER, piece.shape, builder.file(header), piece)
@@ -213,7 +217,9 @@ def _add_whole(builder: Builder, seat: Seat, part: Part, name: str, master: tupl
     builder.add_holder(seat, [Cut(name, 0, piece.numel, 0)], states, piece.numel, builder.file(part.header))
 
 
-def _add_fused(builder: Builder, seat: Seat, part: Part, held: Sequence[tuple[str, ...]]) -> tuple[FlatBuffer, ...]:
+def _add_fused(
+    builder: Builder, seat: Seat, part: NamedOptimizer, held: Sequence[tuple[str, ...]]
+) -> tuple[FlatBuffer, ...]:
     """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
     file = builder.file(part.header)
     flats = []

@@ -40,7 +40,7 @@ class ParamHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UniversalHeaders:
     """What a converted folder's headers say.
 
     Attributes:

@@ -29,7 +29,7 @@ from ..hints import join_hints
 from ..index import find_precision, name_optimizer
 from ..leftout import add_rest, tell_copies
 from ..refused import describe_offload
-from .paramfile import ParamHeader, Part
+from .paramfile import ParamHeader, UniversalHeaders
 
 _STEP = "step"
 
@@ -49,7 +49,7 @@ class _Owned:
     flats: dict[str, int | None] = field(default_factory=dict)
 
 
-def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
+def build_united(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     """The atomic view, and what has to be told of it.
 
     Raises:
@@ -108,7 +108,7 @@ def build_united(part: Part) -> tuple[AtomicIndex, list[str]]:
     ), notes
 
 
-def _list_owned(part: Part) -> _Owned:
+def _list_owned(part: UniversalHeaders) -> _Owned:
     """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
     owned, total = _Owned(), sum(map(len, part.optim.params))
     for mp in range(len(part.save.models)):
@@ -126,7 +126,7 @@ def _list_owned(part: Part) -> _Owned:
     return owned
 
 
-def _add_param(builder: Builder, part: Part, name: str, owned: _Owned) -> None:
+def _add_param(builder: Builder, part: UniversalHeaders, name: str, owned: _Owned) -> None:
     shapes, held = owned.shapes[name], part.params.get(name, {})
     master = held.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
@@ -154,7 +154,7 @@ def _file(builder: Builder, header: ParamHeader) -> int:
     return builder.file(FileHeader(header.name, header.size, crc=header.crc))
 
 
-def _find_shape(part: Part, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
+def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
     """A parameter's logical shape. Stage 3 without tensor parallelism is written flat, a vocabulary without padding."""
     local = shapes[min(shapes)]
     if part.save.tp > 1 or piece.shape == local:
@@ -169,7 +169,7 @@ def _find_shape(part: Part, header: ParamHeader, piece: Piece, shapes: Mapping[i
     )
 
 
-def _check_states(part: Part, owned: _Owned) -> None:
+def _check_states(part: UniversalHeaders, owned: _Owned) -> None:
     """Parameters of one flat buffer have the same states; a group that no gradient has reached has none at all.
 
     Raises:
@@ -198,7 +198,7 @@ def _check_states(part: Part, owned: _Owned) -> None:
         )
 
 
-def _add_steps(builder: Builder, part: Part, owned: _Owned, notes: list[str]) -> None:
+def _add_steps(builder: Builder, part: UniversalHeaders, owned: _Owned, notes: list[str]) -> None:
     """The optimizer's scalars: of files below stage 3, of rank 0's states there."""
     trained = [name for name in owned.shapes if set(part.params.get(name, {})) - {MASTER}]
     file = builder.file(part.save.main)
@@ -220,7 +220,7 @@ def _add_steps(builder: Builder, part: Part, owned: _Owned, notes: list[str]) ->
         notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
 
 
-def _add_sharded(builder: Builder, part: Part, name: str, flat: int, file: int) -> None:
+def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int, file: int) -> None:
     holders = part.optim.holders
     if flat >= len(holders):
         raise CheckpointError(
@@ -235,7 +235,7 @@ def _add_sharded(builder: Builder, part: Part, name: str, flat: int, file: int) 
         builder.irregular.setdefault(f"{name}.{state}", kind)
 
 
-def _make_groups(part: Part, owned: _Owned, notes: list[str]) -> tuple[GroupInfo, ...]:
+def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tuple[GroupInfo, ...]:
     """Param groups with their parameters; none where a pipeline's stages have different ones."""
     hypers = part.optim.groups
     if len(hypers) > 1 and None in owned.flats.values():
@@ -252,7 +252,7 @@ def _make_groups(part: Part, owned: _Owned, notes: list[str]) -> tuple[GroupInfo
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
 
 
-def _record_cuts(part: Part, owned: _Owned) -> dict[str, dict[str, Any]]:
+def _record_cuts(part: UniversalHeaders, owned: _Owned) -> dict[str, dict[str, Any]]:
     """How the converter joined tensor-parallel shards, where its files say so; without any it says nothing."""
     if part.save.tp == 1:
         return {}

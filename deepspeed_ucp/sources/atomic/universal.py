@@ -18,7 +18,7 @@ from ..family import Save, arrange, find_strangers, name_model_files
 from ..files import MANIFEST, ZERO, Listing, sort_files
 from ..findings import WARNING, Finding, make_error
 from ..reading import read_file
-from .paramfile import ParamHeader, Part, read_optimizer_file, read_param_file
+from .paramfile import ParamHeader, UniversalHeaders, read_optimizer_file, read_param_file
 from .united import build_united
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
@@ -42,7 +42,7 @@ def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[Atom
     gathered = {name: held for part in parts for name, held in part.items()}
     optim, stage = comm.once(lambda: read_optimizer_file(folder, OPTIMIZER))
     save = _read_models(folder, sizes, stage, comm)
-    part = Part(folder, save, optim, stage, {strip_compiled(name): gathered[name] for name in params})
+    part = UniversalHeaders(folder, save, optim, stage, {strip_compiled(name): gathered[name] for name in params})
     index, notes = comm.run(lambda: build_united(part))
     return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes]
 
