@@ -84,14 +84,8 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
 
 
-def is_zip(path: str) -> bool:
-    """Whether a ``torch.save`` file is in the zip format (which can be memory-mapped), not the legacy one."""
-    with open_file(path) as stream:
-        return starts_zip(stream)
-
-
 def starts_zip(stream: BinaryIO) -> bool:
-    """The same of an open file."""
+    """Whether an open file is in the zip format, not the legacy one."""
     stream.seek(0)
     return stream.read(2) == LOCAL_MAGIC[:2]
 

@@ -73,12 +73,12 @@ class _Writer:
             return
         save = _SAVERS.get(type(value))
         if save is None:
-            self._emit(encode_atom(value))
+            self._emit(_encode_atom(value))
         else:
             save(self, value)
 
     def _save_atom(self, value: Any) -> None:
-        self._emit(encode_atom(value))
+        self._emit(_encode_atom(value))
         self._put(value)
 
     def _save_list(self, value: list[Any]) -> None:
@@ -191,7 +191,7 @@ def _number(short: bytes, long: bytes, index: int) -> bytes:
     return short + bytes([index]) if index < 256 else long + struct.pack("<I", index)
 
 
-def encode_atom(value: Any) -> bytes:
+def _encode_atom(value: Any) -> bytes:
     """Opcodes that push a value without parts.
 
     Raises:
