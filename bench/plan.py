@@ -182,9 +182,14 @@ class ScriptedComm(Comm):
         self.rank, self.size, self.mask = rank, size, mask
         self._told, self._swapped = iter(told), iter(swapped)
 
-    def agree(self, error: Exception | None) -> None:
-        if error is not None:
-            raise error
+    def run(self, work: Any) -> Any:
+        return work()
+
+    def once(self, work: Any) -> Any:
+        return work()
+
+    def each(self, work: Any) -> list[Any]:
+        return self.gather(work())
 
     def gather(self, value: Any) -> list[Any]:
         answer = next(self._told, None)
