@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..atoms import MODULE, are_alike, strip_compiled
-from ..errors import CheckpointError, MismatchError, shorten
+from ..errors import MismatchError, shorten
 from ..patterns import Rule, from_universal_info
 from .atomic.paramfile import UniversalHeaders
 from .builder import Builder, Seat
@@ -62,8 +62,8 @@ def _read_shared(part: UniversalHeaders) -> tuple[Rule, ...]:
     """What the checkpoint says to be alike on all pipeline stages."""
     try:
         return from_universal_info(part.save.model(0).hints.get(INFO), part.save.tp).shared
-    except MismatchError as error:
-        raise CheckpointError(f"{part.save.path(part.save.main)}: {error}.") from error
+    except MismatchError:
+        return ()
 
 
 def tell_copies(part: UniversalHeaders) -> list[str]:
