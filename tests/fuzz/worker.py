@@ -43,6 +43,7 @@ class TooSlow(BaseException):
 def serve(connection: Connection) -> None:
     """Run what the other end asks for, until it goes away."""
     _limit()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end says what there is to say
     with tempfile.TemporaryDirectory(prefix="ucp-fuzz-") as root:
         os.environ["TMPDIR"] = tempfile.tempdir = root
         while True:
