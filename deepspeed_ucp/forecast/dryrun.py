@@ -16,7 +16,9 @@ from ..errors import ConfigError, MismatchError
 from ..patterns import RuleSet
 from ..plan.claims import list_claims
 from ..plan.limits import describe_irregular, describe_unreadable
+from ..plan.locate import Want
 from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
+from ..plan.wants import Wants
 from ..sources.files import MANIFEST, list_sizes
 from ..topology import find_differences
 from ..torchsave.torchfile import read_header
@@ -187,9 +189,10 @@ def measure(
     share = find_share(window, block)
     threads = min(config.threads or 32, max(window // (4 * BLOCK), 1))
     sampler = Sampler(index, target, block, min_direct)
-    run.exact = is_cheap(target, block) if exact is None else exact
-    if run.exact:
-        run.ranks = _measure_all(index, target, share, threads, block, min_direct)
+    wants = list_all_wants(target, exact, block)
+    run.exact = bool(wants)
+    if wants:
+        run.ranks = _measure_all(index, target, wants, share, threads, block, min_direct)
     else:
         each = max(sampler.count_bytes() // block // target.ranks, 1)
         for rank in choose_ranks(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES)):
@@ -198,18 +201,24 @@ def measure(
     run.totals = _sum_up(index, target, run, sampler)
 
 
-def is_cheap(target: ForecastTarget, block: int = BLOCK) -> bool:
-    """Whether planning all ranks takes seconds."""
-    if target.ranks > MOST_RANKS:
-        return False
+def list_all_wants(target: ForecastTarget, exact: bool | None, block: int = BLOCK) -> list[Wants]:
+    """What every rank wants; empty where only a sample of them is planned (``exact`` None: where all take long)."""
+    if exact is False or (exact is None and target.ranks > MOST_RANKS):
+        return []
+    found: list[Wants] = []
     claims = 0
     for rank in range(target.ranks):
-        wants = target.wants(rank).wants
-        shards = sum(len(want.view.shards) if want.view else 1 for want in wants)
-        claims += shards + sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants) // block
-        if claims > MOST_CLAIMS:
-            return False
-    return True
+        found.append(target.wants(rank))
+        claims += _count_claims(found[-1].wants, block)
+        if exact is None and claims > MOST_CLAIMS:
+            return []
+    return found
+
+
+def _count_claims(wants: Sequence[Want], block: int) -> int:
+    """About as many claims as they make: one per shard, and per block."""
+    shards = sum(len(want.view.shards) if want.view else 1 for want in wants)
+    return shards + sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants) // block
 
 
 def choose_ranks(world: int, samples: int) -> list[int]:
@@ -219,13 +228,16 @@ def choose_ranks(world: int, samples: int) -> list[int]:
 
 
 def _measure_all(
-    index: AtomicIndex, target: ForecastTarget, share: int, threads: int, block: int, min_direct: int
+    index: AtomicIndex,
+    target: ForecastTarget,
+    wants: Sequence[Wants],
+    share: int,
+    threads: int,
+    block: int,
+    min_direct: int,
 ) -> list[RankFigures]:
-    claims, stage = [], 0
-    for rank in range(target.ranks):
-        wants = target.wants(rank)
-        claims.append(list_claims(wants.wants, wants.is_fresh, block))
-        stage = max(stage, len(wants.sinks))
+    claims = [list_claims(each.wants, each.is_fresh, block) for each in wants]
+    stage = max(len(each.sinks) for each in wants)
     plans = plan_ranks(claims, index.stored.records, block=block, share=share, min_direct=min_direct, stage=stage)
     files = [record.file for record in index.stored.records]
     found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans))

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet
 from ..plan.match import Match, pick_instance
 from ..plan.settling import Shapes, list_weights, settle_index
-from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, list_states, list_wants
+from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_states, list_wants
 from .degrees import Degrees
 from .split import TIED, Stages, find_layer, place_stages
 
@@ -33,11 +34,13 @@ class ModelRank:
     Attributes:
         match: its parameters, of several pipeline stages' the instance that this one takes.
         flats: buffers that the optimizer owns.
+        states: per flat buffer the optimizer states, with their dtypes.
         tensors: what no optimizer owns, a buffer each.
     """
 
     match: Match
     flats: tuple[FlatBuffer, ...]
+    states: tuple[Mapping[str, str], ...]
     tensors: tuple[FlatBuffer, ...]
 
 
@@ -51,7 +54,6 @@ class ForecastTarget:
         model_ranks: by model-parallel rank ``stage * tp + tp_rank``.
         layouts: how source and target cut each parameter, by name; empty where neither cuts any.
         atoms: what is taken of each parameter, the weight first.
-        states: the optimizer states of each parameter.
         assumed: what only the live model tells, and what was assumed instead.
         origin: what settled the patterns → how many parameters.
     """
@@ -61,7 +63,6 @@ class ForecastTarget:
     model_ranks: tuple[ModelRank, ...]
     layouts: Layouts
     atoms: Mapping[ParamKey, tuple[Atom, ...]]
-    states: Mapping[ParamKey, set[str]]
     assumed: tuple[str, ...]
     origin: Mapping[str, int]
 
@@ -84,7 +85,10 @@ class ForecastTarget:
     def lay_out(self, rank: int) -> TargetLayout:
         """What a rank holds."""
         held, (_, dp_rank, tp_rank) = self.model_rank(rank), self.place(rank)
-        flats = [HeldBuffer(flat, flat.find_part(dp_rank), self.degrees.master) for flat in held.flats]
+        flats = [
+            HeldBuffer(flat, flat.find_part(dp_rank), self.degrees.master, states)
+            for flat, states in zip(held.flats, held.states, strict=True)
+        ]
         tensors = [HeldBuffer(each, each.find_part(dp_rank), self.find_dtype(held, each)) for each in held.tensors]
         return TargetLayout(tp_rank, flats, tensors)
 
@@ -95,7 +99,7 @@ class ForecastTarget:
     def wants(self, rank: int) -> Wants:
         """What a rank wants of the checkpoint."""
         match = self.model_rank(rank).match
-        return list_wants(self.index, self.lay_out(rank), match, self.layouts, with_states=True, states=self.states)
+        return list_wants(self.index, self.lay_out(rank), match, self.layouts, with_states=True)
 
     def measure_needed(self, rank: int) -> int:
         """Bytes of the checkpoint that a rank needs: those of its wants."""
@@ -113,10 +117,8 @@ class ForecastTarget:
         """Bytes of the engine's own buffers on a rank: masters, optimizer states, the model's copies, other tensors."""
         held, degrees = self.model_rank(rank), self.degrees
         total = sum(tensor.partition * ITEMSIZE[self.find_dtype(held, tensor)] for tensor in held.tensors)
-        for flat in held.flats:
-            atoms = [atom for name in flat.names for atom in self.atoms[held.match.params[name]][1:]]
-            states = {atom.state: ITEMSIZE[atom.dtype] for atom in atoms}
-            total += flat.partition * (ITEMSIZE[degrees.master] + sum(states.values()))
+        for flat, states in zip(held.flats, held.states, strict=True):
+            total += flat.partition * sum(ITEMSIZE[dtype] for dtype in (degrees.master, *states.values()))
             if degrees.wrapper != "torch":
                 whole = flat.partition if flat.by_parameter else flat.partition * flat.parts
                 total += whole * ITEMSIZE[degrees.precision]
@@ -148,13 +150,13 @@ def foretell_target(
     if stages is None:
         stages, how = place_stages(index, names, _weigh_all(index, names), degrees.pp)
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
+    lay_out = partial(_lay_model_rank, index, degrees, groups, others, stages, list_states(index))
     held = tuple(
-        _lay_model_rank(index, degrees, groups, others, stages, stage, {n: each[tp_rank] for n, each in local.items()})
+        lay_out(stage, {name: shapes[tp_rank] for name, shapes in local.items()})
         for stage in range(degrees.pp)
         for tp_rank in range(degrees.tp)
     )
-    atoms, states = _list_atoms(index), list_states(index)
-    return ForecastTarget(index, degrees, held, layouts, atoms, states, (*assumed, ORDER), origin)
+    return ForecastTarget(index, degrees, held, layouts, _list_atoms(index), (*assumed, ORDER), origin)
 
 
 def _lay_model_rank(
@@ -163,6 +165,7 @@ def _lay_model_rank(
     groups: Sequence[Sequence[str]],
     others: Sequence[str],
     stages: Stages,
+    states: Mapping[ParamKey, Mapping[str, str]],
     stage: int,
     shapes: Mapping[str, Shape],
 ) -> ModelRank:
@@ -171,7 +174,8 @@ def _lay_model_rank(
     params = {name: pick_instance(index, name, stages[name].index(stage), len(stages[name])) for name in local}
     flats = [flat for number, names in enumerate(groups) for flat in _lay_group(number, names, local, degrees)]
     tensors = [_lay_tensor(name, local[name], index, degrees) for name in others if name in local]
-    return ModelRank(Match(params), tuple(flats), tuple(tensors))
+    match = Match(params)
+    return ModelRank(match, tuple(flats), tuple(join_states(flat, match, states) for flat in flats), tuple(tensors))
 
 
 def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees) -> FlatBuffer:

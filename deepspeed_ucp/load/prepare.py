@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
@@ -14,7 +15,7 @@ from ..config import UniversalConfig
 from ..errors import shorten
 from ..plan.limits import refuse_unreadable
 from ..plan.match import Match, match_groups, match_parameters
-from ..plan.wants import REPLICA, HeldBuffer, Home, Layouts, TargetLayout, Wants, list_wants
+from ..plan.wants import REPLICA, HeldBuffer, Home, Layouts, TargetLayout, Wants, list_touched, list_wants
 from ..targets import Extra, Target
 from ..targets.base import dtype_name
 from .census import Census, check_alike, find_renamed, read_rules, settle_layouts, take_census
@@ -84,7 +85,7 @@ def prepare(
         return make_work(index, target, match, extras, layouts, with_states=with_states), layouts
 
     work, layouts = comm.run(hold_against)
-    _share(index, target, census, layouts, work, comm)
+    _share(index, census, layouts, work, comm)
     return work
 
 
@@ -108,12 +109,12 @@ def make_work(
     optimizer = OptimizerMatch(index, target, match)
     if with_states:
         optimizer.check()
-    layout = describe_target(target, extras, optimizer if with_states else None)
-    wants = list_wants(index, layout, match, layouts, with_states=with_states, states=optimizer.states_of)
-    states: list[States] = []
+    states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []
+    layout = describe_target(target, extras, states)
+    wants = list_wants(index, layout, match, layouts, with_states=with_states)
+    # Data-parallel ranks need parts of the same atoms, so that one of them tells.
+    touched = list_touched(index, layout, match, with_states=with_states) if target.place.dp_rank == 0 else []
     if with_states:
-        dtypes = wants.list_states()
-        states = [optimizer.make_states(number, dtypes.get(number, {})) for number in range(len(target.flats))]
         fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
@@ -121,7 +122,7 @@ def make_work(
     tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.master for number, flat in enumerate(target.flats)}
     tensors.update({(MODULE, number): extra.tensor for number, extra in enumerate(extras)})
     into = bind(wants, {**tensors, **list_tensors(states)})
-    return Work(wants, into, states, match)
+    return Work(wants, into, states, match, touched)
 
 
 _FRESH = (
@@ -145,27 +146,20 @@ def tell_rounding(wants: Wants) -> list[str]:
     return sorted(found)
 
 
-def describe_target(target: Target, extras: Sequence[Extra], optimizer: OptimizerMatch | None) -> TargetLayout:
-    """What this rank holds; ``optimizer`` tells of the states."""
+def describe_target(target: Target, extras: Sequence[Extra], states: Sequence[States]) -> TargetLayout:
+    """What this rank holds; ``states`` of its flat buffers, or none."""
     flats = []
-    for flat in target.flats:
-        dtype = dtype_name(flat.master.dtype)
-        if optimizer is None:
-            flats.append(HeldBuffer(flat.buffer, flat.part, dtype))
-            continue
-        kept = optimizer.probe(flat)
-        live = {name: dtype_name(tensor.dtype) for name, tensor in optimizer.find_live(flat).items()}
-        states = {name: dtype_name(kind) for name, kind in kept.elementwise.items()} if kept else None
-        flats.append(HeldBuffer(flat.buffer, flat.part, dtype, live, states))
+    for flat, each in zip_longest(target.flats, states):
+        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
+        live = each.live if each else ()
+        flats.append(HeldBuffer(flat.buffer, flat.part, dtype_name(flat.master.dtype), dtypes, live))
     tensors = [HeldBuffer(extra.buffer, extra.part, dtype_name(extra.tensor.dtype)) for extra in extras]
     return TargetLayout(target.place.tp_rank, flats, tensors)
 
 
-def _share(index: AtomicIndex, target: Target, census: Census, layouts: Layouts, work: Work, comm: Comm) -> None:
+def _share(index: AtomicIndex, census: Census, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
-    # Data-parallel ranks need parts of the same atoms, so that one of them tells.
-    mine = list(work.wants.touched) if target.place.dp_rank == 0 else []
-    everyone = comm.gather((mine, work.wants.grown, work.match.notes))
+    everyone = comm.gather((work.touched, work.wants.grown, work.match.notes))
     work.touched = sorted({key for touched, _, _ in everyone for key in touched})
     work.replicated = [key for key in work.touched if _is_replicated(layouts, index, key)]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..atoms import AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 from ..plan.limits import describe_irregular
 from ..plan.match import Match
-from ..plan.wants import Home, list_states
+from ..plan.wants import Home, join_states, list_states
 from ..sources.headers import Unread
 from ..targets import Flat, Target
 from ..targets.base import flatten
@@ -25,11 +25,13 @@ WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 class States:
     """Optimizer states of one flat buffer on their way: tensors by name, scalars by name.
 
-    ``lazy``: the optimizer makes missing states in its next step, so that none may be left to it.
+    ``live`` tensors are the optimizer's own. ``lazy``: it makes missing states in its next step, so that none may be
+    left to it.
     """
 
     flat: Flat
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    live: frozenset[str] = frozenset()
     scalars: dict[str, Any] = field(default_factory=dict)
     lazy: bool = True
 
@@ -50,10 +52,9 @@ class OptimizerMatch:
         """What a flat buffer's parameters take their state from."""
         return [self.match.params[name] for name in flat.names if name in self.match.params]
 
-    def saved_states(self, flat: Flat) -> list[str]:
-        """States that the checkpoint has for a flat buffer."""
-        found: set[str] = set()
-        return sorted(found.union(*(self.states_of.get(param, ()) for param in self.saved_params(flat))))
+    def saved_states(self, flat: Flat) -> dict[str, str]:
+        """States that the checkpoint has for a flat buffer, with their dtypes."""
+        return join_states(flat.buffer, self.match, self.states_of)
 
     def probe(self, flat: Flat) -> StateKinds | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
@@ -142,25 +143,19 @@ class OptimizerMatch:
             if isinstance(value, torch.Tensor) and value.shape == flat.holder.shape
         }
 
-    def make_states(self, number: int, dtypes: Mapping[str, str]) -> States:
+    def make_states(self, flat: Flat) -> States:
         """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or fresh memory.
-
-        Args:
-            number: of the flat buffer.
-            dtypes: of the states that are loaded.
 
         Raises:
             MismatchError: scalars differ that are one here.
         """
-        flat = self.target.flats[number]
-        kept, live, like = self.probe(flat), self.find_live(flat), flat.holder
-        tensors = {
-            state: live[state]
-            if state in live
-            else torch.empty(like.shape, dtype=getattr(torch, dtype), device=like.device)
-            for state, dtype in dtypes.items()
-        }
-        return States(flat, tensors, self._join_scalars(flat), kept is None or kept.lazy)
+        kept, live, tensors = self.probe(flat), self.find_live(flat), {}
+        for state, stored in self.saved_states(flat).items():
+            dtype = kept.elementwise.get(state) if kept else None
+            fresh = partial(torch.empty, flat.holder.shape, device=flat.holder.device)
+            tensors[state] = live[state] if state in live else fresh(dtype=dtype or getattr(torch, stored))
+        lazy = kept is None or kept.lazy
+        return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 
     def depends_on_cut(self) -> bool:
         """Whether steps depend on how ZeRO cuts the parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
@@ -30,15 +30,15 @@ class HeldBuffer:
         buffer: how parameters lie in it, over all ranks; a tensor is a buffer of one parameter.
         part: the partition that the rank holds.
         dtype: of the masters, or of the tensor.
-        live: optimizer states that are there already, with their dtypes.
-        kept: states that the optimizer keeps, with their dtypes; None where that is not known: it keeps what was saved.
+        states: optimizer states that are loaded, with the dtypes that they have here.
+        live: which of these are there already.
     """
 
     buffer: FlatBuffer
     part: int
     dtype: str
-    live: Mapping[str, str] = field(default_factory=dict)
-    kept: Mapping[str, str] | None = None
+    states: Mapping[str, str] = field(default_factory=dict)
+    live: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,6 @@ class Wants:
         blanks: (buffer, low, high): elements that are zeroed before anything is read, as no atom fills them, or not all
             of them: padding, states that the source does not have, new rows of a padded vocabulary.
         means: what is averaged.
-        touched: atoms of which something is wanted, of whichever rank of this model-parallel rank.
         grown: vocabulary parameters that get new rows: name → (rows saved, rows here).
     """
 
@@ -96,7 +95,6 @@ class Wants:
     wants: list[Want] = field(default_factory=list)
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
-    touched: dict[AtomKey, Atom] = field(default_factory=dict)
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def is_fresh(self, sink: int) -> bool:
@@ -113,15 +111,6 @@ class Wants:
         self.sinks.append((buffer, stored))
         return len(self.sinks) - 1
 
-    def list_states(self) -> dict[int, dict[str, str]]:
-        """Per flat buffer the optimizer states that are filled, with their dtypes."""
-        found: dict[int, dict[str, str]] = defaultdict(dict)
-        for spec in self.buffers:
-            state, number = spec.home
-            if state not in (MASTER, MODULE, REPLICA):
-                found[number][state] = spec.dtype
-        return found
-
     def list_spans(self) -> list[list[tuple[int, int]]]:
         """Per buffer the elements [low, high) that will be filled, blanks included."""
         spans: list[list[tuple[int, int]]] = [[] for _ in self.buffers]
@@ -132,43 +121,50 @@ class Wants:
         return spans
 
 
-def list_wants(
-    index: AtomicIndex,
-    layout: TargetLayout,
-    match: Match,
-    layouts: Layouts,
-    *,
-    with_states: bool,
-    states: Mapping[ParamKey, set[str]] | None = None,
-) -> Wants:
+def list_wants(index: AtomicIndex, layout: TargetLayout, match: Match, layouts: Layouts, *, with_states: bool) -> Wants:
     """What a rank wants of a checkpoint.
 
     Args:
         layout: what it holds.
         match: which saved parameters its own take their state from; the others keep their values.
         layouts: how both sides cut each of these.
-        with_states: optimizer states as well.
-        states: those of each saved parameter, where they are known already.
+        with_states: optimizer states are loaded as well.
     """
-    lister = _Lister(
-        index, layout.tp_rank, match, layouts, with_states, list_states(index) if states is None else states
-    )
+    lister = _Lister(index, layout.tp_rank, match, layouts, with_states)
     for number, held in enumerate(layout.flats):
-        lister.add_masters(number, held)
-        if with_states:
-            lister.add_states(number, held)
+        lister.add_flat(number, held)
     for number, held in enumerate(layout.tensors):
         lister.add_tensor(number, held)
     return lister.wants
 
 
-def list_states(index: AtomicIndex) -> dict[ParamKey, set[str]]:
-    """Optimizer states that the checkpoint has of each parameter."""
-    found: dict[ParamKey, set[str]] = defaultdict(set)
-    for key in index.stored.atoms:
+def list_touched(index: AtomicIndex, layout: TargetLayout, match: Match, *, with_states: bool) -> list[AtomKey]:
+    """Atoms of which the ranks that hold these buffers together want something."""
+    wanted = [(held, name) for held in (*layout.flats, *layout.tensors) for name in held.buffer.names]
+    owned = {name for held in layout.flats for name in held.buffer.names}
+    found: list[Atom | None] = []
+    for held, name in wanted:
+        if param := match.params.get(name):
+            found.append(pick_weight(index, param, name in owned, with_states))
+            found += [index.find(param.name, state, param.instance) for state in held.states]
+    return [atom.key for atom in found if atom]
+
+
+def list_states(index: AtomicIndex) -> dict[ParamKey, dict[str, str]]:
+    """Optimizer states that the checkpoint has of each parameter, with their dtypes."""
+    found: dict[ParamKey, dict[str, str]] = defaultdict(dict)
+    for key, atom in sorted(index.stored.atoms.items()):
         if key.state not in (MASTER, MODULE, COPY):
-            found[key.param].add(key.state)
+            found[key.param][key.state] = atom.dtype
     return found
+
+
+def join_states(buffer: FlatBuffer, match: Match, states: Mapping[ParamKey, Mapping[str, str]]) -> dict[str, str]:
+    """States that some parameter of a buffer has, with the dtype that the first one has it in."""
+    found: dict[str, str] = {}
+    for name in reversed(buffer.names):
+        found.update(states.get(match.params[name], {}) if name in match.params else {})
+    return dict(sorted(found.items()))
 
 
 def view_shards(layouts: tuple[Layout, Layout] | None, tp_rank: int) -> tuple[View | None, ...]:
@@ -187,59 +183,44 @@ class _Lister:
     match: Match
     layouts: Layouts
     with_states: bool
-    states: Mapping[ParamKey, set[str]]
     wants: Wants = field(default_factory=Wants)
 
-    def add_masters(self, number: int, held: HeldBuffer) -> None:
-        params = self._find_params(held)
-        atoms = {name: pick_weight(self.index, param, True, self.with_states) for name, param in params.items()}
+    def add_flat(self, number: int, held: HeldBuffer) -> None:
+        cuts = [
+            (cut, self.match.params[cut.name]) for cut in held.buffer.cuts(held.part) if cut.name in self.match.params
+        ]
         buffer = self._add_buffer((MASTER, number), held, held.dtype, fresh=False)
-        self._fill(buffer, held, atoms)
+        self._fill(buffer, [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts])
         self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
-
-    def add_states(self, number: int, held: HeldBuffer) -> None:
-        params = self._find_params(held)
-        states = {state for param in params.values() for state in self.states.get(param, ())}
-        for state in sorted(states):
-            atoms = {name: self.index.find(param.name, state, param.instance) for name, param in params.items()}
-            stored = next(atom.dtype for atom in atoms.values() if atom)
-            dtype = held.live.get(state) or (held.kept or {}).get(state) or stored
+        for state, dtype in held.states.items():
             buffer = self._add_buffer((state, number), held, dtype, fresh=state not in held.live)
+            filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
+            self._fill(buffer, filled)
             # Of a state that some parameters lack nothing may be left to chance, in live memory neither.
-            covered = self._fill(buffer, held, atoms)
-            self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(covered, held.buffer.partition)]
+            spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
+            self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, held.buffer.partition)]
 
     def add_tensor(self, number: int, held: HeldBuffer) -> None:
-        (name,) = held.buffer.names
-        if name in self.match.params:
-            atom = pick_weight(self.index, self.match.params[name], False, self.with_states)
-            self._fill(self._add_buffer((MODULE, number), held, held.dtype, fresh=False), held, {name: atom})
-
-    def _find_params(self, held: HeldBuffer) -> dict[str, ParamKey]:
-        """What the parameters of a buffer take their state from."""
-        return {name: self.match.params[name] for name in held.buffer.names if name in self.match.params}
+        if param := self.match.params.get(held.buffer.names[0]):
+            atom = pick_weight(self.index, param, False, self.with_states)
+            buffer = self._add_buffer((MODULE, number), held, held.dtype, fresh=False)
+            self._fill(buffer, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
     def _add_buffer(self, home: Home, held: HeldBuffer, dtype: str, *, fresh: bool) -> int:
         return self.wants.add_buffer(BufferSpec(home, dtype, held.buffer.partition, fresh))
 
-    def _fill(self, buffer: int, held: HeldBuffer, atoms: Mapping[str, Atom | None]) -> list[tuple[int, int]]:
-        """Let atoms fill what the rank holds of a buffer; returns the elements that they cover."""
-        self.wants.touched.update({atom.key: atom for atom in atoms.values() if atom})
+    def _fill(self, buffer: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
+        """Let atoms fill their cuts of a buffer."""
         sinks: dict[str, int] = {}
-        covered = []
-        for cut in held.buffer.cuts(held.part):
-            atom = atoms.get(cut.name)
-            if atom is None:
-                continue
-            if atom.dtype not in sinks:
-                sinks[atom.dtype] = self.wants.add_sink(buffer, atom.dtype)
-            self._want(atom, cut, sinks[atom.dtype])
-            covered.append((cut.offset, cut.offset + cut.numel))
-        return covered
+        for cut, atom in filled:
+            if atom is not None:
+                if atom.dtype not in sinks:
+                    sinks[atom.dtype] = self.wants.add_sink(buffer, atom.dtype)
+                self._want(atom, cut, sinks[atom.dtype])
 
     def _want(self, atom: Atom, cut: Cut, sink: int) -> None:
-        """Want a part of this rank's shard of an atom; ``cut.name`` is the target's name."""
-        layouts = self.layouts.get(self.match.params[cut.name].name)
+        """Want a part of this rank's shard of an atom."""
+        layouts = self.layouts.get(atom.name)
         views = view_shards(layouts, self.tp_rank)
         if layouts is not None and layouts[0].mean:
             self._want_mean(atom, cut, sink, views)

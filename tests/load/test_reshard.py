@@ -310,7 +310,7 @@ def test_weights_alone(case: Case, target: Topology) -> None:
         weights = {name: {"fp32": atoms["fp32"].to(precision).float()} for name, atoms in saved.atoms.items()}
         check_content(ranks, State(weights, {}, ()))
         check_reads(index, ranks)
-        states_of = {key.state for key in ranks[0].work.wants.touched}
+        states_of = {key.state for key in ranks[0].work.touched}
         assert states_of <= {"fp32", "module", "copy"}
 
 

@@ -642,7 +642,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     _, ranks = load_all(source.write(tmp_path), wanted.make_targets(), make_config(source.model), with_states=False)
     for rank in ranks:
         assert not rank.target.wrapped.state
-        assert {key.state for key in rank.work.wants.touched} <= {"fp32", "module", "copy"}
+        assert {key.state for key in rank.work.touched} <= {"fp32", "module", "copy"}
     check_weights(ranks, wanted.locals)
 
 
