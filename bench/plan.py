@@ -191,9 +191,6 @@ class ScriptedComm(Comm):
     def each(self, work: Any) -> list[Any]:
         return self.gather(work())
 
-    def each(self, work: Callable[[], Any]) -> list[Any]:
-        return self.gather(work())
-
     def gather(self, value: Any) -> list[Any]:
         answer = next(self._told, None)
         return [value] * self.size if answer is None else answer(value)
