@@ -43,7 +43,7 @@ def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
     states = list_states(index)
     for name in index.limits.irregular:
         param, _, state = name.rpartition(".")
-        states.setdefault(ParamKey(param), set()).add(state)
+        states.setdefault(ParamKey(param), {})[state] = "of no known dtype"
     groups = {param: group.hyper for group in index.run.groups for param in group.members}
     for flat in target.flats:
         params = [ParamKey(index.resolve(name)) for name in flat.names]
