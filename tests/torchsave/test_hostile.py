@@ -256,7 +256,11 @@ def own_function() -> None:
     """A value of a hyper-parameter."""
 
 
-@pytest.mark.parametrize("value", [own_function, dict, torch.nn.Linear, torch.float16, [len]], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [own_function, dict, torch.nn.Linear, torch.float16, [len]],
+    ids=["function", "dict", "Linear", "dtype", "list"],
+)
 def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, value: Any) -> None:
     files = build_files(MODEL, random_state(MODEL, 0), Topology(1))
     optim = next(content for name, content in files.items() if "optim_states" in name)
