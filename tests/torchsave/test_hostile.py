@@ -248,8 +248,8 @@ def test_0_dim_states_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None
         entries["counted"] = torch.tensor(1, dtype=dtype)
     write_files(tmp_path, files)
     index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
-    assert {scalars["counted"] for scalars in index.scalars.values()} == {1}
-    assert index.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
+    assert {scalars["counted"] for scalars in index.run.scalars.values()} == {1}
+    assert index.run.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
 
 
 def own_function() -> None:
@@ -268,8 +268,8 @@ def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, valu
         group["hook"] = value
     write_files(tmp_path, files)
     index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
-    assert isinstance(index.groups[0].hyper["hook"], Unread)
-    assert pickle.loads(pickle.dumps(index)).groups == index.groups
+    assert isinstance(index.run.groups[0].hyper["hook"], Unread)
+    assert pickle.loads(pickle.dumps(index)).run.groups == index.run.groups
 
 
 def test_the_names_in_all_files_are_known_before_any_runs(tmp_path: Path) -> None:
