@@ -73,6 +73,13 @@ def test_what_is_done_is_left_out(outputs: list[Output], nodes: int, taken: st.D
     check_cover([*done, *after], outputs)
 
 
+def test_ranges_beside_what_is_done_end_where_all_do() -> None:
+    """A batch of another attempt may have ended anywhere; pages of a file are not shared all the same."""
+    batches = cut_batches([Output(5 * MIB, 1, (0, 0))], MIB, done=[Range(0, 0, MIB // 2)])
+    ranges = [(each.start, each.numel) for batch in batches for each in batch.ranges]
+    assert ranges == [(MIB // 2, MIB // 2), *((number * MIB, MIB) for number in range(1, 5))]
+
+
 @given(outputs=outputs_of, most=st.sampled_from((MIB, 3 * MIB)))
 @examples(60)
 def test_ranges_of_a_file_share_no_page(outputs: list[Output], most: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -340,3 +341,16 @@ def mutate_pickle(data: bytes, seed: int) -> bytes:
 @given(st.lists(st.sampled_from(sorted(BOMBS.values()) + [bytes([code]) for code in range(256)]), max_size=12))
 def test_any_instructions(parts: list[bytes]) -> None:
     look_at_pickle(forge(*parts))
+
+
+@pytest.mark.parametrize("offset", [-(2**70), -1, 2**70])
+def test_a_directory_that_points_out_of_the_file_is_refused(tmp_path: Path, offset: int) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / MODEL_FILE)
+    with (tmp_path / MODEL_FILE).open("rb") as stream:
+        entries = zipfile.ZipFile(stream).infolist()
+        entries[-1].header_offset = offset
+        with (
+            pytest.raises(CheckpointError, match=f"has no header at byte {offset}"),
+            mock.patch.object(zipfile.ZipFile, "infolist", return_value=entries[-1:]),
+        ):
+            list_records(str(tmp_path / MODEL_FILE))
