@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_ucp import hook
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.sources.seal import SEAL
+from deepspeed_ucp.sources.files import SEAL
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)),))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from ..sources.atomic.manifest import AtomRecord, Manifest
 from ..sources.findings import Finding
 from ..torchsave.records import FileRecords
+
+if TYPE_CHECKING:
+    from ..sources.atomic.manifest import AtomRecord, Manifest
 
 STEP = "step.pt"
 """A parameter's scalar, which the manifest has itself; the file is there for upstream."""

@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..sources.atomic.manifest import Manifest, read_manifest
 from ..sources.files import MANIFEST
 from ..sources.findings import NOTE, WARNING, Finding, from_error
 from ..sources.latest import check_latest
@@ -25,7 +24,9 @@ from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records
 from .faults import judge_file, name_contents
 from .inventory import compare_contents, find_extra
-from .proof import compare_proof, read_proof
+
+if TYPE_CHECKING:
+    from ..sources.atomic.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ def verify_checkpoint(
     manifest, told = _look_at_manifest(folder, comm, sizes, listed)
     faults += told
     if against is not None:
+        from .proof import compare_proof, read_proof
+
         proof = comm.once(lambda: read_proof(against))
         faults += compare_proof(folder, proof, report, sizes, listed, first=comm.rank == 0)
     for name, scan in zip(mine, scans, strict=False):
@@ -242,6 +245,10 @@ def _look_at_manifest(
     folder: str, comm: Comm, sizes: Mapping[str, int], listed: Mapping[str, FileRecords]
 ) -> tuple[Manifest | None, list[Finding]]:
     """The manifest of an atomic checkpoint of ours, and what this rank's files have to do with it."""
+    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+        return None, []
+    from ..sources.atomic.manifest import read_manifest
+
     try:
         manifest = read_manifest(folder)
     except UcpError as error:

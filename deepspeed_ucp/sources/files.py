@@ -22,6 +22,8 @@ _STATES = re.compile(r".*(model|optim)_states\.pt")
 ZERO = "zero"
 """Folder of an atomic checkpoint that holds a folder per parameter."""
 
+SEAL = "ucp_seal.json"
+
 FOLDER = -1
 """Size of a folder among a folder's entries."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,13 +11,12 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from .family import arrange, expect_files, find_strangers
-from .files import Entry, Listing, find_leftovers, list_entries, sort_files
+from .files import SEAL, Entry, Listing, find_leftovers, list_entries, sort_files
 from .findings import WARNING, Finding, from_error, make_error
 from .headers import FileHeader
 from .index import build_index, enabled
 from .naming import GroupNames, NamedGroups
 from .reading import read_file
-from .seal import compare_seal
 from .times import find_late_files
 
 _ZERO12, _ZERO3 = ("zero12", "bf16"), ("zero3",)
@@ -80,6 +80,15 @@ def survey_normal(
     return index, [*save.findings, *more]
 
 
+def _compare_seal(folder: str, headers: Sequence[FileHeader]) -> list[Finding]:
+    """Faults of files that are not those that were sealed. What checks a seal's form takes long to import."""
+    if not os.path.lexists(os.path.join(folder, SEAL)):
+        return []
+    from .seal import compare_seal
+
+    return compare_seal(folder, headers)
+
+
 def read_save(
     folder: str, comm: Comm, entries: Mapping[str, Entry] | None = None, *, sealed: bool = True
 ) -> SaveHeaders:
@@ -103,7 +112,7 @@ def read_save(
     headers, unread = _read_rest(listing, first, expected, comm)
     found += [*unread, *_find_missing(listing, first[0], expected), *find_strangers(arrange(listing, headers))]
     if sealed:
-        found += comm.once(lambda: compare_seal(folder, headers))
+        found += comm.once(lambda: _compare_seal(folder, headers))
     faults = {finding.file: finding for finding in reversed(found)}  # the first that is told of each file
     more = comm.once(lambda: find_late_files(folder, known, [header.name for header in headers]))
     return SaveHeaders(listing, headers, [*faults.values(), *_list_leftovers(listing, expected), *more])

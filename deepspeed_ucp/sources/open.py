@@ -16,7 +16,6 @@ from .files import Entry, compare_listings, holds_atoms, list_entries
 from .findings import WARNING, Finding, from_error, make_error, sort_findings
 from .naming import GroupNames, NamedGroups
 from .normal import Naming, read_save, survey_normal
-from .seal import write_seal
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -117,6 +116,8 @@ def seal_folder(folder: str, comm: Comm) -> None:
         UnsupportedError: a kind of checkpoint that is not covered.
         StorageError: the seal cannot be written.
     """
+    from .seal import write_seal
+
     save = read_save(folder, comm, sealed=False)
 
     def work() -> None:

@@ -13,10 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
 from ..io.regular import open_regular
+from .files import SEAL
 from .findings import Finding
 from .headers import FileHeader
-
-SEAL = "ucp_seal.json"
 
 
 class SealedFile(BaseModel):

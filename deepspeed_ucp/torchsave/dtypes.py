@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from ..atoms import ITEMSIZE
@@ -75,4 +74,8 @@ def pack_scalar(dtype: str, value: Any) -> bytes:
 def _find_dtype(name: str) -> np.dtype[Any]:
     if name not in ITEMSIZE:
         raise KeyError(name)
+    if not name.startswith(("bfloat", "float8")):
+        return np.dtype(name)
+    import ml_dtypes
+
     return np.dtype(getattr(ml_dtypes, name, name))

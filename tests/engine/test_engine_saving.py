@@ -9,7 +9,7 @@ import engine_ranks
 import pytest
 from engine_cases import Case, pair_id
 
-from deepspeed_ucp.sources.seal import SEAL
+from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.testing import WorldPool
 
 ON = {"checkpoint": {"universal": True}}

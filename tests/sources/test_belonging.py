@@ -14,10 +14,10 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.findings import WARNING, Finding
 from deepspeed_ucp.sources.normal import read_save
 from deepspeed_ucp.sources.open import seal_folder, survey_checkpoint
-from deepspeed_ucp.sources.seal import SEAL
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (9, 5)), Param("b", (17,), group=1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from itertools import starmap
+from typing import TYPE_CHECKING
 
 from ...atoms import (
     Atom,
@@ -29,8 +30,10 @@ from ..files import MANIFEST, Entry
 from ..findings import Finding
 from ..headers import FileHeader
 from ..reading import read_file
-from .manifest import Manifest, read_manifest
 from .universal import open_universal
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
 
 
 def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[AtomicIndex | None, list[Finding]]:
@@ -66,6 +69,8 @@ def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tupl
 
 
 def _read_manifest(folder: str) -> Manifest | Finding | None:
+    from .manifest import read_manifest
+
     try:
         return read_manifest(folder)
     except CheckpointError as error:
