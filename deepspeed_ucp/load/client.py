@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..targets import pickled_classes
@@ -77,15 +76,18 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     return _build(file, kept, allowed)
 
 
-def check_trusted(index: AtomicIndex) -> None:
-    """Refuse a checkpoint whose files name anything else than harmless classes: DeepSpeed's own load would run it.
+def check_trusted(named: Mapping[str, str]) -> None:
+    """Refuse files that name anything else than harmless classes: DeepSpeed's own load would run it.
+
+    Args:
+        named: dotted names of classes and functions, each with a file that names it.
 
     Raises:
         CheckpointError: naming all of it.
     """
     allowed = _list_allowed()
-    unknown = [name for name in index.run.globals if not _allow(name, allowed)]
-    _refuse_unknown(index.run.globals[unknown[0]] if unknown else "", unknown)
+    unknown = [name for name in named if not _allow(name, allowed)]
+    _refuse_unknown(named[unknown[0]] if unknown else "", unknown)
 
 
 def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:

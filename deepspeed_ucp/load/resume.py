@@ -14,10 +14,11 @@ from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.memory import identify_host
 from ..patterns import RuleSet
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import is_atomic
-from ..sources.ownfiles import compare_own_files
+from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
@@ -147,19 +148,22 @@ def decide(
     if engine.use_node_local_storage():
         why = "every node keeps its own files (use_node_local_storage)"
         advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
-        return _trust_own_files(engine, folder, comm, why, advice)
+        return _trust_own_files(engine, folder, comm, config, why, advice)
     try:
         target = comm.run(lambda: open_target(engine))
     except UnknownLayoutError as error:
-        return _trust_own_files(engine, folder, comm, str(error), "Resume in the topology that saved it")
+        return _trust_own_files(engine, folder, comm, config, str(error), "Resume in the topology that saved it")
     return _compare(engine, folder, target, comm, arguments, config, upstream=upstream)
 
 
-def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str) -> LoaderChoice:
+def _trust_own_files(
+    engine: Any, folder: str, comm: Comm, config: UniversalConfig, why: str, advice: str
+) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
 
     Raises:
         UnsupportedError: they tell another one.
+        CheckpointError: they hold classes that are not known to be harmless.
     """
     found = comm.each(lambda: compare_own_files(*describe_own_files(engine, folder)))
     differences = dict.fromkeys(text for part in found for text in part)
@@ -168,7 +172,17 @@ def _trust_own_files(engine: Any, folder: str, comm: Comm, why: str, advice: str
             f"{folder}: {why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
             f"alone. Here differ: {shorten(differences, 4)}. {advice}. {OWN_LOAD}"
         )
+    if not config.trust_pickle:
+        # Of a shared folder every rank looks at a part; a node's own files are looked at by all ranks of that node.
+        viewers = comm.gather(identify_host() if engine.use_node_local_storage() else "")
+        comm.run(lambda: _check_own_files(folder, viewers, comm.rank))
     return LoaderChoice(f"{why}; same topology by each rank's own files")
+
+
+def _check_own_files(folder: str, viewers: Sequence[str], rank: int) -> None:
+    """Refuse code in this rank's part of the files that those see together whose entry in ``viewers`` is the same."""
+    own = viewers[rank]
+    check_trusted(list_own_globals(folder, viewers[:rank].count(own), viewers.count(own)))
 
 
 def _compare(
@@ -191,7 +205,7 @@ def _compare(
         everyone.append("load_universal is on, this is a normal checkpoint")
     if not everyone:
         if not config.trust_pickle:
-            comm.run(lambda: check_trusted(index))
+            comm.run(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
     return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)

@@ -14,8 +14,12 @@ from typing import Any
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
 from .index import enabled
+from .reading import list_globals
 
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
+
+_STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
+"""Of all files that DeepSpeed's own load may unpickle, those of experts included."""
 
 _SHOWN = 120
 """Characters of a value that a message shows."""
@@ -37,6 +41,25 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
         return [f"{path} is missing" for path in missing]
     saved = _read_facts(model, optim)
     return [f"{key} {_show(saved[key])} → {_show(value)}" for key, value in live.items() if saved[key] != value]
+
+
+def list_own_globals(folder: str, member: int, members: int) -> dict[str, str]:
+    """Classes and functions that the state files of a folder name beyond those of every checkpoint, with the file.
+
+    Args:
+        member, members: which of the processes that share the files this is, and how many they are; each reads its
+            part of them.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    names = sorted(name for name in os.listdir(folder) if name.endswith(_STATE_ENDINGS))
+    paths = [os.path.join(folder, name) for name in names[member::members]]
+    found: dict[str, str] = {}
+    for path in paths:
+        for name in list_globals(read_header(path)):
+            found.setdefault(name, path)
+    return found
 
 
 def _show(value: Any) -> str:

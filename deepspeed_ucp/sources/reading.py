@@ -63,10 +63,10 @@ def _read_file(path: str, name: str) -> FileHeader:
         )
     if not isinstance(file.tree, dict):
         raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
-    return replace(_read_parts(file, name), globals=_list_globals(file))
+    return replace(_read_parts(file, name), globals=list_globals(file))
 
 
-def _list_globals(file: TorchFile) -> tuple[str, ...]:
+def list_globals(file: TorchFile) -> tuple[str, ...]:
     """Names beyond those that are in every checkpoint, which need not travel to all ranks."""
     names = dict.fromkeys(each.kind for each in file.globals)
     return tuple(name for name in names if not (name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
@@ -82,3 +84,52 @@ def test_an_atomic_checkpoint_is_deepspeeds_where_the_script_says_load_universal
     decision = decide(UpstreamEngine(), str(tmp_path), Comm(), LoadArguments(), UniversalConfig(), upstream=True)
     assert decision.index is decision.target is None
     assert "load_universal" in decision.reason
+
+
+class Harmful:
+    """A class that nobody has allowed."""
+
+
+class NodeLocalEngine:
+    """As much of a stage-0 engine as its own files are held against, where every node keeps its own."""
+
+    optimizer = None
+    has_moe_layers = False
+    mp_world_size = 1
+    num_experts: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(2, 2)
+        self._config = SimpleNamespace(use_data_before_expert_parallel_=False)
+
+    def use_node_local_storage(self) -> bool:
+        return True
+
+    def bfloat16_enabled(self) -> bool:
+        return False
+
+    fp16_enabled = bfloat16_enabled
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def _get_ckpt_name(self, folder: str, tag: str) -> str:
+        return f"{folder}/{tag}/{STATES}"
+
+
+@pytest.mark.parametrize("name", [STATES, "layer_0_expert_3_mp_rank_00_model_states.pt"])
+def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
+    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
+    torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / name)
+    torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
+
+    def choose(comm: Comm, **options: bool) -> str:
+        config = UniversalConfig(**options)
+        return decide(NodeLocalEngine(), str(tmp_path), comm, LoadArguments(), config).reason
+
+    for ranks in (1, 2):
+        with pytest.raises(CheckpointError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
+            run_ranks(ranks, lambda _, comm: choose(comm))
+    assert "own files" in choose(Comm(), trust_pickle=True)
+    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / name)
+    assert "own files" in choose(Comm())

@@ -279,9 +279,9 @@ def test_the_names_in_all_files_are_known_before_any_runs(tmp_path: Path) -> Non
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run))
     index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
     with pytest.raises(CheckpointError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
-        check_trusted(index)
+        check_trusted(index.run.globals)
     with torch.serialization.safe_globals([own_function, time.sleep]):
-        check_trusted(index)
+        check_trusted(index.run.globals)
 
 
 def test_deepspeeds_own_files_are_trusted(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_deepspeeds_own_files_are_trusted(tmp_path: Path) -> None:
     for number, topology in enumerate(topologies):
         state = random_state(MODEL, 0, precision=topology.precision)
         write_files(tmp_path / str(number), build_files(MODEL, state, topology))
-        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), GROUPS))
+        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), GROUPS).run.globals)
 
 
 def mutate(data: bytes, seed: int) -> bytes:
