@@ -102,7 +102,8 @@ class OrderedItems(dict[Any, Any]):
     __slots__ = ("state",)
 
     def __init__(self, items: Any = (), state: Any = None) -> None:
-        super().__init__(items)
+        if items:
+            self.update(items)
         self.state = state
 
 
@@ -112,7 +113,7 @@ class TensorSize(tuple[int, ...]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StorageRef:
     """A storage as ``torch.save`` refers to it: key of its record, storage class, device, number of elements."""
 

@@ -119,8 +119,8 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
 def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, checked: bool) -> FileRecord:
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(f"{path}: record {info.filename} is compressed; torch.save never does that.")
-    stream.seek(info.header_offset if 0 <= info.header_offset < size else size)  # a directory may say anything
-    header = stream.read(LOCAL.size)
+    at = info.header_offset if 0 <= info.header_offset < size else size  # a directory may say anything
+    header = os.pread(stream.fileno(), LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
         raise CheckpointError(f"{path}: record {info.filename} has no header at byte {info.header_offset}.")
     *_, name_length, extra_length = LOCAL.unpack(header)
