@@ -186,13 +186,17 @@ def _read_saved(
     options = {"trust_pickle": config.trust_pickle, "checked": config.verify == "crc"}
     saved = read_client_objects(index.run.state_file, comm, **options)
     own = _find_own_file(index, target)
-    saved = comm.run(lambda: saved if own is None else read_objects(own, **options))
-    if "global_steps" not in saved and not arguments.load_module_only:  # the same on every rank
-        raise CheckpointError(
-            f"{index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For its "
-            "weights use load_module_only=True."
-        )
-    return saved
+
+    def take() -> dict[str, Any]:
+        held = saved if own is None else read_objects(own, **options)
+        if "global_steps" not in held and not arguments.load_module_only:
+            raise CheckpointError(
+                f"{own or index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For "
+                "its weights use load_module_only=True."
+            )
+        return held
+
+    return comm.run(take)
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:

@@ -70,7 +70,7 @@ class Transfer:
     def fill(self) -> list[Checked]:
         """Pass 2: fill the live buffers, from the files or from memory apart; what was read again."""
         again = [] if self.apart else self.reader.fill_live()
-        self.work.into.commit()
+        self.comm.run(self.work.into.commit)  # a rank without memory for it must not leave the others waiting
         return again
 
     def attach(self, target: Target) -> None:

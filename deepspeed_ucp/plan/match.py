@@ -88,7 +88,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shards) == 1:
             faults += _compare_shapes(match, name, found.shape, shapes[0])
-    compared = (MASTER,) if live.extras is None else (MASTER, MODULE)
+    # Where the optimizer's files are not there, trained parameters have copies alone.
+    compared = (MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE)
     matched = match.saved
     saved = {key.name for key in index.stored.atoms if key.state in compared}
     # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
@@ -239,10 +240,19 @@ def _was_frozen(index: AtomicIndex, param: ParamKey) -> bool:
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
-    """The step that some optimizers count in their param groups (DeepSpeed's FusedAdam), where the groups agree."""
+    """The step that some optimizers count in their param groups (DeepSpeed's FusedAdam).
+
+    Raises:
+        MismatchError: the groups do not agree about it.
+    """
     saved = [index.run.groups[number].hyper for number in groups if number >= 0]
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
-    return {"step": steps[0]} if steps and all(step == steps[0] for step in steps) else {}
+    if any(step != steps[0] for step in steps):
+        raise MismatchError(
+            f"A param group of this run joins saved ones that were stepped {shorten(map(str, steps))} times: one step "
+            "count cannot go on from them. Make the groups of the saved run, or load with load_optimizer_states=False."
+        )
+    return {"step": steps[0]} if steps else {}
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:

@@ -183,6 +183,8 @@ def to_plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (str, int, float, bool))

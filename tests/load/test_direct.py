@@ -581,6 +581,31 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
         check_untouched(target)
 
 
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_rank_without_memory_for_its_buffers_ends_all_ranks(
+    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them may go on to what is collective in DeepSpeed."""
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 3))
+    index = open_for(path, targets[0])
+    commit, refreshed = Destinations.commit, []
+
+    def fail(self: Destinations) -> None:
+        if self.buffers[0].tensor.data_ptr() == targets[culprit].flats[0].master.data_ptr():
+            raise MemoryError
+        commit(self)
+
+    monkeypatch.setattr(Destinations, "commit", fail)
+    for target in targets:
+        monkeypatch.setattr(target, "refresh_copies", lambda: refreshed.append(1))
+    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert not refreshed
+    assert len({(type(result), str(result)) for result in results}) == 1
+    assert f"[rank {culprit}] out of memory" in str(results[0])
+    assert "must not be used" in str(results[0])
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 

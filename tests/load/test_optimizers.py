@@ -310,6 +310,13 @@ def test_another_implementation_keeps_its_own_switches() -> None:
     }
 
 
+def test_hyper_parameters_that_are_dicts_are_taken_over() -> None:
+    assert adopt_hyper({"lr": 1.0, "more": {}}, {"lr": 0.5, "more": {"beta": [0.5]}}) == {
+        "lr": 0.5,
+        "more": {"beta": [0.5]},
+    }
+
+
 def test_objects_are_not_taken_over() -> None:
     assert adopt_hyper({"lr": 1.0}, {"lr": 0.5, "hook": object(), "nested": [1, (2, object())]}) == {"lr": 0.5}
 

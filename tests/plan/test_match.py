@@ -201,6 +201,23 @@ def test_live_groups_keep_their_hyper_parameters_however_the_saved_run_grouped()
     assert found.hyper == {0: {"step": 3}, 1: {"step": 3}}
 
 
+def test_live_groups_that_join_saved_ones_of_different_steps_are_refused() -> None:
+    index = make_index({"a": (2,), "b": (2,)}, groups=[["a"], ["b"]])
+    for group, step in zip(index.run.groups, (3, 5), strict=True):
+        group.hyper["step"] = step
+    found = match(index, {"a": (2,), "b": (2,)})
+    with pytest.raises(MismatchError, match="stepped 3, 5 times"):
+        match_groups(index, {0: ("a", "b")}, found, keep_live=True)
+
+
+def test_what_the_model_lacks_is_found_where_the_files_hold_copies_alone() -> None:
+    """A folder without the optimizer's files, of which the weights are loaded."""
+    index = make_index({"a": (2,), "gone": (1,)})
+    index = index.change(atoms={key: atom for key, atom in index.stored.atoms.items() if key.state == COPY})
+    with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
+        match(index, {"a": (2,)}, {}, with_states=False)
+
+
 def test_ties_are_resolved_on_both_sides() -> None:
     index = make_index({"head": (2,)}, aliases={"embed": "head"})
     assert match(index, {"embed": (2,)}, aliases={"head": "embed"}).saved == {"embed": "head"}
