@@ -215,12 +215,17 @@ def _read_rest(
         headers = _Headers(listing.folder, {}, {})
         held = [headers.read(name) for name in names[comm.rank :: comm.size]]
         slim = [_slim(header, first[0], repeats=header.name in further) for header in held if header]
-        return slim, list(headers.faults.values())
+        return slim, [_name_reader(fault, comm) for fault in headers.faults.values()]
 
     parts = comm.each(read)
     by_name = {header.name: header for held, _ in parts for header in held}
     headers = [*first, *(by_name[name] for name in names if name in by_name)]
     return headers, [fault for _, faults in parts for fault in faults]
+
+
+def _name_reader(fault: Finding, comm: Comm) -> Finding:
+    """The rank that has looked at the file: the others, on other nodes perhaps, have not."""
+    return fault if comm.size == 1 else replace(fault, text=f"{fault.text} (looked at by rank {comm.rank})")
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:

@@ -57,11 +57,15 @@ def test_an_interrupt_waits_for_the_threads() -> None:
         release.set()
 
     helper = threading.Thread(target=interrupt)
-    helper.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_threads(range(100), work, 2)
-    assert len(ended) == 2
-    helper.join()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_threads(range(100), work, 2)
+        assert len(ended) == 2
+    finally:
+        helper.join()
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
