@@ -15,7 +15,7 @@ from typing import Any
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError
 from ..io.memory import identify_host, measure_available
-from ..targets.guard import BROKEN
+from ..targets.guard import BROKEN, HALF_STATES
 from .sinks import Buffer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -49,8 +49,11 @@ def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
 
 
 @contextmanager
-def guard_engine(engine: Any) -> Iterator[None]:
+def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
     """Inside, the engine changes: an error marks it as one that must not be used, success takes the mark away.
+
+    Args:
+        with_states: its optimizer's states change as well.
 
     Raises:
         UcpError: the error with the mark's text; one that is not ours as a CheckpointError.
@@ -59,20 +62,22 @@ def guard_engine(engine: Any) -> Iterator[None]:
         yield
     except Exception as error:
         kind = type(error) if isinstance(error, UcpError) else CheckpointError
-        told = kind(_mark(engine, error))
+        told = kind(_mark(engine, error, with_states))
         told.shared, told.echo = getattr(error, "shared", False), getattr(error, "echo", False)
         raise told from error
     except BaseException as interrupt:
-        _mark(engine, interrupt)
+        _mark(engine, interrupt, with_states)
         raise
     setattr(engine, BROKEN, None)
+    setattr(engine, HALF_STATES, False)
 
 
-def _mark(engine: Any, error: BaseException) -> str:
+def _mark(engine: Any, error: BaseException, with_states: bool) -> str:
     reason = str(error) or type(error).__name__
     told = (
         f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
         "used. Load again (this tag or another one), or build the engine anew."
     )
     setattr(engine, BROKEN, told)
+    setattr(engine, HALF_STATES, with_states or getattr(engine, HALF_STATES, False))
     return told

@@ -111,7 +111,7 @@ def load_direct(
             transfer.attach(target)
         _finish(engine, index, saved, arguments, with_states=with_states)
 
-    with guard_engine(engine):
+    with guard_engine(engine, with_states=with_states):
         with report.phase("finish"):  # others' code, which may fail: before the buffers change
             comm.run(restore_others)
         if arguments.custom_load_fn is not None:

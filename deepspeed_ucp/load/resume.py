@@ -23,7 +23,7 @@ from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load
-from ..targets.guard import release, seal
+from ..targets.guard import check_states, release, seal
 from ..topology import ATOMIC, find_differences
 from .census import Census, find_renamed, join_groups, list_live_rules, read_rules, take_census
 from .client import check_trusted
@@ -80,6 +80,7 @@ def resume(
         if comm.rank == 0:
             logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
         return own()
+    comm.run(lambda: check_states(engine, with_states=arguments.with_states))
     folder = os.path.join(load_dir, found)
     with report.phase("index"), pause_collection():
         decision = decide(engine, folder, comm, arguments, config, upstream=upstream)

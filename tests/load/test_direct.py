@@ -475,8 +475,10 @@ def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
         after_verification(patch, failing.arm)
         with pytest.raises(CheckpointError, match="must not be used"):
             run_load(index, rank, engine=engine)
+    assert getattr(engine, apart.HALF_STATES)
     run_load(index, rank, engine=engine)
     assert getattr(engine, apart.BROKEN) is None
+    assert not getattr(engine, apart.HALF_STATES)
     check_loaded([rank], state)
 
 

@@ -12,7 +12,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load import LoadArguments
-from deepspeed_ucp.load.resume import decide, find_tag
+from deepspeed_ucp.load.resume import decide, find_tag, resume
+from deepspeed_ucp.targets.guard import HALF_STATES
 from tests.ranks import run_ranks
 
 STATES = "mp_rank_00_model_states.pt"
@@ -84,6 +85,16 @@ def test_an_atomic_checkpoint_is_deepspeeds_where_the_script_says_load_universal
     decision = decide(UpstreamEngine(), str(tmp_path), Comm(), LoadArguments(), UniversalConfig(), upstream=True)
     assert decision.index is decision.target is None
     assert "load_universal" in decision.reason
+
+
+@pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_alone_do_not_mend_an_engine_whose_optimizer_is_half_loaded(
+    arguments: dict[str, bool], folder: Path
+) -> None:
+    engine = SimpleNamespace(load_universal_checkpoint=lambda: False)
+    setattr(engine, HALF_STATES, True)
+    with pytest.raises(CheckpointError, match=r"optimizer states are a mixture.*Load with the optimizer states"):
+        resume(engine, str(folder), None, LoadArguments(**arguments), UniversalConfig(), lambda: (None, None))
 
 
 class Harmful:
