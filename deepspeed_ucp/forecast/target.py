@@ -13,7 +13,7 @@ from functools import partial
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
-from ..patterns import RuleSet
+from ..patterns import Layout, RuleSet
 from ..plan.match import Match, pick_instance
 from ..plan.settling import Shapes, list_weights, settle_index
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_states, list_wants
@@ -54,6 +54,7 @@ class ForecastTarget:
         model_ranks: by model-parallel rank ``stage * tp + tp_rank``.
         layouts: how source and target cut each parameter, by name; empty where neither cuts any.
         atoms: what is taken of each parameter, the weight first.
+        weights: bytes per element of each parameter over its states; every replica whose mean is taken counts.
         assumed: what only the live model tells, and what was assumed instead.
         origin: what settled the patterns → how many parameters.
     """
@@ -63,6 +64,7 @@ class ForecastTarget:
     model_ranks: tuple[ModelRank, ...]
     layouts: Layouts
     atoms: Mapping[ParamKey, tuple[Atom, ...]]
+    weights: Mapping[ParamKey, int]
     assumed: tuple[str, ...]
     origin: Mapping[str, int]
 
@@ -105,13 +107,7 @@ class ForecastTarget:
         """Bytes of the checkpoint that a rank needs: those of its wants."""
         held, (_, dp_rank, _) = self.model_rank(rank), self.place(rank)
         cuts = (cut for buffer in (*held.flats, *held.tensors) for cut in buffer.cuts(buffer.find_part(dp_rank)))
-        return sum(cut.numel * self._weigh(held.match.params[cut.name]) for cut in cuts)
-
-    def _weigh(self, param: ParamKey) -> int:
-        """Bytes per element of a parameter over its states; every replica whose mean is taken counts."""
-        layouts = self.layouts.get(param.name)
-        times = len(layouts[0].shards) if layouts is not None and layouts[0].mean else 1
-        return sum(ITEMSIZE[atom.dtype] for atom in self.atoms[param]) * times
+        return sum(cut.numel * self.weights[held.match.params[cut.name]] for cut in cuts)
 
     def measure_engine(self, rank: int) -> int:
         """Bytes of the engine's own buffers on a rank: masters, optimizer states, the model's copies, other tensors."""
@@ -156,7 +152,9 @@ def foretell_target(
         for stage in range(degrees.pp)
         for tp_rank in range(degrees.tp)
     )
-    return ForecastTarget(index, degrees, held, layouts, _list_atoms(index), (*assumed, ORDER), origin)
+    atoms = _list_atoms(index)
+    weights = {param: _weigh(taken, layouts.get(param.name)) for param, taken in atoms.items()}
+    return ForecastTarget(index, degrees, held, layouts, atoms, weights, (*assumed, ORDER), origin)
 
 
 def _lay_model_rank(
@@ -192,6 +190,11 @@ def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
         if key.state != COPY and not (key.state == MODULE and index.find(key.name, MASTER, key.instance)):
             found.setdefault(key.param, []).append(atom)
     return {param: tuple(sorted(held, key=lambda atom: atom.state != MASTER)) for param, held in found.items()}
+
+
+def _weigh(atoms: Iterable[Atom], layouts: tuple[Layout, Layout] | None) -> int:
+    times = len(layouts[0].shards) if layouts is not None and layouts[0].mean else 1
+    return sum(ITEMSIZE[atom.dtype] for atom in atoms) * times
 
 
 def _weigh_all(index: AtomicIndex, names: Iterable[str]) -> dict[str, int]:

@@ -186,12 +186,12 @@ class _Lister:
     wants: Wants = field(default_factory=Wants)
 
     def add_flat(self, number: int, held: HeldBuffer) -> None:
-        cuts = [
-            (cut, self.match.params[cut.name]) for cut in held.buffer.cuts(held.part) if cut.name in self.match.params
-        ]
+        whole = held.buffer.cuts(held.part)
+        cuts = [(cut, self.match.params[cut.name]) for cut in whole if cut.name in self.match.params]
         buffer = self._add_buffer((MASTER, number), held, held.dtype, fresh=False)
         self._fill(buffer, [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts])
-        self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
+        spans = ((cut.offset, cut.offset + cut.numel) for cut in whole)
+        self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, held.buffer.partition)]
         for state, dtype in held.states.items():
             buffer = self._add_buffer((state, number), held, dtype, fresh=state not in held.live)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
