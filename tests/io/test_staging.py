@@ -312,6 +312,16 @@ def test_a_lock_that_is_being_signed_is_a_lock(staging: Staging) -> None:
 # -- what is never replaced -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("resumable", [True, False])
+def test_what_a_killed_exchange_has_moved_aside_comes_back(resumable: bool, tmp_path: Path) -> None:
+    """Between the two renames, with nothing that could take its place."""
+    stopped = stage(tmp_path / "out", kind=replace(KIND, resumable=resumable))
+    make_atomic(Path(stopped.aside))
+    with stopped.lock():
+        assert read_tree(tmp_path / "out")
+    assert not os.path.lexists(stopped.aside)
+
+
 def test_what_is_no_atomic_checkpoint_is_never_removed(staging: Staging, tmp_path: Path) -> None:
     destination = Path(staging.destination)
     destination.mkdir()
