@@ -50,5 +50,6 @@ def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
         saved = set().union(*(states.get(param, ()) for param in params))
         hyper = next((groups[param] for param in params if param in groups), {})
         if flat.holder is not None and saved:
-            told = find_other_kind(target.optimizer, target.param_group(flat), hyper, saved, flat.holder)
+            scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
+            told = find_other_kind(target.optimizer, target.param_group(flat), hyper, saved, flat.holder, scalars)
             yield from [told] if told else []

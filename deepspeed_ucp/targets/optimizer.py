@@ -137,7 +137,12 @@ def _sort(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
 
 
 def find_other_kind(
-    optimizer: Any, group: int, hyper: Mapping[str, Any], saved: Collection[str], like: torch.Tensor
+    optimizer: Any,
+    group: int,
+    hyper: Mapping[str, Any],
+    saved: Collection[str],
+    like: torch.Tensor,
+    scalars: Collection[str] = (),
 ) -> str:
     """How what the live optimizer keeps by its own hyper-parameters differs from what was saved; empty where nothing.
 
@@ -147,6 +152,8 @@ def find_other_kind(
         group: param group of the live optimizer, whose saved hyper-parameters ``hyper`` is.
         saved: names of the states that were saved for its parameters.
         like: as for :func:`probe_optimizer`.
+        scalars: names of the saved states of one element. Of a parameter of one row a factored optimizer's rows are
+            that as well.
     """
     live = optimizer.param_groups[group]
     # Muon's momentum is made outside of its step.
@@ -154,7 +161,8 @@ def find_other_kind(
     if kept is None:
         return ""
     names = {*kept.elementwise, *kept.other}
-    if names == set(saved) or (names < set(saved) and _is_same_class(live, hyper)):
+    have = {*saved, *names.intersection(scalars)}
+    if names == have or (names < have and _is_same_class(live, hyper)):
         return ""
     told = [", ".join(sorted(states)) or "none" for states in (saved, names)]
     return f"optimizer states {told[0]} → {told[1]}"

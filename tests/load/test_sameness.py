@@ -66,3 +66,19 @@ def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
 )
 def test_an_optimizer_of_another_kind(optimizer: Any, told: list[str], tmp_path: Path) -> None:
     assert find(tmp_path, MODEL, MODEL, 1, optimizer) == told
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
+def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> None:
+    """Its rows are one element, as a step is."""
+    model, topology = Model((Param("token", (1, 3)), Param("a", (4, 3)))), Topology(0)
+    path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
+    params = [torch.nn.Parameter(torch.ones(param.shape)) for param in model.params]
+    optimizer = torch.optim.Adafactor(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    (file,) = path.glob("*model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), "optimizer": optimizer.state_dict()}, file)
+    target = FakeTarget(model, topology, 0, torch.optim.Adafactor)
+    assert find_unnoticed(open_for(path, target), target, ALL) == []
