@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,13 +175,19 @@ def _trust_own_files(
             f"alone. Here differ: {shorten(differences, 4)}. {advice}. {OWN_LOAD}"
         )
     if not config.trust_pickle:
-        # Of a shared folder every rank looks at a part; a node's own files are looked at by all ranks of that node.
-        viewers = comm.gather(identify_host() if engine.use_node_local_storage() else "")
+        # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
+        viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
         comm.run(lambda: _check_own_files(folder, viewers, comm.rank))
     return LoaderChoice(f"{why}; same topology by each rank's own files")
 
 
-def _check_own_files(folder: str, viewers: Sequence[str], rank: int) -> None:
+def _identify_folder(folder: str) -> tuple[object, ...]:
+    """The same on ranks that see the same folder: on one machine, and there in one container."""
+    place = os.stat(folder)
+    return identify_host(), socket.gethostname(), place.st_dev, place.st_ino
+
+
+def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: int) -> None:
     """Refuse code in this rank's part of the files that those see together whose entry in ``viewers`` is the same."""
     own = viewers[rank]
     check_trusted(list_own_globals(folder, viewers[:rank].count(own), viewers.count(own)))

@@ -144,3 +144,19 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: 
     assert "own files" in choose(Comm(), trust_pickle=True)
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / name)
     assert "own files" in choose(Comm())
+
+
+def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
+    """Two containers of one machine, each with a folder of its own."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / str(rank) / STATES)
+    torch.save({}, tmp_path / "0" / "layer_1_expert_0_mp_rank_00_model_states.pt")
+    torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / "0" / STATES)
+    with pytest.raises(CheckpointError, match=f"{STATES}.*Harmful"):
+        run_ranks(
+            2,
+            lambda rank, comm: decide(
+                NodeLocalEngine(), str(tmp_path / str(rank)), comm, LoadArguments(), UniversalConfig()
+            ),
+        )
