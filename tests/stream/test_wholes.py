@@ -209,3 +209,13 @@ def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Pat
         wholes = settle_wholes(index, from_config([*rules, *more]))
         shapes.append(wholes.atoms[AtomKey("body.count", "module")].shape)
     assert shapes == [(3,), (6,)]
+
+
+def test_a_copy_stays_where_there_is_no_master(tmp_path: Path) -> None:
+    """The weights of a folder that has lost its masters are these copies."""
+    with_masters = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
+    copies = {key for key in with_masters.stored.atoms if key.state == COPY}
+    assert copies
+    assert not copies & settle_wholes(with_masters).atoms.keys()
+    kept = {key: atom for key, atom in with_masters.stored.atoms.items() if key.state != MASTER}
+    assert copies <= settle_wholes(with_masters.change(atoms=kept)).atoms.keys()
