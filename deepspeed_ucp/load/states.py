@@ -87,7 +87,7 @@ class OptimizerMatch:
             f"{key} ({value.kind})"
             for hyper in self.match.hyper.values()
             for key, value in hyper.items()
-            if isinstance(value, Unread) and value.kind.startswith(("tensor ", "a list of", "a tuple of", "a dict of"))
+            if isinstance(value, Unread) and value.has_tensors
         )
         if tensors:
             raise MismatchError(

@@ -46,11 +46,13 @@ class Piece:
 class Unread:
     """A value that is not looked into (a function, a class, an object): its class, and a digest of its pickle.
 
-    It can be compared and sent, whatever the file holds; nothing can be restored from it.
+    It can be compared and sent, whatever the file holds; nothing can be restored from it. ``has_tensors`` tells of a
+    tensor, or of a list, tuple or dict with tensors somewhere in it.
     """
 
     kind: str
     digest: str
+    has_tensors: bool = False
 
 
 @dataclass(frozen=True, slots=True)

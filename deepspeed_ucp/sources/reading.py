@@ -11,7 +11,7 @@ from typing import Any
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UcpError, UnsupportedError
 from ..torchsave.dtypes import is_dtype, is_storage
-from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number
+from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number, walk
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
@@ -319,7 +319,11 @@ def read_hyper(value: Any, path: str) -> Any:
     if has_more_parts(value, _MOST_PARTS):
         raise CheckpointError(f"{path}: {describe(value)} as a hyper-parameter is too large; the file is damaged.")
     plain = _simplify(value)
-    return plain if _is_plain(plain) else Unread(describe(value), hashlib.sha256(write_pickle(value)).hexdigest()[:16])
+    if _is_plain(plain):
+        return plain
+    is_container = isinstance(value, (TensorRef, list, tuple, dict))
+    has_tensors = is_container and any(isinstance(part, TensorRef) for part in walk(value))
+    return Unread(describe(value), hashlib.sha256(write_pickle(value)).hexdigest()[:16], has_tensors)
 
 
 def _simplify(value: Any) -> Any:

@@ -65,8 +65,9 @@ def test_tensors_in_param_groups_are_refused_by_name(value: Any, tmp_path: Path)
         prepare(tmp_path, change_groups(make_files(), ema=value))
 
 
-def test_a_function_in_a_param_group_is_the_live_ones_business(tmp_path: Path) -> None:
-    prepare(tmp_path, change_groups(make_files(), hook=torch.relu_))
+@pytest.mark.parametrize("value", [torch.relu_, [torch.float32], (torch.float32, 1), {"kept": torch.float32}])
+def test_what_is_no_number_in_a_param_group_is_the_live_ones_business(value: Any, tmp_path: Path) -> None:
+    prepare(tmp_path, change_groups(make_files(), hook=value))
 
 
 def test_numbers_of_each_ranks_own_are_refused_by_name(tmp_path: Path) -> None:
