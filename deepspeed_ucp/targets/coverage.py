@@ -93,8 +93,8 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 
 def list_unsaved(engine: Any) -> list[str]:
     """State that no save holds and that starts anew, in words."""
-    autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
-    if not autocast:
+    enabled = getattr(engine, "torch_autocast_enabled", bool)  # DeepSpeed 0.17
+    if not enabled() or engine.torch_autocast_dtype() != torch.float16:
         return []
     return ["torch_autocast in fp16: DeepSpeed saves no state of its GradScaler; the loss scale starts anew"]
 
