@@ -169,7 +169,14 @@ CONVERT = (
     Job("floor-cp", "floor: `cp` of the optimizer's files", copy_states),
     Job("upstream-convert", "upstream, defaults", convert_upstream, floor="floor-cp", start=UPSTREAM_START),
     Job(BEST, "upstream, best workers", convert_upstream_best, floor="floor-cp", start=UPSTREAM_START),
-    Job("ours-convert", "ours", convert_ours, floor="floor-cp", rival="upstream-convert", check=check_converted),
+    Job(
+        "ours-convert",
+        "ours, `ds_ucp convert`",
+        convert_ours,
+        floor="floor-cp",
+        rival="upstream-convert",
+        check=check_converted,
+    ),
 )
 EXPORT = (
     Job("upstream-fp32", "upstream, `zero_to_fp32.py --safe_serialization`", export_upstream),
