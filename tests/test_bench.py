@@ -134,9 +134,9 @@ def test_a_section_has_every_job_that_ran(offline: ModuleType, found: Any) -> No
     restored = offline.Found.restore(json.loads(json.dumps(found.data())))
     assert restored == found
     section = offline.make_offline_section("convert", {"dp": restored}, {"dp": "ZeRO-1"}, jobs)
-    rows = [line for line in section.splitlines() if line.startswith("| ours ")]
+    rows = [line for line in section.splitlines() if line.startswith("| ours, ")]
     assert [cell.strip() for cell in rows[0].split("|")[1:-1]] == [
-        "ours",
+        "ours, `ds_ucp convert`",
         "1.00 (1.00-1.00)",
         "1.00",
         "0.25",

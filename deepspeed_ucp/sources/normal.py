@@ -34,11 +34,12 @@ class Naming:
 
 @dataclass(slots=True)
 class _Headers:
-    """Headers that could be read, by name, and why others could not."""
+    """Headers that could be read, by name, and why others could not; ``reader`` says who looks at them."""
 
     folder: str
     known: dict[str, FileHeader]
     faults: dict[str, Finding]
+    reader: str = ""
 
     def read(self, name: str) -> FileHeader | None:
         """A file's header, read once; None where it cannot be read."""
@@ -48,7 +49,9 @@ class _Headers:
             except UnsupportedError as error:
                 self.faults[name] = Finding("unsupported", name, str(error))
             except CheckpointError as error:
-                self.faults[name] = Finding("header", name, str(error))
+                # What the system refuses, it may refuse on one node alone; damage is the same for all.
+                where = self.reader if isinstance(error.__cause__, OSError) else ""
+                self.faults[name] = Finding("header", name, f"{error}{where}")
         return self.known.get(name)
 
     def first(self, names: Iterable[str]) -> FileHeader | None:
@@ -212,20 +215,15 @@ def _read_rest(
     further = {name for (_, rank), name in listing.model_zero3.items() if rank}
 
     def read() -> tuple[list[FileHeader], list[Finding]]:
-        headers = _Headers(listing.folder, {}, {})
+        headers = _Headers(listing.folder, {}, {}, f" (looked at by rank {comm.rank})" if comm.size > 1 else "")
         held = [headers.read(name) for name in names[comm.rank :: comm.size]]
         slim = [_slim(header, first[0], repeats=header.name in further) for header in held if header]
-        return slim, [_name_reader(fault, comm) for fault in headers.faults.values()]
+        return slim, list(headers.faults.values())
 
     parts = comm.each(read)
     by_name = {header.name: header for held, _ in parts for header in held}
     headers = [*first, *(by_name[name] for name in names if name in by_name)]
     return headers, [fault for _, faults in parts for fault in faults]
-
-
-def _name_reader(fault: Finding, comm: Comm) -> Finding:
-    """The rank that has looked at the file: the others, on other nodes perhaps, have not."""
-    return fault if comm.size == 1 else replace(fault, text=f"{fault.text} (looked at by rank {comm.rank})")
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
