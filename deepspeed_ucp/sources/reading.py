@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,22 @@ _MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
 
 
+@contextmanager
+def explain_damage(path: str) -> Iterator[None]:
+    """Whatever a header's bytes do to the code that reads them is damage to that file.
+
+    Raises:
+        CheckpointError: naming it; errors of ours pass as they are.
+    """
+    try:
+        yield
+    except UcpError:
+        raise
+    except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: its header cannot be read ({kind}: {error}); the file is damaged.") from error
+
+
 def read_file(folder: str, name: str) -> FileHeader:
     """Read one state file's header.
 
@@ -44,13 +61,8 @@ def read_file(folder: str, name: str) -> FileHeader:
         UnsupportedError: an optimizer wrapper that is not covered.
     """
     path = os.path.join(folder, name)
-    try:
+    with explain_damage(path):
         return _read_file(path, name)
-    except UcpError:
-        raise
-    except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: its header cannot be read ({kind}: {error}); the file is damaged.") from error
 
 
 def _read_file(path: str, name: str) -> FileHeader:

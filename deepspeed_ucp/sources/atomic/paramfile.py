@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import CheckpointError, UcpError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
 from ..family import Save
 from ..headers import OptimHeader, Piece
-from ..reading import HeaderReader
+from ..reading import HeaderReader, explain_damage
 
 PARAM = "param"
 _EXPERT = "is_expert_param"
@@ -70,14 +70,8 @@ def read_param_file(folder: str, name: str) -> ParamHeader:
         UnsupportedError: an expert's parameter.
     """
     path = os.path.join(folder, name)
-    try:
-        file = read_header(path)
-        return _describe(file, name)
-    except UcpError:
-        raise
-    except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: its header cannot be read ({kind}: {error}); the file is damaged.") from error
+    with explain_damage(path):
+        return _describe(read_header(path), name)
 
 
 def _describe(file: TorchFile, name: str) -> ParamHeader:
