@@ -146,6 +146,8 @@ def decide(
         UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
     """
     if upstream and comm.run(lambda: is_atomic(folder)):
+        if not config.trust_pickle:
+            comm.run(lambda: check_trusted(list_own_globals(folder, comm.rank, comm.size)))
         return LoaderChoice("load_universal is on and this is an atomic checkpoint")
     if engine.use_node_local_storage():
         why = "every node keeps its own files (use_node_local_storage)"

@@ -53,13 +53,19 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[str, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    names = sorted(name for name in os.listdir(folder) if name.endswith(_STATE_ENDINGS))
-    paths = [os.path.join(folder, name) for name in names[member::members]]
     found: dict[str, str] = {}
-    for path in paths:
+    for path in _list_unpickled(folder)[member::members]:
         for name in list_globals(read_header(path)):
             found.setdefault(name, path)
     return found
+
+
+def _list_unpickled(folder: str) -> list[str]:
+    """What DeepSpeed's own load may unpickle: state files, and every file of an atomic checkpoint's atoms."""
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(_STATE_ENDINGS)]
+    for path, _, names in os.walk(os.path.join(folder, "zero")):
+        paths += [os.path.join(path, name) for name in names if name.endswith(".pt")]
+    return sorted(paths)
 
 
 def _show(value: Any) -> str:

@@ -92,11 +92,17 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 
 
 def list_unsaved(engine: Any) -> list[str]:
-    """State that no save holds and that starts anew, in words."""
+    """State that no save holds and that is the live engine's own after a load, in words."""
+    found = []
     enabled = getattr(engine, "torch_autocast_enabled", bool)  # DeepSpeed 0.17
-    if not enabled() or engine.torch_autocast_dtype() != torch.float16:
-        return []
-    return ["torch_autocast in fp16: DeepSpeed saves no state of its GradScaler; the loss scale starts anew"]
+    if enabled() and engine.torch_autocast_dtype() == torch.float16:
+        found.append("torch_autocast in fp16: DeepSpeed saves no state of its GradScaler; the loss scale starts anew")
+    if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
+        found.append(
+            "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales; they come back "
+            "only where this model's frozen weights were the saved ones before the load"
+        )
+    return found
 
 
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:

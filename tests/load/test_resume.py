@@ -160,3 +160,20 @@ def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
                 NodeLocalEngine(), str(tmp_path / str(rank)), comm, LoadArguments(), UniversalConfig()
             ),
         )
+
+
+@pytest.mark.parametrize("name", [STATES, "zero/optimizer_state.pt", "zero/layer.weight/fp32.pt"])
+def test_code_in_an_atomic_checkpoint_is_refused_before_deepspeed_loads_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
+    torch.save({"client": Harmful()}, tmp_path / name)
+
+    def choose(comm: Comm, **options: bool) -> str:
+        config = UniversalConfig(**options)
+        return decide(NodeLocalEngine(), str(tmp_path), comm, LoadArguments(), config, upstream=True).reason
+
+    for ranks in (1, 2):
+        with pytest.raises(CheckpointError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
+            run_ranks(ranks, lambda _, comm: choose(comm))
+    assert "load_universal" in choose(Comm(), trust_pickle=True)
+    torch.save({}, tmp_path / name)
+    assert "load_universal" in choose(Comm())

@@ -83,6 +83,12 @@ def test_the_autocast_scaler_starts_anew(enabled: bool, dtype: Any, told: int) -
     assert len(list_unsaved(engine)) == told
 
 
+@pytest.mark.parametrize("quantized", [True, False])
+def test_the_scales_of_quantized_frozen_weights_are_in_no_save(*, quantized: bool) -> None:
+    told = list_unsaved(make_engine(zero={"zero_quantized_nontrainable_weights": quantized}))
+    assert [text.partition(":")[0] for text in told] == ["zero_quantized_nontrainable_weights"] * quantized
+
+
 def test_copies_of_zero_plus_plus_are_dropped_of_frozen_parameters_too() -> None:
     """DeepSpeed's own ``invalidate_secondary_tensor`` looks at trained parameters alone."""
     target = FakeTarget(Model((Param("a", (2, 3)), Param("frozen", (4,), frozen=True))), Topology(3), 0)
