@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..atoms import AtomicIndex, ParamKey
+from ..atoms import Atom, AtomicIndex, ParamKey
 from ..comm import Comm
 from ..patterns import RuleSet
 from ..patterns.regex import compile_regex
-from ..plan.conversion import ALIGNMENT, Batch, Output, cut_batches
+from ..plan.conversion import Output, cut_batches
 from ..stream.batches import ReadBatch, Source, stream
-from ..stream.progress import WorkOptions, default_workers
+from ..stream.progress import WorkOptions, divide_window
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
@@ -21,9 +21,6 @@ from .pairing import Pair, Pairs, pair_atoms
 from .values import ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()
-
-BATCH = 4 << 20
-"""Bytes that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +105,6 @@ class DiffOptions(WorkOptions):
     tolerance: float = 0.0
     window: int = 64 << 20
 
-    @property
-    def threads(self) -> int:
-        """Those that the memory is enough for: each holds both sides of a batch, and replicas."""
-        return max(min(self.workers or default_workers(), self.window // (3 * ALIGNMENT)), 1)
-
     def wants(self, name: str, state: str = "") -> bool:
         """Whether an atom is compared (or a parameter, without ``state``)."""
         return bool(compile_regex(self.only).search(name)) and (not state or not self.states or state in self.states)
@@ -142,13 +134,13 @@ def diff_checkpoints(
     """
     comm = comm or Comm()
     pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
-    merged = _merge(comm.each(lambda: _compare_share(left, right, pairs.both, options, comm)))
+    shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))
     return Difference(
         compared=len(pairs.both),
         numel=sum(pair.numel for pair in pairs.both),
         converted=sum(pair.left.dtype != pair.right.dtype for pair in pairs.both),
-        atoms=_list_differences(pairs, merged),
+        atoms=_list_differences(pairs, _join(item for share in shares for item in share.items())),
         values=tuple(values),
         notes=tuple(notes + _note_padding(pairs.both)),
         unused=tuple(pairs.unused),
@@ -156,11 +148,36 @@ def diff_checkpoints(
     )
 
 
+Tallies = dict[int, tuple[Tally, Tally]]
+"""By pair: of the elements that mean something, and of padding rows."""
+
+
 def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
-    batches = plan_batches(pairs, options)[comm.rank :: comm.size]
-    return _compare_batches(left, right, pairs, batches, options)
+    """Compare this rank's batches, in the order of A's files; each thread holds both sides of one."""
+    threads, most = divide_window(options.workers, options.window)
+    outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
+    batches = cut_batches(outputs, most)[comm.rank :: comm.size]
+    found: list[tuple[int, tuple[Tally, Tally]]] = []
+
+    def consume(read: ReadBatch) -> None:
+        for each, mine, theirs in zip(read.batch.ranges, *read.sides, strict=True):
+            found.append((each.output, _tally(pairs[each.output], mine, theirs)))
+
+    with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
+        sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
+        with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as progress:
+            stream(sides, batches, consume, threads=threads, progress=progress)
+    return _join(found)
+
+
+def _join(parts: Iterable[tuple[int, tuple[Tally, Tally]]]) -> Tallies:
+    joined: Tallies = {}
+    for number, (values, padding) in parts:
+        known = joined.get(number, (NOTHING, NOTHING))
+        joined[number] = known[0].join(values), known[1].join(padding)
+    return joined
 
 
 def _compare_rest(
@@ -177,42 +194,6 @@ def _compare_rest(
     return values, notes
 
 
-def plan_batches(pairs: Sequence[Pair], options: DiffOptions = DEFAULT) -> list[Batch]:
-    """Ranges of elements that are compared together, in the order of A's files."""
-    widest = [max(pair.left.itemsize, pair.right.itemsize) for pair in pairs]
-    most = max(min(BATCH, options.window // (3 * options.threads)), ALIGNMENT)
-    outputs = [Output(pair.numel, width, pair.left.place) for pair, width in zip(pairs, widest, strict=True)]
-    return cut_batches(outputs, most)
-
-
-Tallies = dict[int, tuple[Tally, Tally]]
-"""By pair: of the elements that mean something, and of padding rows."""
-
-
-def _compare_batches(
-    left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], batches: Sequence[Batch], options: DiffOptions
-) -> Tallies:
-    tallies: Tallies = {}
-    lock = threading.Lock()
-
-    def consume(read: ReadBatch) -> None:
-        for each, mine, theirs in zip(read.batch.ranges, *read.sides, strict=True):
-            found = _tally(pairs[each.output], mine, theirs)
-            with lock:
-                _join(tallies, each.output, found)
-
-    with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
-        sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
-        with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as progress:
-            stream(sides, batches, consume, threads=options.threads, progress=progress)
-    return tallies
-
-
-def _join(tallies: Tallies, number: int, more: tuple[Tally, Tally]) -> None:
-    known = tallies.get(number, (NOTHING, NOTHING))
-    tallies[number] = known[0].join(more[0]), known[1].join(more[1])
-
-
 def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
     """Compare a range: its elements that mean something, and those in padding rows."""
     border = min(max(pair.meaning - mine.start, 0), mine.numel)
@@ -223,33 +204,21 @@ def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
     return found[0], found[1]
 
 
-def _merge(gathered: Sequence[Tallies]) -> Tallies:
-    merged: Tallies = {}
-    for number, found in (item for each in gathered for item in each.items()):
-        _join(merged, number, found)
-    return merged
-
-
 def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, ...]:
-    found = [
-        AtomDifference(atom.name, atom.state, f"only in {side}", (atom.dtype, atom.dtype), instance=atom.instance)
-        for side, atoms in (("A", pairs.only_left), ("B", pairs.only_right))
-        for atom in atoms
-    ]
-    found += [
-        AtomDifference(atom.name, atom.state, "shape", (atom.dtype, atom.dtype), text=text, instance=atom.instance)
-        for atom, text in pairs.shapes
-    ]
+    found = [_describe(atom, "only in A") for atom in pairs.only_left]
+    found += [_describe(atom, "only in B") for atom in pairs.only_right]
+    found += [_describe(atom, "shape", text=text) for atom, text in pairs.shapes]
     for number, (values, padding) in tallies.items():
         if values.differing or padding.differing:
             pair = pairs.both[number]
-            atom = pair.left.atom
-            place = pair.locate(values.first if values.differing else padding.first)
-            dtypes = (pair.left.dtype, pair.right.dtype)
-            found.append(
-                AtomDifference(atom.name, atom.state, "values", dtypes, values, padding, *place, instance=atom.instance)
-            )
+            index, shard = pair.locate(values.first if values.differing else padding.first)
+            told = _describe(pair.left.atom, "values", tally=values, padding=padding, index=index, shard=shard)
+            found.append(replace(told, dtypes=(pair.left.dtype, pair.right.dtype)))
     return tuple(sorted(found, key=_rate))
+
+
+def _describe(atom: Atom, kind: str, **more: Any) -> AtomDifference:
+    return AtomDifference(atom.name, atom.state, kind, (atom.dtype, atom.dtype), instance=atom.instance, **more)
 
 
 def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:

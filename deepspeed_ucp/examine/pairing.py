@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, count
+import numpy as np
+
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
 from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, rename_names, settle
 from ..patterns.layout import Shape
 from ..plan.settling import Shapes, order_rules
@@ -43,20 +45,16 @@ class Pair:
         """Index of an element in the logical tensor and None; or, of ``kept``, in a rank's shard, and the rank."""
         for rank, shape in enumerate(self.kept):
             if position < count(shape):
-                return _unravel(position, shape), rank
+                return _find_index(position, shape), rank
             position -= count(shape)
-        return _unravel(position, self.left.shape), None
+        return _find_index(position, self.left.shape), None
 
 
-def _unravel(position: int, shape: Shape) -> tuple[int, ...]:
-    place = []
-    for size in reversed(shape):
-        position, at = divmod(position, size)
-        place.append(at)
-    return tuple(reversed(place))
+def _find_index(position: int, shape: Shape) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(position, shape)))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """The atoms of two checkpoints.
 
@@ -68,12 +66,12 @@ class Pairs:
         unused: rules of the user's that match nothing.
     """
 
-    both: list[Pair] = field(default_factory=list)
-    only_left: list[Atom] = field(default_factory=list)
-    only_right: list[Atom] = field(default_factory=list)
-    shapes: list[tuple[Atom, str]] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
+    both: list[Pair]
+    only_left: list[Atom]
+    only_right: list[Atom]
+    shapes: list[tuple[Atom, str]]
+    names: dict[str, str]
+    unused: list[str]
 
 
 def pair_atoms(
@@ -94,21 +92,24 @@ def pair_atoms(
     Raises:
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
     """
-    found = Pairs(names=_rename(left, right, rules))
+    names = _rename(left, right, rules)
     mine, theirs = _list_wanted(left, wanted), _list_wanted(right, wanted)
-    keys = _match(mine, theirs, left, right, found.names)
+    keys = _match(mine, theirs, left, right, names)
     met = {a for a, _ in keys}, {b for _, b in keys}
-    found.only_left = [atom for key, atom in mine.items() if key not in met[0]]
-    found.only_right = [atom for key, atom in theirs.items() if key not in met[1]]
     settled = _settle_both(left, right, keys, rules)
-    found.unused, pairs = settled.unused, settled.pairs
-    for a, b in keys:
-        atom, other = left.stored.atoms[a], right.stored.atoms[b]
-        if a.name in settled.wrong:
-            found.shapes.append((atom, settled.wrong[a.name]))
-        else:
-            found.both.append(_make_pair(atom, other, pairs[a.name], settled.patterns[a.name]))
-    return found
+    layouts = settled.pairs
+    return Pairs(
+        both=[
+            _make_pair(mine[a], theirs[b], layouts[a.name], settled.patterns[a.name])
+            for a, b in keys
+            if a.name not in settled.wrong
+        ],
+        only_left=[atom for key, atom in mine.items() if key not in met[0]],
+        only_right=[atom for key, atom in theirs.items() if key not in met[1]],
+        shapes=[(mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong],
+        names=names,
+        unused=settled.unused,
+    )
 
 
 def _make_pair(atom: Atom, other: Atom, layouts: tuple[Layout, Layout], pattern: Pattern) -> Pair:
@@ -140,18 +141,28 @@ def _match(
     names: Mapping[str, str],
 ) -> list[tuple[AtomKey, AtomKey]]:
     back = {new: old for old, new in names.items()}
-    found = [(key, partner) for key in mine if (partner := _find_partner(key, right, names)) in theirs]
+    found = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs))]
     met = {partner for _, partner in found}
-    others = [(_find_partner(key, left, back), key) for key in theirs if key not in met]
-    return [*found, *((partner, key) for partner, key in others if partner in mine)]
+    others = [(_find_partner(key, left, back, mine), key) for key in theirs if key not in met]
+    return [*found, *((partner, key) for partner, key in others if partner)]
 
 
-def _find_partner(key: AtomKey, index: AtomicIndex, names: Mapping[str, str]) -> AtomKey:
-    """The other side's atom: of the same stage's instance, of the first one, or of what it is tied to."""
-    name = names.get(key.name, key.name)
-    candidates = [AtomKey(name, key.state, number) for number in (key.instance, 0)]
-    candidates.append(AtomKey(index.resolve(name), key.state))
-    return next((each for each in candidates if each in index.stored.atoms), candidates[1])
+def _find_partner(
+    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], held: Mapping[AtomKey, Atom]
+) -> AtomKey | None:
+    keys = (AtomKey(param.name, key.state, param.instance) for param in list_partners(key.param, index, names))
+    return next((each for each in keys if each in held), None)
+
+
+def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str]) -> tuple[ParamKey, ...]:
+    """What a parameter may be in the other checkpoint: the same stage's instance, the first one, what it is tied to.
+
+    Args:
+        index: the other checkpoint.
+        names: where the other has another name for it.
+    """
+    name = names.get(param.name, param.name)
+    return ParamKey(name, param.instance), ParamKey(name), ParamKey(index.resolve(name))
 
 
 def _settle_both(

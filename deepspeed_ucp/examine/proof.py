@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import CheckpointError, ConfigError
-from ..sources.atomic.manifest import Manifest, read_manifest_file
+from ..sources.atomic.manifest import AtomRecord, Manifest, read_manifest_file
 from ..sources.findings import Finding
 from ..sources.open import FolderReport
 from ..sources.seal import Seal, SealedFile, compare_file, read_seal
 from ..torchsave.records import FileRecords
-from .inventory import compare_contents, find_extra
 
 Proof = Seal | Manifest
+
+STEP = "step.pt"
+"""A parameter's scalar, which the manifest has itself; the file is there for upstream."""
 
 
 def read_proof(path: str) -> Proof:
@@ -32,7 +35,6 @@ def read_proof(path: str) -> Proof:
 
 
 def compare_proof(
-    folder: str,
     proof: Proof,
     report: FolderReport,
     sizes: Mapping[str, int],
@@ -43,31 +45,24 @@ def compare_proof(
     """Faults of the files that are not what the proof says.
 
     Args:
-        folder: where they lie.
         proof: a manifest proves an atomic checkpoint's own files, or a normal checkpoint that was converted.
         report: what the folder is.
         sizes: all files with their bytes.
         listed: the directories of this rank's files.
-        first: this rank tells what is missing.
+        first: this rank tells what is missing, or too many.
     """
     if isinstance(proof, Manifest) and report.atomic:
-        names = {atom.file for atom in proof.atoms} | {state.name for state in proof.states}
-        lacking = list(find_extra(proof, sizes)) if first else []
-        found = [*lacking, *compare_contents(proof, listed)]
+        found, names = compare_manifest(proof, sizes, listed, first=first), _list_names(proof)
     else:
         seal = proof if isinstance(proof, Seal) else make_seal(proof)
-        names = set(seal.files)
         left = {finding.file for finding in report.findings if finding.kind == "leftover"}
-        found = list(_compare_sealed(folder, seal, {n: f for n, f in listed.items() if n not in left}))
-    missing = sorted(names - set(sizes)) if first else []
-    return [*found, *(Finding("missing", n, f"{os.path.join(folder, n)} is missing; it is proven.") for n in missing)]
-
-
-def _compare_sealed(folder: str, seal: Seal, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
-    for name, file in listed.items():
-        fault = compare_file(folder, name, file.size, file.header_crc, seal)
-        if fault:
-            yield fault
+        sealed = [
+            compare_file(report.folder, n, f.size, f.header_crc, seal) for n, f in listed.items() if n not in left
+        ]
+        found, names = [fault for fault in sealed if fault], set(seal.files)
+    for name in sorted(names - set(sizes)) if first else ():
+        found.append(Finding("missing", name, f"{os.path.join(report.folder, name)} is missing; it is proven."))
+    return found
 
 
 def make_seal(manifest: Manifest) -> Seal:
@@ -81,3 +76,56 @@ def make_seal(manifest: Manifest) -> Seal:
     if unknown or not files:
         raise ConfigError(f"--against: the manifest has no checksum of {unknown[0] if unknown else 'any file'}.")
     return Seal(files={str(f["name"]): SealedFile(size=f["size"], crc=f["header_crc"]) for f in files})
+
+
+def compare_manifest(
+    manifest: Manifest, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
+) -> list[Finding]:
+    """Files of an atomic checkpoint that its manifest does not list, or whose records are not those that were written.
+
+    What is missing is told as the checkpoint is opened, and records' bytes are held against their checksums by reading
+    them. Arguments as of :func:`compare_proof`.
+    """
+    extra = sorted(set(sizes) - _list_names(manifest)) if first else []
+    found = [
+        Finding("extra", n, f"{n}: the manifest does not list it; DeepSpeed would load it all the same. Remove it.")
+        for n in extra
+        if os.path.basename(n) != STEP
+    ]
+    return [*found, *_compare_states(manifest, listed), *_compare_atoms(manifest.atoms, listed)]
+
+
+def _list_names(manifest: Manifest) -> set[str]:
+    return {atom.file for atom in manifest.atoms} | {state.name for state in manifest.states}
+
+
+def _compare_states(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
+    for state in manifest.states:
+        file = listed.get(state.name)
+        if file is not None and file.header_crc != state.crc:
+            text = (
+                f"{state.name}: its directory has CRC32 {file.header_crc:08x}, the manifest says {state.crc:08x}; it "
+                "is not the file that was written."
+            )
+            yield Finding("manifest", state.name, text)
+
+
+def _compare_atoms(atoms: Iterable[AtomRecord], listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
+    by_file = defaultdict(list)
+    for atom in atoms:
+        by_file[atom.file].append(atom)
+    for name, file in listed.items():
+        records = {(record.offset, record.nbytes): record for record in file.records}
+        for atom in by_file[name]:
+            record = records.get((atom.offset, atom.nbytes))
+            fault = ""
+            if record is None and atom.nbytes:
+                fault = f"has to be {atom.nbytes} bytes at byte {atom.offset}; the file has no such record."
+            elif record is not None and record.crc is not None and record.crc != atom.crc:
+                fault = (
+                    f"has CRC32 {record.crc:08x}, the manifest says {atom.crc:08x}; it is not what was written "
+                    "(another parameter's or another checkpoint's file)."
+                )
+            if fault:
+                told = f"{atom.name} ({atom.state})"
+                yield Finding("manifest", name, f"{name}: {told} {fault}", names=(told,))

@@ -6,6 +6,7 @@ Client state is compared as it lies in the files, without running any of it.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -13,8 +14,9 @@ from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey
 from ..io.store import read_bytes
-from ..torchsave.objects import Global, PickledObject, TensorRef, describe, to_number
+from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header
+from .pairing import list_partners
 
 ABSENT = "(absent)"
 """Stands for a value that one side does not have."""
@@ -35,6 +37,8 @@ _ASIDE = ("ds_config", "ds_version")
 
 _SETS = ("builtins.set", "builtins.frozenset")
 _PIECE = 4 << 20
+_LONGEST = 200
+"""Characters of a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,13 @@ def compare_values(
         names: A's names → B's, of those that differ.
         wants: whether a parameter is compared.
     """
-    found: dict[tuple[str, str, str, str], tuple[Any, Any, list[str]]] = {}
+    found: dict[tuple[str, ...], tuple[Any, Any, list[str]]] = {}
     for section, mine, theirs in (
         ("scalar", _list_scalars(left), _list_scalars(right)),
         ("hyper-parameter", _list_hyper(left), _list_hyper(right)),
     ):
-        for param in mine:
-            partner = theirs.get(_find_partner(param, right, theirs, names)) if wants(param.name) else None
+        for param in filter(lambda param: wants(param.name), mine):
+            partner = next((theirs[each] for each in list_partners(param, right, names) if each in theirs), None)
             if partner is None or (section == "hyper-parameter" and not (mine[param] and partner)):
                 continue  # the atoms tell what one side lacks, and some files keep no hyper-parameters
             for key, a, b in _differ_in_keys(mine[param], partner):
@@ -84,21 +88,20 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     Raises:
         CheckpointError: a state file cannot be read.
     """
+    sections: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("counter", left.run.counters, right.run.counters)]
+    if _is_scaling(left.run.scaler) or _is_scaling(right.run.scaler):
+        sections.append(("scaler", left.run.scaler, right.run.scaler))
+    if left.run.clip_grad is not None and right.run.clip_grad is not None:
+        sections.append(("clipping", {"clip_grad": left.run.clip_grad}, {"clip_grad": right.run.clip_grad}))
     found = [
-        ValueDifference("counter", key, a, b)
-        for key, a, b in _differ_in_keys(left.run.counters, right.run.counters)
+        ValueDifference(section, key, a, b)
+        for section, mine, theirs in sections
+        for key, a, b in _differ_in_keys(mine, theirs)
         if key not in TOPOLOGY
     ]
-    if _is_scaling(left.run.scaler) or _is_scaling(right.run.scaler):
-        found += [
-            ValueDifference("scaler", key, a, b) for key, a, b in _differ_in_keys(left.run.scaler, right.run.scaler)
-        ]
     notes = [
-        f"{side} keeps no hyper-parameters" for side, index in (("A", left), ("B", right)) if not _keeps_hyper(index)
+        f"{side} keeps no hyper-parameters" for side, each in (("A", left), ("B", right)) if not _keeps_hyper(each)
     ]
-    clipping = (left.run.clip_grad, right.run.clip_grad)
-    if None not in clipping and not is_same(*clipping):
-        found.append(ValueDifference("clipping", "clip_grad", *clipping))
     if left.run.state_file and right.run.state_file:
         client, told = _compare_clients(read_header(left.run.state_file), read_header(right.run.state_file))
         found, notes = found + client, notes + told
@@ -114,26 +117,11 @@ def is_same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _open(value: PickledObject) -> tuple[Any, Any, Any]:
-    """What two objects of a class are compared by; a set's items come in any order."""
-    if value.kind in _SETS and value.args:
-        return tuple(sorted(value.args[0], key=describe)), None, []
-    return value.args, value.state, value.items
-
-
 def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys((*left, *right)):
         a, b = left.get(key, ABSENT), right.get(key, ABSENT)
         if not is_same(a, b):
             yield key, a, b
-
-
-def _find_partner(
-    param: ParamKey, index: AtomicIndex, held: Mapping[ParamKey, Any], names: Mapping[str, str]
-) -> ParamKey:
-    name = names.get(param.name, param.name)
-    candidates = (ParamKey(name, param.instance), ParamKey(name), ParamKey(index.resolve(name)))
-    return next((each for each in candidates if each in held), candidates[1])
 
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
@@ -166,13 +154,13 @@ def _is_scaling(scaler: Mapping[str, Any]) -> bool:
 def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDifference], list[str]]:
     trees = [file.tree if isinstance(file.tree, dict) else {} for file in (left, right)]
     mine, theirs = ({key: value for key, value in tree.items() if key not in _MODEL} for tree in trees)
-    comparer = _Comparer(left, right)
     found, notes = [], []
+    seen: set[tuple[int, int]] = set()
     for key in dict.fromkeys((*mine, *theirs)):
         a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
         if a in (None, ABSENT) and b in (None, ABSENT):
             continue  # DeepSpeed keeps None where it has nothing
-        for place, first, second in islice(comparer.differ(a, b, str(key)), LIMIT):
+        for place, first, second in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
             if key in _ASIDE:
                 notes.append(f"{place}: {first} → {second}")
             else:
@@ -180,58 +168,64 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
     return found, notes
 
 
-class _Comparer:
-    """Compares two object trees, with the bytes of their tensors."""
+def _differ_in_trees(
+    left: TorchFile, right: TorchFile, begin: tuple[str, Any, Any], seen: set[tuple[int, int]]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(path, of A, of B) of everything that differs in two files' object trees, from a pair of parts on.
 
-    def __init__(self, left: TorchFile, right: TorchFile) -> None:
-        self.left, self.right = left, right
-        self.seen: set[tuple[int, int]] = set()
-
-    def differ(self, left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-        """(path, of A, of B) of everything that differs."""
-        if isinstance(left, TensorRef) and isinstance(right, TensorRef):
-            yield from self._differ_tensors(left, right, place)
-        elif isinstance(left, PickledObject) and isinstance(right, PickledObject) and left.kind == right.kind:
-            if (id(left), id(right)) not in self.seen:
-                self.seen.add((id(left), id(right)))
-                for a, b in zip(_open(left), _open(right), strict=True):
-                    yield from self.differ(a, b, place)
-        elif type(left) is type(right) and isinstance(left, (dict, list, tuple)):
-            if (id(left), id(right)) not in self.seen:
-                self.seen.add((id(left), id(right)))
-                yield from self._differ_parts(left, right, place)
-        elif not _is_same_leaf(left, right):
-            yield place, _tell(left), _tell(right)
-
-    def _differ_parts(self, left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-        if not isinstance(left, dict):
-            left, right = dict(enumerate(left)), dict(enumerate(right))
-        for key in dict.fromkeys((*left, *right)):
-            if key not in left or key not in right:
-                yield f"{place}.{key}", _tell(left.get(key, ABSENT)), _tell(right.get(key, ABSENT))
-            else:
-                yield from self.differ(left[key], right[key], f"{place}.{key}")
-
-    def _differ_tensors(self, left: TensorRef, right: TensorRef, place: str) -> Iterator[tuple[str, Any, Any]]:
-        kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (left, right)]
-        if kinds[0] != kinds[1] or (left.data is not None and left.data != right.data):
-            yield place, _tell(left), _tell(right)
-            return
-        size = ITEMSIZE.get(left.dtype, 1)
-        for low in range(0, _span(left) * size, _PIECE):
-            nbytes = min(_PIECE, _span(left) * size - low)
-            if self._read(self.left, left, low, nbytes) != self._read(self.right, right, low, nbytes):
-                yield place, f"{_tell(left)}", "other elements"
-                return
-
-    @staticmethod
-    def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
-        offset = file.storages[ref.storage.key].offset + ref.offset * ITEMSIZE.get(ref.dtype, 1)
-        return read_bytes(file.path, offset + low, nbytes)
+    Args:
+        seen: pairs that are shared by others and were looked at; without them a small file could take for ever.
+    """
+    todo = [begin]
+    while todo:
+        place, a, b = todo.pop()
+        parts = _pair_parts(place, a, b)
+        if isinstance(a, TensorRef) and isinstance(b, TensorRef):
+            if (other := _find_other(left, a, right, b)) is not None:
+                yield place, _shorten(a), other
+        elif parts is None:
+            if isinstance(a, PickledObject | TensorRef) or not is_same(a, b):
+                yield place, _shorten(a), _shorten(b)
+        elif (id(a), id(b)) not in seen:
+            seen.add((id(a), id(b)))
+            todo += reversed(parts)
 
 
-def _is_same_leaf(left: Any, right: Any) -> bool:
-    return not isinstance(left, (TensorRef, PickledObject)) and is_same(left, right)
+def _pair_parts(place: str, left: Any, right: Any) -> list[tuple[str, Any, Any]] | None:
+    """What two containers, or two objects of a class, are made of, by paths; None for anything else."""
+    if isinstance(left, PickledObject) and isinstance(right, PickledObject) and left.kind == right.kind:
+        return [(place, a, b) for a, b in zip(_open(left), _open(right), strict=True)]
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        left, right = dict(enumerate(left)), dict(enumerate(right))
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return None
+    keys = dict.fromkeys((*left, *right))
+    return [(f"{place}.{key}"[:_LONGEST], left.get(key, ABSENT), right.get(key, ABSENT)) for key in keys]
+
+
+def _open(value: PickledObject) -> tuple[Any, Any, Any]:
+    """What two objects of a class are compared by; a set's items come in any order."""
+    if value.kind in _SETS and value.args:
+        return tuple(sorted(value.args[0], key=describe)), None, []
+    return value.args, value.state, value.items
+
+
+def _find_other(left: TorchFile, first: TensorRef, right: TorchFile, second: TensorRef) -> str | None:
+    """What B has in place of A's tensor, in words; None where it is the same."""
+    kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (first, second)]
+    if kinds[0] != kinds[1] or (first.data is not None and first.data != second.data):
+        return str(_shorten(second))
+    nbytes = _span(first) * ITEMSIZE.get(first.dtype, 1)
+    for low in range(0, nbytes, _PIECE):
+        piece = min(_PIECE, nbytes - low)
+        if _read(left, first, low, piece) != _read(right, second, low, piece):
+            return "other elements"
+    return None
+
+
+def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
+    offset = file.storages[ref.storage.key].offset + ref.offset * ITEMSIZE.get(ref.dtype, 1)
+    return read_bytes(file.path, offset + low, nbytes)
 
 
 def _span(ref: TensorRef) -> int:
@@ -241,14 +235,19 @@ def _span(ref: TensorRef) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
 
 
-def _tell(value: Any) -> Any:
+class _Words(reprlib.Repr):
+    """Values as Python writes them, in a few words however large they are."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return describe(x)
+
+
+def _shorten(value: Any) -> Any:
     """A value for a message: plain ones as they are, others in a few words."""
     value = to_number(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
     if isinstance(value, PickledObject):
-        return f"object of {value.kind}"
-    if isinstance(value, (Global, TensorRef)):
-        return describe(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value if not isinstance(value, str) or len(value) <= 80 else value[:79] + "…"
-    text = repr(value)
+        return f"object of {describe(value)}"
+    text = value if isinstance(value, str) else _Words().repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

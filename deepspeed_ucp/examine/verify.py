@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
+from ..sources.atomic.manifest import Manifest, read_manifest
 from ..sources.files import MANIFEST
-from ..sources.findings import NOTE, WARNING, Finding, from_error
+from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.normal import Naming
 from ..sources.open import FolderReport, survey_checkpoint
@@ -22,11 +24,8 @@ from ..stream.progress import MakeBar, default_workers, no_bar
 from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records
-from .faults import judge_file, name_contents
-from .inventory import compare_contents, find_extra
-
-if TYPE_CHECKING:
-    from ..sources.atomic.manifest import Manifest
+from .faults import find_damage
+from .proof import compare_manifest, compare_proof, read_proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
     """Name → bytes of the files that hold state, and the names of all others, of a folder and what is in it.
 
     Raises:
-        CheckpointError: the folder cannot be listed.
+        CheckpointError: the folder cannot be listed, or holds none that could be looked at.
     """
     sizes: dict[str, int] = {}
     others: list[str] = []
@@ -89,13 +88,14 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
         raise CheckpointError(f"{error.filename}: cannot be listed ({error.strerror or error}).") from error
 
     for place, _, names in os.walk(folder, onerror=refuse):
-        for name in names:
-            path = os.path.join(place, name)
-            told = os.path.relpath(path, folder)
+        for path in (os.path.join(place, name) for name in names):
+            name = os.path.relpath(path, folder)
             if name.endswith(".pt"):
-                sizes[told] = os.path.getsize(path) if os.path.isfile(path) else 0
+                sizes[name] = os.path.getsize(path) if os.path.isfile(path) else 0
             else:
-                others.append(told)
+                others.append(name)
+    if not sizes:
+        raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(sorted(others)) or 'nothing'}).")
     return dict(sorted(sizes.items())), sorted(others)
 
 
@@ -129,26 +129,20 @@ def verify_checkpoint(
     """
     comm, begin = comm or Comm(), time.perf_counter()
     threads = threads or default_workers()
-    sizes, others = comm.run(lambda: _list_files(folder))
+    sizes, others = comm.run(lambda: list_files(folder))
     mine = share_files(sizes, comm.size)[comm.rank]
     listed, faults = _list_all(folder, mine, threads)
-    scans: list[Scanned] = []
-    if not headers_only:
-        plan = _plan(folder, mine, sizes, listed)
-        with bar(sum(file.size for file in plan)) as progress:
-            scans = scan_files(plan, threads=threads, window=window, progress=progress)
-    report, more = _look_at_whole(folder, comm, groups)
+    scans = [] if headers_only else _scan(folder, mine, sizes, listed, threads=threads, window=window, bar=bar)
+    report, more = _examine_headers(folder, comm, groups)
     index = report.index
-    manifest, told = _look_at_manifest(folder, comm, sizes, listed)
+    manifest, told = _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0)
     faults += told
     if against is not None:
-        from .proof import compare_proof, read_proof
-
         proof = comm.once(lambda: read_proof(against))
-        faults += compare_proof(folder, proof, report, sizes, listed, first=comm.rank == 0)
+        faults += compare_proof(proof, report, sizes, listed, first=comm.rank == 0)
     for name, scan in zip(mine, scans, strict=False):
-        faults += name_contents(folder, name, judge_file(name, listed.get(name), scan), index)
-    reports = [_report(name, sizes[name], listed.get(name)) for name in mine]
+        faults += find_damage(folder, name, listed.get(name), scan, index)
+    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
     gathered = comm.gather((reports, faults, sum(scan.nbytes for scan in scans)))
     left = {finding.file for finding in more if finding.kind == "leftover"}
     every = [*more, *(_excuse(fault, left) for _, held, _ in gathered for fault in held)]
@@ -158,9 +152,9 @@ def verify_checkpoint(
         folder=folder,
         kind="atomic" if report.atomic else "normal",
         topology=index.run.topology.describe() if index else "",
-        files=tuple(sorted((report for held, _, _ in gathered for report in held), key=lambda r: r.name)),
+        files=tuple(sorted((report for held, *_ in gathered for report in held), key=lambda r: r.name)),
         others=tuple(others),
-        read=sum(nbytes for _, _, nbytes in gathered),
+        read=sum(nbytes for *_, nbytes in gathered),
         seconds=time.perf_counter() - begin,
         faults=_sort_faults(every),
         fingerprint=manifest.fingerprint if manifest else {},
@@ -183,13 +177,6 @@ def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     return [sorted(share) for share in shares]
 
 
-def _list_files(folder: str) -> tuple[dict[str, int], list[str]]:
-    sizes, others = list_files(folder)
-    if not sizes:
-        raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(others) or 'nothing'}).")
-    return sizes, others
-
-
 def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str, FileRecords], list[Finding]]:
     """The directories of files, several at once."""
 
@@ -205,20 +192,27 @@ def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str
     return listed, [each for _, each in found if isinstance(each, Finding)]
 
 
-def _plan(
-    folder: str, names: Iterable[str], sizes: Mapping[str, int], listed: Mapping[str, FileRecords]
-) -> list[ScanFile]:
-    return [
-        ScanFile(
-            os.path.join(folder, name),
-            listed[name].size if name in listed else sizes[name],
-            tuple((r.offset, r.nbytes) for r in listed[name].records) if name in listed else (),
-        )
-        for name in names
-    ]
+def _scan(
+    folder: str,
+    names: Iterable[str],
+    sizes: Mapping[str, int],
+    listed: Mapping[str, FileRecords],
+    *,
+    threads: int,
+    window: int,
+    bar: MakeBar,
+) -> list[Scanned]:
+    """Read files with the CRC32 of their records; of those whose directory is not readable the bytes alone."""
+    files = []
+    for name in names:
+        file, path = listed.get(name), os.path.join(folder, name)
+        ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
+        files.append(ScanFile(path, file.size if file else sizes[name], ranges))
+    with bar(sum(file.size for file in files)) as progress:
+        return scan_files(files, threads=threads, window=window, progress=progress)
 
 
-def _look_at_whole(folder: str, comm: Comm, groups: Any) -> tuple[FolderReport, list[Finding]]:
+def _examine_headers(folder: str, comm: Comm, groups: Any) -> tuple[FolderReport, list[Finding]]:
     """What the headers tell of the checkpoint as a whole; collective."""
     report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
     findings = [_weigh(finding, groups) for finding in report.findings]
@@ -241,22 +235,15 @@ def _weigh(finding: Finding, groups: Any) -> Finding:
     return finding
 
 
-def _look_at_manifest(
-    folder: str, comm: Comm, sizes: Mapping[str, int], listed: Mapping[str, FileRecords]
+def _compare_own_manifest(
+    folder: str, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
 ) -> tuple[Manifest | None, list[Finding]]:
     """The manifest of an atomic checkpoint of ours, and what this rank's files have to do with it."""
-    if not os.path.lexists(os.path.join(folder, MANIFEST)):
-        return None, []
-    from ..sources.atomic.manifest import read_manifest
-
     try:
         manifest = read_manifest(folder)
     except UcpError as error:
         return None, [Finding("manifest", MANIFEST, str(error))]
-    if manifest is None:
-        return None, []
-    extra = list(find_extra(manifest, sizes)) if comm.rank == 0 else []
-    return manifest, [*extra, *compare_contents(manifest, listed)]
+    return manifest, compare_manifest(manifest, sizes, listed, first=first) if manifest else []
 
 
 def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
@@ -268,7 +255,7 @@ def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Findin
     return []
 
 
-def _report(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
+def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
     if listed is None:
         return FileReport(name, nbytes, 0, nbytes)
     return FileReport(name, nbytes, len(listed.records), listed.unchecked)
@@ -277,21 +264,19 @@ def _report(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
 def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
     """By file, each cause once: damage is met by the listing, by the index and by the manifest; notes are left out."""
     unique: dict[tuple[str, ...], Finding] = {}
+    files: dict[str, set[str]] = defaultdict(set)
     for fault in faults:
         if fault.severity != NOTE:
             unique.setdefault((fault.file, fault.kind, "" if fault.kind == "header" else fault.text), fault)
-    known = {
-        kind: {f.file for f in unique.values() if f.kind == kind} for kind in ("crc", "header", "missing", "manifest")
-    }
-    named = set().union(*known.values())
-    kept = [fault for fault in unique.values() if not _is_repeated(fault, known, named)]
-    return tuple(sorted(kept, key=lambda fault: (fault.warning, fault.file, fault.kind, fault.text)))
+            files[fault.kind].add(fault.file)
+    return sort_findings(fault for fault in unique.values() if not _is_repeated(fault, files))
 
 
-def _is_repeated(fault: Finding, known: Mapping[str, set[str]], named: Iterable[str]) -> bool:
-    """Whether a fault follows from a more telling one."""
+def _is_repeated(fault: Finding, files: Mapping[str, Set[str]]) -> bool:
+    """Whether a fault follows from a more telling one; ``files`` are those with faults, by kind."""
     if fault.kind == "header":
-        return fault.file in known["crc"] and "has CRC32" in fault.text
+        return fault.file in files["crc"] and "has CRC32" in fault.text
     if fault.kind == "manifest":
-        return fault.file in known["header"]
-    return fault.kind == "inconsistent" and any(name in fault.text for name in named)
+        return fault.file in files["header"]
+    causes = (name for kind in ("crc", "header", "missing", "manifest") for name in files[kind])
+    return fault.kind == "inconsistent" and any(name in fault.text for name in causes)

@@ -32,12 +32,13 @@ def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
     if source == target:
         into[:] = data
     elif source in _NUMPY and target in _NUMPY:
-        _cast_numpy(np.frombuffer(data, _find_dtype(source)), np.frombuffer(into, _find_dtype(target)))
+        _cast_numpy(np.frombuffer(data, find_dtype(source)), np.frombuffer(into, find_dtype(target)))
     else:
         _cast_torch(data, source, into, target)
 
 
-def _find_dtype(name: str) -> np.dtype[Any]:
+def find_dtype(name: str) -> np.dtype[Any]:
+    """Numpy's type of an element type's name; that of ``ml_dtypes`` where numpy has none of its own."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))

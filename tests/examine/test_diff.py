@@ -471,6 +471,18 @@ def test_client_state_is_not_run(tmp_path: Path) -> None:
     assert diff_checkpoints(a, b).equal
 
 
+def test_what_is_shared_is_looked_at_once(tmp_path: Path, left: AtomicIndex) -> None:
+    """Lists that hold their predecessor twice: a few bytes each, and for ever written out in full."""
+    chains = []
+    for end in (1, 2):
+        nested: Any = [end]
+        for depth in range(60):
+            nested = (nested, nested) if end == depth % 2 else [nested, nested]
+        chains.append(save(tmp_path / str(end), Topology(1, 2), STATE, with_client({"nested": nested})))
+    for a, b in (chains, (left, chains[0]), chains[::-1]):
+        assert 0 < len([key for section, key in told(diff_checkpoints(a, b)) if "nested" in key]) <= 2
+
+
 def test_topology_is_information(tmp_path: Path, left: AtomicIndex) -> None:
     found = diff_checkpoints(left, save(tmp_path / "b", Topology(3, 5), STATE))
     assert found.equal
@@ -490,7 +502,7 @@ def test_ranks_share_the_work_and_tell_the_same(tmp_path: Path, left: AtomicInde
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "ALIGNMENT", 512)
-    monkeypatch.setattr("deepspeed_ucp.examine.diff.ALIGNMENT", 512)
+    monkeypatch.setattr("deepspeed_ucp.stream.progress.ALIGNMENT", 512)
     held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
     a, b = open_held(held, tmp_path / "a"), open_held(expect(held, Topology(3, 2)), tmp_path / "b")
     done: list[int] = []
