@@ -8,13 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..sources.atomic.manifest import Manifest, read_manifest
 from ..sources.files import MANIFEST
 from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
@@ -25,7 +24,9 @@ from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records
 from .faults import find_damage
-from .proof import compare_manifest, compare_proof, read_proof
+
+if TYPE_CHECKING:
+    from ..sources.atomic.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,8 @@ def verify_checkpoint(
     manifest, told = _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0)
     faults += told
     if against is not None:
+        from .proof import compare_proof, read_proof
+
         proof = comm.once(lambda: read_proof(against))
         faults += compare_proof(proof, report, sizes, listed, first=comm.rank == 0)
     for name, scan in zip(mine, scans, strict=False):
@@ -239,6 +242,11 @@ def _compare_own_manifest(
     folder: str, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
 ) -> tuple[Manifest | None, list[Finding]]:
     """The manifest of an atomic checkpoint of ours, and what this rank's files have to do with it."""
+    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+        return None, []
+    from ..sources.atomic.manifest import read_manifest
+    from .proof import compare_manifest
+
     try:
         manifest = read_manifest(folder)
     except UcpError as error:
