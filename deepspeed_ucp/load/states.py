@@ -25,15 +25,15 @@ WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 class States:
     """Optimizer states of one flat buffer on their way: tensors by name, scalars by name.
 
-    ``live`` tensors are the optimizer's own. ``lazy``: it makes missing states in its next step, so that none may be
-    left to it.
+    ``live`` tensors are the optimizer's own. ``lazy``: it is known to make missing states in its next step, so that
+    none may be left to it; else it may rely on those that it has.
     """
 
     flat: Flat
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     live: frozenset[str] = frozenset()
     scalars: dict[str, Any] = field(default_factory=dict)
-    lazy: bool = True
+    lazy: bool = False
 
 
 class OptimizerMatch:
@@ -154,7 +154,7 @@ class OptimizerMatch:
             dtype = kept.elementwise.get(state) if kept else None
             fresh = partial(torch.empty, flat.holder.shape, device=flat.holder.device)
             tensors[state] = live[state] if state in live else fresh(dtype=dtype or getattr(torch, stored))
-        lazy = kept is None or kept.lazy
+        lazy = kept is not None and kept.lazy
         return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 
     def depends_on_cut(self) -> bool:
@@ -203,6 +203,8 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
         if not entry:
             if each.lazy:
                 optimizer.state.pop(each.flat.holder, None)
+            elif live is not None:
+                _begin_anew(live)
         elif live is None:
             optimizer.state[each.flat.holder] = entry
         else:
@@ -212,3 +214,12 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
         if flat.group in match.hyper:
             restore_hyper(optimizer.param_groups[target.param_group(flat)], match.hyper[flat.group])
     target.relink()
+
+
+def _begin_anew(state: dict[str, Any]) -> None:
+    """Empty a state in place; its optimizer may not make it a second time, as torch's Adagrad before 2.10."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+        elif isinstance(value, (int, float)):
+            state[name] = type(value)(0)

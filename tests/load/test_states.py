@@ -13,6 +13,8 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.prepare import tell_rounding
 from deepspeed_ucp.plan.wants import BufferSpec, Wants
+from tests.load.test_optimizers import Eager
+from tests.load.test_reshard import take_a_step
 from tests.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
@@ -106,6 +108,32 @@ def test_a_thawed_parameter_takes_its_weight_and_begins_anew(tmp_path: Path) -> 
         "b is trained here and was not in the saved run",
         "b",
     ]
+
+
+@pytest.mark.parametrize("topology", [Topology(0), Topology(1), Topology(3)], ids=lambda t: t.label)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, Eager])
+def test_a_thawed_group_of_its_own_begins_anew_where_the_engine_has_trained(
+    optimizer: Any, topology: Topology, tmp_path: Path
+) -> None:
+    """Its next step is that of a fresh engine, also of an optimizer that makes states at construction alone."""
+    keys = ("exp_avg", "exp_avg_sq") if optimizer is torch.optim.AdamW else ("sum",)
+    saved = Model((Param("a", (7, 3)), Param("b", (5,), None, frozen=True)))
+    live = Model((Param("a", (7, 3)), Param("b", (5,), 1)))
+    state = random_state(saved, 0, keys, step=None if optimizer is Eager else 3)
+    path = write_checkpoint(tmp_path, saved, state, Topology(2, 2))
+    stepped = []
+    for trained in (False, True):
+        target = FakeTarget(live, topology, 0, optimizer)
+        if trained:
+            take_a_step(target.wrapped)
+        load(open_for(path, target), [target])
+        take_a_step(target.wrapped)
+        stepped.append([(flat.master.detach(), target.wrapped.state[flat.holder]) for flat in target.flats])
+    for (fresh, states), (loaded, again) in zip(*stepped, strict=True):
+        assert loaded.equal(fresh)
+        assert {key: torch.as_tensor(each).tolist() for key, each in again.items()} == {
+            key: torch.as_tensor(each).tolist() for key, each in states.items()
+        }
 
 
 def test_a_buffer_that_the_saved_state_dict_leaves_out_keeps_its_value(tmp_path: Path) -> None:
