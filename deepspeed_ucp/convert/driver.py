@@ -89,7 +89,7 @@ class _Conversion:
     report: OutputReport
     wholes: Wholes
     files: list[OutputFile]
-    steps: dict[str, bytes]
+    steps: dict[str, tuple[bytes, int]]
     identity: dict[str, Any]
     entries: list[dict[str, Any]] = field(default_factory=list)
     replace: bool = False
@@ -233,7 +233,6 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     if united != work.wholes.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was united by other patterns"
     sizes = {file.path: file.image.size for file in work.files}
-    sizes.update((path, len(data)) for path, data in work.steps.items())
     sizes.update((state.name, state.size) for state in manifest.states)
     for path, size in sizes.items():
         try:
@@ -363,7 +362,7 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
     for number in sorted(split)[comm.rank :: comm.size]:
         close_file(work.files[number], crcs[number], folder)
     for path in sorted(work.steps)[comm.rank :: comm.size]:
-        write_file(folder, path, work.steps[path])
+        write_file(folder, path, work.steps[path][0])
     return crcs
 
 
@@ -372,10 +371,11 @@ def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateFile]) ->
     staging = work.staging
     records = list(_list_records(work, crcs))
     patterns, origin = work.wholes.patterns, work.wholes.origin
+    states = [*states, *(StateFile(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
     manifest = make_manifest(work.index, records, patterns, origin, states, verified=work.options.verify)
     text = manifest.to_json().encode()
     write_atomically(staging.path(MANIFEST), text)
-    sizes = [file.image.size for file in work.files] + [len(data) for data in work.steps.values()]
+    sizes = [file.image.size for file in work.files]
     inodes = {os.stat(staging.path(state.name)).st_ino: state.size for state in states}  # hard links once
     staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
     return sum(sizes) + sum(inodes.values()) + len(text)

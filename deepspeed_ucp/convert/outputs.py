@@ -102,9 +102,9 @@ def list_outputs(files: Iterable[OutputFile]) -> list[Output]:
     return [Output(file.whole.numel, file.whole.itemsize, file.whole.place) for file in files]
 
 
-def list_steps(index: AtomicIndex) -> dict[str, bytes]:
-    """Relative path → content of every parameter's ``step.pt``."""
-    made: dict[tuple[type, object], bytes] = {}
+def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
+    """Relative path → content of every parameter's ``step.pt``, and the CRC32 of its zip directory."""
+    made: dict[tuple[type, object], tuple[bytes, int]] = {}
     found = {}
     for param, scalars in sorted(index.run.scalars.items()):
         if STEP not in scalars:

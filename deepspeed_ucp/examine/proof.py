@@ -15,9 +15,6 @@ from ..torchsave.records import FileRecords
 
 Proof = Seal | Manifest
 
-STEP = "step.pt"
-"""A parameter's scalar, which the manifest has itself; the file is there for upstream."""
-
 
 def read_proof(path: str) -> Proof:
     """A seal or a manifest from its file, whichever it is.
@@ -90,7 +87,6 @@ def compare_manifest(
     found = [
         Finding("extra", n, f"{n}: the manifest does not list it; DeepSpeed would load it all the same. Remove it.")
         for n in extra
-        if os.path.basename(n) != STEP
     ]
     return [*found, *_compare_states(manifest, listed), *_compare_atoms(manifest.atoms, listed)]
 

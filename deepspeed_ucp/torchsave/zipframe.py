@@ -221,8 +221,8 @@ def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def dump_value(value: Any, dtype: str | None = None) -> bytes:
-    """The whole file that ``torch.save(value)`` makes, for ``step.pt``.
+def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
+    """The whole file that ``torch.save(value)`` makes, for ``step.pt``, and the CRC32 of its zip directory.
 
     Args:
         value: a number, or any plain value.
@@ -234,8 +234,8 @@ def dump_value(value: Any, dtype: str | None = None) -> bytes:
     stream = io.BytesIO()
     storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
     root = value if dtype is None else make_tensor("0", dtype, 1, ())
-    _write_file(stream, write_pickle(root), storages, ROOT, "")
-    return stream.getvalue()
+    crc = _write_file(stream, write_pickle(root), storages, ROOT, "")
+    return stream.getvalue(), crc
 
 
 def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream], *, root: str = ROOT) -> int:

@@ -137,7 +137,7 @@ EXACT = {"float64": 0.1, "int64": 2**40, "int8": -3, "bool": True, "complex64": 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_a_step_tensor(dtype, tmp_path):
     value = EXACT.get(dtype, 7)
-    (tmp_path / "step.pt").write_bytes(dump_value(value, dtype))
+    (tmp_path / "step.pt").write_bytes(dump_value(value, dtype)[0])
     loaded = torch.load(tmp_path / "step.pt", weights_only=True)
     assert loaded.shape == ()
     assert loaded.dtype == getattr(torch, dtype)
@@ -149,7 +149,7 @@ def test_a_step_tensor(dtype, tmp_path):
 
 @pytest.mark.parametrize("value", [7, 2.5, 2**70, None, True, "x", (1, [2.0, {"a": -1}])])
 def test_a_plain_step(value, tmp_path):
-    (tmp_path / "step.pt").write_bytes(dump_value(value))
+    (tmp_path / "step.pt").write_bytes(dump_value(value)[0])
     assert torch.load(tmp_path / "step.pt", weights_only=True) == value
 
 

@@ -60,7 +60,7 @@ class AtomRecord:
 
 @dataclass(frozen=True, slots=True)
 class StateRecord:
-    """A state file: path relative to the folder, bytes, CRC32 of its zip directory."""
+    """A file without atoms (states, a parameter's step): path relative to the folder, bytes, CRC32 of its directory."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -129,7 +129,7 @@ class Manifest:
         fingerprint: of the source, see :func:`fingerprint`.
         source: the source's topology as data, without its flat buffers.
         atoms: by name, state and instance.
-        states: state files.
+        states: files without atoms.
         state_file: the one that carries scheduler, counters and client state.
         patterns: name → {"pattern": as data, "origin": what told it}.
         view: of the source, see :func:`digest_view`.
