@@ -58,6 +58,10 @@ class Case:
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
+    def training(self, **options: Any) -> Any:
+        """What makes the engine and trains it: `train` with these options."""
+        return partial(train, self.ds_config, **options)
+
 
 def pair_id(pair: tuple[Case, Case]) -> str:
     """The id of a test that saves under one case and resumes under another."""

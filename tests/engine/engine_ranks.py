@@ -6,8 +6,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +17,48 @@ from unittest import mock
 import deepspeed.runtime.engine as deepspeed_engine
 import torch
 import torch.distributed as dist
-from engine_cases import make_engine, train, train_engine
+from engine_cases import make_engine, train_engine
 
 import deepspeed_ucp
+from deepspeed_ucp.targets import Instance, Place, find_place, open_target
 from deepspeed_ucp.testing.capture import EngineState, capture
 from deepspeed_ucp.testing.compare import compare
-from deepspeed_ucp.testing.ranks import saved_state, start
+from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
 from deepspeed_ucp.testing.ranks import train as train_steps
+
+Training = Callable[[], Generator[Any, None, None]]
+"""Makes an engine and yields it, then the loss of each step that it trains."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One of the loads that an engine makes one after the other.
+
+    Attributes:
+        folder: one for all ranks, or one for each.
+        arguments: further arguments of `load_checkpoint`.
+        rename: load through a `custom_load_fn` that renames prefixes of the saved names.
+        unreadable: files whose name contains this cannot be opened on rank 1.
+        before: steps that the engine trains first.
+        again: save there right after it.
+        steps: that the engine trains then.
+    """
+
+    folder: str | tuple[str, ...]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rename: dict[str, str] | None = None
+    unreadable: str = ""
+    before: int = 0
+    again: str = ""
+    steps: int = 0
+
+    def run(self, engine: Any) -> Any:
+        """What `load_checkpoint` returns."""
+        rank = dist.get_rank()
+        folder = self.folder if isinstance(self.folder, str) else self.folder[rank]
+        renaming = {} if self.rename is None else {"custom_load_fn": _renaming(self.rename)}
+        with _blocked(self.unreadable if rank == 1 else ""):
+            return engine.load_checkpoint(folder, **self.arguments, **renaming)
 
 
 @dataclass
@@ -38,35 +73,29 @@ class Attempt:
     loss: float = float("nan")
 
 
-def attempt(
-    ds_config: dict[str, Any],
-    folders: list[str],
-    options: dict[str, Any],
-    arguments: dict[str, Any] | None = None,
-    unreadable: str = "",
-) -> Attempt:
-    """Try to load, and note the error, how long it took, and what it changed in the engine.
+def attempt_each(training: Training, loads: Sequence[Load]) -> list[Attempt]:
+    """Try to load into one engine: the errors, how long each took, what it changed, and the loss of a step at last."""
+    steps = training()
+    engine = next(steps)
+    found = [_attempt(engine, each) for each in loads]
+    loss = next(steps)  # the engine still works
+    for each in found:
+        each.loss = loss
+    engine.destroy()
+    return found
 
-    Args:
-        folders: one for all ranks, or one for each.
-        arguments: further arguments of `load_checkpoint`.
-        unreadable: files whose name contains this cannot be opened on rank 1.
-    """
-    training, engine = start(_train(options), ds_config)
+
+def _attempt(engine: Any, load: Load) -> Attempt:
     before, result = fingerprint(engine), Attempt()
-    folder = folders[dist.get_rank() % len(folders)]
     begin = time.monotonic()
     try:
-        with _blocked(unreadable if dist.get_rank() == 1 else ""):
-            engine.load_checkpoint(folder, **(arguments or {}))
+        load.run(engine)
     except Exception as error:  # noqa: BLE001 - the error is what the test looks at
         result.error, result.message = type(error).__name__, str(error)
         result.kinds = [kind.__name__ for kind in type(error).__mro__]
     result.seconds = time.monotonic() - begin
     after = fingerprint(engine)
     result.changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    result.loss = train_steps(training, 1)[0]  # the engine still works
-    engine.destroy()
     return result
 
 
@@ -77,10 +106,6 @@ def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - the error is what the test looks at
         return type(error).__name__, str(error)
     return "", ""
-
-
-def _train(options: dict[str, Any]) -> Any:
-    return lambda ds_config: train(ds_config, **options)
 
 
 @contextmanager
@@ -147,43 +172,83 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 @dataclass
-class Loaded:
-    """What a load gave: its return value and the engine's state after it."""
+class Local:
+    """What one rank tells after a load or a save.
 
-    path: str | None
-    client_state: dict[str, Any] | None
-    before: EngineState
+    Attributes:
+        before: the engine's state before its first load.
+        direct: None without the plugin.
+        log: what the plugin said, with the level.
+        layers: of this pipeline stage.
+        instances: which of the stages that hold a parameter this one is.
+    """
+
+    place: Place
     state: EngineState
-    direct: bool | None
+    layers: tuple[int, int] = (0, 0)
+    instances: dict[str, Instance] = field(default_factory=dict)
+    before: EngineState | None = None
+    path: str | None = None
+    client_state: dict[str, Any] | None = None
+    direct: bool | None = None
+    reason: str = ""
     bytes_read: int = 0
     state_bytes: int = 0
+    log: list[tuple[str, str]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
-def load(
-    ds_config: dict[str, Any],
-    folder: str,
-    options: dict[str, Any],
-    arguments: dict[str, Any] | None = None,
-    rename: dict[str, str] | None = None,
-) -> Loaded:
-    """Make an engine and load a checkpoint into it.
-
-    Args:
-        arguments: further arguments of `load_checkpoint`.
-        rename: load through a `custom_load_fn` that renames prefixes of the saved names.
-    """
-    engine = make_engine(ds_config, **options)
-    before = capture(engine)
-    arguments = dict(arguments or {})
-    if rename is not None:
-        arguments["custom_load_fn"] = _renaming(rename)
-    path, client_state = engine.load_checkpoint(folder, **arguments)
-    report = getattr(engine, "ucp_report", None)
-    loaded = Loaded(path, client_state, before, capture(engine), None if report is None else report.direct)
+def tell(engine: Any) -> Local:
+    """Where this rank stands and what it holds; collective."""
+    module, report = engine.module, getattr(engine, "ucp_report", None)
+    layers = (module._local_start, module._local_stop) if hasattr(module, "_local_start") else (0, 0)
+    local = Local(find_place(engine), capture(engine), layers, open_target(engine).instances())
     if report is not None:
-        loaded.bytes_read, loaded.state_bytes = report.bytes_read, report.state_bytes
-    engine.destroy()
-    return loaded
+        local.direct, local.reason = report.direct, report.reason
+        local.bytes_read, local.state_bytes = report.bytes_read, report.state_bytes
+    return local
+
+
+def load_each(training: Training, loads: Sequence[Load], plugin: bool = True) -> list[Local]:
+    """Make an engine, with the plugin or without it, and let it make the loads."""
+    with nullcontext() if plugin else uninstalled():
+        steps = training()
+        engine = next(steps)
+        before = capture(engine)
+        found = [_load(steps, engine, each) for each in loads]
+        engine.destroy()
+    for local in found:
+        local.before = before
+    return found
+
+
+def _load(steps: Generator[Any, None, None], engine: Any, load: Load) -> Local:
+    train_steps(steps, load.before)
+    with _listen() as log:
+        path, client_state = load.run(engine)
+    local = tell(engine)
+    local.path, local.client_state, local.log = path, client_state, log
+    if load.again:
+        engine.save_checkpoint(load.again, client_state=CLIENT_STATE)
+    local.losses = train_steps(steps, load.steps)
+    return local
+
+
+@contextmanager
+def _listen() -> Iterator[list[tuple[str, str]]]:
+    """What the plugin says, with the level."""
+    found: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    log = logging.getLogger("deepspeed_ucp")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _renaming(rename: dict[str, str]) -> Any:
@@ -198,15 +263,6 @@ def _renaming(rename: dict[str, str]) -> Any:
 def differences(folder: str, state: EngineState, optimizer_states: bool = True) -> list[str]:
     """What differs between the source of `folder` and a captured state."""
     return compare(saved_state(folder), state, optimizer_states=optimizer_states)[1]
-
-
-def resume_and_save(ds_config: dict[str, Any], folder: str, again: str, options: dict[str, Any]) -> None:
-    """Load, and save right away."""
-    engine = make_engine(ds_config, **options)
-    engine.load_checkpoint(folder)
-    assert engine.ucp_report.direct
-    engine.save_checkpoint(again, client_state={"deepspeed_ucp_testing": "again"})
-    engine.destroy()
 
 
 class Sampler:
@@ -250,53 +306,53 @@ def uninstalled() -> Iterator[None]:
         deepspeed_ucp.install()
 
 
-def load_without_plugin(ds_config: dict[str, Any], folder: str, reference: str, options: dict[str, Any]) -> list[str]:
-    """DeepSpeed's own load of `folder`; what differs from what `reference` saved."""
-    with uninstalled():
-        loaded = load(ds_config, folder, options)
-    assert loaded.direct is None
-    return differences(reference, loaded.state)
+def save(
+    training: Training,
+    folder: str,
+    steps: Sequence[int] = (2,),
+    *,
+    after: int = 0,
+    client_states: Mapping[str, Mapping[str, Any]] | None = None,
+    plugin: bool = True,
+) -> Local | None:
+    """Train and save, with the plugin or without it, and go on.
 
+    Args:
+        steps: that are trained before each save.
+        after: steps that are trained then.
+        client_states: save each time once with each of them, into a folder of its name.
 
-def load_plain(ds_config: dict[str, Any], folder: str, options: dict[str, Any], arguments: dict[str, Any]) -> Loaded:
-    """DeepSpeed's own load, without the plugin."""
-    with uninstalled():
-        return load(ds_config, folder, options, arguments)
-
-
-def save(ds_config: dict[str, Any], folder: str, options: dict[str, Any], steps: int, plugin: bool) -> None:
-    """Train a little and save, with the plugin or without it."""
-    with ExitStack() as stack:
-        if not plugin:
-            stack.enter_context(uninstalled())
-        training, engine = start(_train(options), ds_config)
-        train_steps(training, steps)
-        engine.save_checkpoint(folder, client_state={"mine": 1})
+    Returns:
+        What the engine held at the last save, and the losses after it; None for experts.
+    """
+    states = {folder: {"mine": 1}} if client_states is None else {f"{folder}/{k}": v for k, v in client_states.items()}
+    with nullcontext() if plugin else uninstalled():
+        trained = training()
+        engine = next(trained)
+        for count in steps:
+            train_steps(trained, count)
+            for name, state in states.items():
+                engine.save_checkpoint(name, client_state=dict(state))
+        local = None if engine.has_moe_layers else tell(engine)
+        if local is not None:
+            local.losses = train_steps(trained, after)
         engine.destroy()
+    return local
 
 
-def calls_of_own_load(ds_config: dict[str, Any], folder: str, model: str = "plain") -> dict[str, Any]:
-    """How often DeepSpeed's own load ran, what was logged, and the plugin's report."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    log = logging.getLogger("deepspeed_ucp")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    engine = make_engine(ds_config, model)
+def watch_own_load(training: Training, folder: str) -> dict[str, Any]:
+    """How often DeepSpeed's own load runs in a load, what the plugin says, and its report."""
+    engine = next(training())
     kind = deepspeed_engine.DeepSpeedEngine
-    own = mock.Mock(side_effect=kind._load_checkpoint, name="_load_checkpoint")
-    try:
-        with mock.patch.object(kind, "_load_checkpoint", lambda *a, **k: own(*a, **k)):  # noqa: PLW0108 - binds self
-            path, _ = engine.load_checkpoint(folder)
-    finally:
-        log.removeHandler(handler)
+    own = mock.Mock(side_effect=kind._load_checkpoint)
+    with _listen() as log, mock.patch.object(kind, "_load_checkpoint", lambda *a, **k: own(*a, **k)):  # noqa: PLW0108
+        path, _ = engine.load_checkpoint(folder)
     report = getattr(engine, "ucp_report", None)
     engine.destroy()
     return {
         "calls": own.call_count,
         "path": path,
-        "info": [record.getMessage() for record in records if record.levelno == logging.INFO],
+        "info": [message for level, message in log if level == "INFO"],
         "direct": None if report is None else report.direct,
         "reason": "" if report is None else report.reason,
     }
@@ -352,7 +408,7 @@ def structure(folder: str) -> dict[str, Any]:
     """File → the keys, types, shapes and dtypes in it."""
     return {
         str(path.relative_to(folder)): describe(torch.load(path, weights_only=False, map_location="cpu"))
-        for path in sorted(Path(folder).rglob("*.pt"))
+        for path in sorted(Path(folder).rglob("*_states.pt"))
     }
 
 

@@ -2,62 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import engine_ranks
 import pytest
 from engine_cases import Case
+from engine_ranks import Load, Local
 
 from deepspeed_ucp.testing import WorldPool
 
 ON = {"checkpoint": {"universal": True}}
-OPTIONS = {"model": "plain", "scheduler": True}
+OPTIONS = {"model": "bulk", "scheduler": True}
+SMALL = {"model": "plain", "scheduler": True}
 SOURCES = [Case(stage, 3, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
 TARGETS = {0: Case(1, 2, config=ON), 1: Case(3, 2, config=ON), 2: Case(0, 2, config=ON), 3: Case(2, 2, config=ON)}
+
+# One after the other into one engine: weights alone while its optimizer is fresh, then states of a step that it has
+# trained further, so that what an argument leaves alone is seen.
+ARGUMENTS: dict[str, Load] = {
+    "load_module_only": Load("", {"load_module_only": True}),
+    "weights-without-scheduler": Load("", {"load_optimizer_states": False, "load_lr_scheduler_states": False}),
+    "load_optimizer_states": Load("", {"load_optimizer_states": False}),
+    "load_lr_scheduler_states": Load("", {"load_lr_scheduler_states": False}, before=1),
+    "defaults": Load("", before=1),
+}
+WEIGHTS = ["load_module_only", "load_optimizer_states"]
 
 
 def target_of(source: Case) -> Case:
     return TARGETS[source.stage].but(precision=source.precision)
 
 
-def load(
-    source: Case, sources: Any, worlds: WorldPool, target: Case | None = None, options: Any = None, **more: Any
-) -> tuple[str, engine_ranks.Loaded]:
-    """Load a source under its target; the folder and what rank 0 saw. All ranks agree."""
-    target = target or target_of(source)
-    folder = str(sources.get(source, **{**OPTIONS, **more.pop("saved", {})}).folder)
-    answers = worlds.get(target.dp).run(engine_ranks.load, target.ds_config, folder, options or OPTIONS, **more)
-    assert all(answer.direct for answer in answers)
-    first = answers[0].state
-    for answer in answers[1:]:
-        assert answer.state.counters == first.counters
-    return folder, answers[0]
+def load(worlds: WorldPool, target: Case, loads: list[Load], **options: Any) -> list[list[Local]]:
+    """By load what each rank of one engine has; they agree."""
+    answers = worlds.get(target.dp).run(engine_ranks.load_each, target.training(**options), loads)
+    for local in (local for each in answers for local in each if local.path):
+        assert local.direct
+    by_load = [list(each) for each in zip(*answers, strict=True)]
+    for first, *others in by_load:
+        assert all(other.state.counters == first.state.counters for other in others)
+    return by_load
 
 
-def load_plain(source: Case, sources: Any, worlds: WorldPool, arguments: dict[str, Any]) -> engine_ranks.Loaded:
-    """DeepSpeed's own load in the source's topology, without the plugin."""
-    folder = str(sources.get(source, **OPTIONS).folder)
-    world = worlds.get(source.dp)
-    return world.run(engine_ranks.load_plain, source.ds_config, folder, OPTIONS, arguments)[0]
+@dataclass
+class Answers:
+    """What became of a source's loads, by what they were called with.
+
+    Attributes:
+        empty: of a load from a folder that holds nothing, before all others.
+        ours: of every rank.
+        theirs: of rank 0, by DeepSpeed's own load in the source's topology, without the plugin.
+    """
+
+    folder: str
+    empty: Local
+    ours: dict[str, list[Local]]
+    theirs: dict[str, Local]
 
 
-ARGUMENTS: list[dict[str, Any]] = [
-    {},
-    {"load_lr_scheduler_states": False},
-    {"load_optimizer_states": False},
-    {"load_module_only": True},
-    {"load_optimizer_states": False, "load_lr_scheduler_states": False},
-]
+@pytest.fixture(scope="module")
+def answers(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Answers]:
+    made: dict[str, Answers] = {}
+
+    def find(source: Case) -> Answers:
+        if str(source) not in made:
+            folder = str(sources.get(source, **OPTIONS).folder)
+            loads = [Load(folder, each.arguments, before=each.before) for each in ARGUMENTS.values()]
+            nothing = Load(str(tmp_path_factory.mktemp("empty")))
+            empty, *ours = load(ucp_worlds, target_of(source), [nothing, *loads], **OPTIONS)
+            plain = engine_ranks.load_each, source.training(**OPTIONS), loads
+            theirs = ucp_worlds.get(source.dp).run(*plain, plugin=False)[0]
+            pairs = [dict(zip(ARGUMENTS, each, strict=True)) for each in (ours, theirs)]
+            made[str(source)] = Answers(folder, empty[0], *pairs)
+        return made[str(source)]
+
+    return find
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: "-".join(a) or "defaults")
+@pytest.mark.parametrize("called", ARGUMENTS)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_return_value_and_counters(
-    source: Case, arguments: dict[str, Any], sources: Any, ucp_worlds: WorldPool
-) -> None:
-    folder, ours = load(source, sources, ucp_worlds, arguments=arguments)
-    theirs = load_plain(source, sources, ucp_worlds, arguments)
+def test_return_value_and_counters(source: Case, called: str, answers: Callable[[Case], Answers]) -> None:
+    found = answers(source)
+    ours, theirs = found.ours[called][0], found.theirs[called]
     assert ours.path == theirs.path
     assert ours.client_state is not None and theirs.client_state is not None
     # The model's and optimizer's tensors, which DeepSpeed leaves in there, are not read a second time for the client.
@@ -67,17 +96,17 @@ def test_return_value_and_counters(
         assert ours.client_state.get(key) == theirs.client_state.get(key)
     assert ours.state.counters == theirs.state.counters
     assert ours.state.scheduler == theirs.state.scheduler
-    assert engine_ranks.differences(folder, ours.state) == [] if not arguments else True
+    if called == "defaults":
+        assert engine_ranks.differences(found.folder, ours.state) == []
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-@pytest.mark.parametrize("arguments", ARGUMENTS[2:4], ids="-".join)
-def test_weights_without_optimizer_states(
-    source: Case, arguments: dict[str, Any], sources: Any, ucp_worlds: WorldPool
-) -> None:
+@pytest.mark.parametrize("called", WEIGHTS)
+def test_weights_without_optimizer_states(source: Case, called: str, answers: Callable[[Case], Answers]) -> None:
     """The weights are the saved ones; moments and hyper-parameters are those of the fresh engine."""
-    folder, ours = load(source, sources, ucp_worlds, arguments=arguments)
-    saved = engine_ranks.saved_state(folder)
+    found = answers(source)
+    (ours, *_), saved = found.ours[called], engine_ranks.saved_state(found.folder)
+    assert ours.before is not None
     for name, state in ours.state.parameters.items():
         assert state.value.equal(saved.parameters[name].value)
         assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
@@ -85,38 +114,52 @@ def test_weights_without_optimizer_states(
         assert state.hyper["weight_decay"] == ours.before.parameters[name].hyper["weight_decay"]
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_every_byte_is_read_once(source: Case, answers: Callable[[Case], Answers]) -> None:
+    """Apart from the padding between partitions, which is a few elements per group and rank."""
+    ranks = answers(source).ours["defaults"]
+    assert 0 < ranks[0].state_bytes == ranks[1].state_bytes
+    assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_nothing_saved_yet(source: Case, answers: Callable[[Case], Answers]) -> None:
+    """A first start finds nothing, as without the plugin."""
+    empty = answers(source).empty
+    assert (empty.path, empty.client_state) == (None, None)
+    assert empty.state.counters["global_steps"] == 0
+
+
 @pytest.mark.parametrize("source", [Case(1, 3), Case(3, 3)], ids=str)
 def test_tag(source: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Two saves in one folder: the tag chooses, `latest` does without one."""
     folder = str(tmp_path / "two")
-    for steps in (1, 2):
-        world = ucp_worlds.get(source.dp)
-        world.run(engine_ranks.save, source.ds_config, folder, OPTIONS, steps, True)
-    target = target_of(source)
-    for arguments, steps in (({}, 2), ({"tag": "global_step1"}, 1), ({"tag": "global_step2"}, 2)):
-        world = ucp_worlds.get(target.dp)
-        loaded = world.run(engine_ranks.load, target.ds_config, folder, OPTIONS, arguments)[0]
+    ucp_worlds.get(source.dp).run(engine_ranks.save, source.training(**SMALL), folder, [1, 1])
+    tags = {None: 2, "global_step1": 1, "global_step2": 2}
+    loads = [Load(folder, {"tag": tag} if tag else {}) for tag in tags]
+    for (loaded, *_), steps in zip(load(ucp_worlds, target_of(source), loads, **SMALL), tags.values(), strict=True):
         assert loaded.state.counters["global_steps"] == steps
         assert f"global_step{steps}" in str(loaded.path)
 
 
-@pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3), Case(3, 3)], ids=str)
-def test_not_strict(source: Case, sources: Any, ucp_worlds: WorldPool) -> None:
+@pytest.mark.parametrize(
+    ("saved", "live", "target"),
+    [("plain", "deeper", Case(3, 2, config=ON)), ("deeper", "plain", Case(2, 2, config=ON))],
+    ids=["deeper", "plain"],
+)
+def test_not_strict(saved: str, live: str, target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """What only one side has is passed over."""
     arguments = {"load_module_strict": False, "load_optimizer_states": False}
-    for saved, live in (("plain", "deeper"), ("deeper", "plain")):
-        folder, ours = load(
-            source,
-            sources,
-            ucp_worlds,
-            saved={"model": saved},
-            options={**OPTIONS, "model": live},
-            arguments=arguments,
-        )
+    folders = [str(sources.get(Case(stage, 3), **{**SMALL, "model": saved}).folder) for stage in (0, 1, 3)]
+    loads = [Load(folder, arguments) for folder in folders]
+    for folder, (ours, *_) in zip(
+        folders, load(ucp_worlds, target, loads, **{**SMALL, "model": live, "seed": 1}), strict=True
+    ):
         reference = engine_ranks.saved_state(folder)
         for name in reference.parameters.keys() & ours.state.parameters.keys():
             assert ours.state.parameters[name].value.equal(reference.parameters[name].value)
         if live == "deeper":
+            assert ours.before is not None
             assert ours.state.parameters["gain"].value.equal(ours.before.parameters["gain"].value)
 
 
@@ -125,51 +168,27 @@ def test_not_strict(source: Case, sources: Any, ucp_worlds: WorldPool) -> None:
 def test_frozen_and_thawed_parameters_take_their_weight(
     source: Case, names: tuple[str, str], sources: Any, ucp_worlds: WorldPool
 ) -> None:
-    folder, ours = load(
-        source, sources, ucp_worlds, saved={"model": names[0], "seed": 1}, options={**OPTIONS, "model": names[1]}
-    )
+    folder = str(sources.get(source, **{**SMALL, "model": names[0]}).folder)
+    live = {**SMALL, "model": names[1], "seed": 1}
+    ((ours, *_),) = load(ucp_worlds, target_of(source), [Load(folder)], **live)
     reference = engine_ranks.saved_state(folder)
+    assert ours.before is not None
     for name, state in ours.state.parameters.items():
         assert state.value.equal(reference.parameters[name].value)
         assert not state.value.equal(ours.before.parameters[name].value)
 
 
 @pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3, "bf16"), Case(2, 3)], ids=str)
-@pytest.mark.parametrize("arguments", ARGUMENTS[2:4], ids="-".join)
-def test_custom_load_fn(source: Case, arguments: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:
+def test_custom_load_fn(source: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """It gets the saved state dict and the module, and may rename."""
-    folder, ours = load(
-        source,
-        sources,
-        ucp_worlds,
-        target=target_of(source),
-        options={**OPTIONS, "model": "renamed"},
-        arguments=arguments,
-        rename={"last.": "head."},
-    )
+    folder = str(sources.get(source, **SMALL).folder)
+    loads = [Load(folder, ARGUMENTS[called].arguments, rename={"last.": "head."}) for called in WEIGHTS]
     saved = engine_ranks.saved_state(folder)
-    for name, state in ours.state.parameters.items():
-        reference = saved.parameters[name.replace("head.", "last.")]
-        assert state.value.equal(reference.value)
-        assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
-
-
-@pytest.mark.parametrize("case", [Case(1, 2, config=ON), Case(3, 2, config=ON)], ids=str)
-def test_nothing_saved_yet(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """A first start finds nothing, as without the plugin."""
-    loaded = ucp_worlds.get(case.dp).run(engine_ranks.load, case.ds_config, str(tmp_path), OPTIONS)[0]
-    assert (loaded.path, loaded.client_state) == (None, None)
-    assert loaded.state.counters["global_steps"] == 0
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_every_byte_is_read_once(source: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """Apart from the padding between partitions, which is a few elements per group and rank."""
-    target, options = target_of(source), {"model": "bulk"}
-    folder = str(sources.get(source, **options).folder)
-    answers = ucp_worlds.get(target.dp).run(engine_ranks.load, target.ds_config, folder, options)
-    assert 0 < answers[0].state_bytes == answers[1].state_bytes
-    assert sum(answer.bytes_read for answer in answers) <= 1.02 * answers[0].state_bytes
+    for ours, *_ in load(ucp_worlds, target_of(source), loads, **{**SMALL, "model": "renamed", "seed": 1}):
+        for name, state in ours.state.parameters.items():
+            reference = saved.parameters[name.replace("head.", "last.")]
+            assert state.value.equal(reference.value)
+            assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
 
 
 RANDOM_LTD = {

@@ -8,6 +8,7 @@ from typing import Any
 import engine_ranks
 import pytest
 from engine_cases import Case, pair_id
+from engine_ranks import Load
 
 from deepspeed_ucp.testing import WorldPool
 
@@ -24,7 +25,7 @@ SAME = [pytest.param(Case(s, 2, p), marks=SMOKE) for s in (0, 1, 2, 3) for p in 
 def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """Its own load runs exactly once, and one INFO line says why."""
     folder = str(sources.get(case, **PLAIN).folder)
-    answers = ucp_worlds.get(case.dp).run(engine_ranks.calls_of_own_load, case.but(config=ON).ds_config, folder)
+    answers = ucp_worlds.get(case.dp).run(engine_ranks.watch_own_load, case.but(config=ON).training(**PLAIN), folder)
     for rank, answer in enumerate(answers):
         assert answer["calls"] == 1
         assert answer["direct"] is False
@@ -34,9 +35,9 @@ def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds
 
 @pytest.mark.parametrize("pair", OTHER, ids=pair_id)
 def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worlds: WorldPool) -> None:
-    source, target = pair
+    source, target = pair[0], pair[1].but(config=ON)
     folder = str(sources.get(source, **PLAIN).folder)
-    answers = ucp_worlds.get(target.dp).run(engine_ranks.calls_of_own_load, target.but(config=ON).ds_config, folder)
+    answers = ucp_worlds.get(target.dp).run(engine_ranks.watch_own_load, target.training(**PLAIN), folder)
     for rank, answer in enumerate(answers):
         assert answer["calls"] == 0
         assert answer["direct"] is True
@@ -48,13 +49,12 @@ def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     """With another expert-parallel degree its own load would mix up the experts' states."""
-    world, folder, on = ucp_worlds.get(2), str(tmp_path), case.but(config=ON).ds_config
-    world.run(engine_ranks.save, case.ds_config, folder, {"model": "experts2"}, 2, False)
-    for answer in world.run(engine_ranks.calls_of_own_load, on, folder, "experts2"):
+    world, folder, on = ucp_worlds.get(2), str(tmp_path), case.but(config=ON)
+    world.run(engine_ranks.save, case.training(model="experts2"), folder, plugin=False)
+    for answer in world.run(engine_ranks.watch_own_load, on.training(model="experts2"), folder):
         assert (answer["calls"], answer["direct"]) == (1, False)
         assert "same topology by each rank's own files" in answer["reason"]
-    attempts = world.run(engine_ranks.attempt, on, [folder], {"model": "experts1"})
-    for attempt in attempts:
+    for (attempt,) in world.run(engine_ranks.attempt_each, on.training(model="experts1"), [Load(folder)]):
         assert attempt.error == "UnsupportedError"
         assert "mixture-of-experts" in attempt.message and "expert" in attempt.message.partition("Here differ")[2]
         assert attempt.changed == []
@@ -66,10 +66,10 @@ def test_files_of_every_nodes_own_are_left_to_deepspeed(stage: int, tmp_path: Pa
     local = Case(stage, 2, config={"checkpoint": {"universal": True, "use_node_local_storage": True}})
     other, folder = local.but(stage=4 - stage), str(tmp_path)
     world = ucp_worlds.get(2)
-    world.run(engine_ranks.save, local.ds_config, folder, PLAIN, 2, True)
-    for answer in world.run(engine_ranks.calls_of_own_load, local.ds_config, folder):
+    world.run(engine_ranks.save, local.training(**PLAIN), folder)
+    for answer in world.run(engine_ranks.watch_own_load, local.training(**PLAIN), folder):
         assert (answer["calls"], answer["direct"]) == (1, False)
-    for attempt in world.run(engine_ranks.attempt, other.ds_config, [folder], PLAIN):
+    for (attempt,) in world.run(engine_ranks.attempt_each, other.training(**PLAIN), [Load(folder)]):
         assert attempt.error == "UnsupportedError"
         assert "use_node_local_storage off" in attempt.message
         assert attempt.changed == []
@@ -79,7 +79,7 @@ def test_files_of_every_nodes_own_are_left_to_deepspeed(stage: int, tmp_path: Pa
 def test_without_the_flag(config: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:
     case = Case(1, 2, config=config)
     folder = str(sources.get(Case(1, 2), **PLAIN).folder)
-    for answer in ucp_worlds.get(2).run(engine_ranks.calls_of_own_load, case.ds_config, folder):
+    for answer in ucp_worlds.get(2).run(engine_ranks.watch_own_load, case.training(**PLAIN), folder):
         assert answer == {"calls": 1, "path": answer["path"], "info": [], "direct": None, "reason": ""}
 
 

@@ -1,8 +1,10 @@
-"""What cannot be resumed is refused: the same clear error on every rank, at once, and the engine is as it was."""
+"""What cannot be resumed is refused: the same clear error on every rank, at once, and the engine is as it was.
+
+One engine of each kind is to refuse all that is wrong for it, one after the other, and trains then.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -12,52 +14,70 @@ from typing import Any
 
 import engine_ranks
 import pytest
-import torch
 from engine_cases import Case
+from engine_ranks import Attempt, Load
 
 from deepspeed_ucp.testing import WorldPool
 
 ON = {"checkpoint": {"universal": True}}
-ZERO1, ZERO3 = Case(1, 3), Case(3, 3)
-TARGETS = {1: Case(3, 2, config=ON), 3: Case(2, 2, config=ON), 0: Case(1, 2, config=ON), 2: Case(0, 2, config=ON)}
+ZERO0, ZERO1, ZERO3 = Case(0, 3), Case(1, 3), Case(3, 3)
+BF16 = Case(2, 3, "bf16")
+TO_ZERO3 = Case(3, 2, config=ON)
+TARGETS = {0: Case(1, 2, config=ON), 1: TO_ZERO3, 2: Case(2, 2, "bf16", config=ON), 3: Case(2, 2, config=ON)}
 TAG = "global_step3"
+MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
-@pytest.fixture
-def refuse(ucp_worlds: WorldPool) -> Callable[..., str]:
-    """Runs a load that must be refused; checks what holds for every refusal; returns the message."""
-
-    def run(folder: Path | list[Path], target: Case, kind: str, *words: str, **more: Any) -> str:
-        options = {"model": "plain", **more.pop("options", {})}
-        folders = [str(f) for f in (folder if isinstance(folder, list) else [folder])]
-        attempts = ucp_worlds.get(target.dp).run(
-            engine_ranks.attempt, target.ds_config, folders, options, timeout=60, **more
-        )
-        first = attempts[0]
-        assert first.error, "the load was not refused"
-        assert kind in first.kinds and "UcpError" in first.kinds, f"{first.error}: {first.message}"
-        for word in words:
-            assert word in first.message, f"{word!r} is not in: {first.message}"
-        for attempt in attempts:
-            assert (attempt.error, attempt.message) == (first.error, first.message)
-            assert attempt.changed == []
-            assert attempt.seconds < 20
-            assert attempt.loss > 0
-        return first.message
-
-    return run
+def find_optim(case: Case, rank: int) -> str:
+    """A rank's file of optimizer states."""
+    return ("bf16_" if case.precision == "bf16" else "") + OPTIM.format(rank)
 
 
-@pytest.fixture
-def copy(sources: Any, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a saved run that may be damaged: its checkpoint folder."""
+@dataclass(frozen=True)
+class Refused:
+    """A load that has to be refused.
 
-    def run(case: Case, name: str = "copy", **options: Any) -> Path:
-        saved = sources.get(case, **{"model": "plain", **options})
-        return shutil.copytree(saved.folder, tmp_path / name)
+    Attributes:
+        name: of the test, beside its source.
+        words: what the message has in it.
+        kind: of error.
+        damage: done to a copy of the checkpoint's folder; gives the other node's folder where nodes see two.
+        target: `TARGETS` of the source's stage where it is not given.
+        saved: what the source trained, beside the small model.
+        live: what the engine trains instead.
+    """
 
-    return run
+    name: str
+    source: Case
+    words: tuple[str, ...] = ()
+    kind: str = "CheckpointError"
+    damage: Callable[[Path, Any], Path | None] | None = None
+    target: Case | None = None
+    saved: dict[str, Any] = field(default_factory=dict)
+    live: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    unreadable: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.name}"
+
+    @property
+    def engine(self) -> tuple[Case, dict[str, Any]]:
+        """What makes the engine that refuses it."""
+        return self.target or TARGETS[self.source.stage], {"model": "plain", **self.live}
+
+    def prepare(self, sources: Any, root: Path) -> Load:
+        folder = sources.get(self.source, **{"model": "plain", **self.saved}).folder
+        folders = [folder]
+        if self.damage is not None:
+            folders = [shutil.copytree(folder, root / str(self))]
+            folders += filter(None, [self.damage(folders[0], sources)])
+        ranks = tuple(str(folders[rank % len(folders)]) for rank in range(self.engine[0].dp))
+        return Load(ranks, self.arguments, unreadable=self.unreadable)
+
+
+# --- damage
 
 
 def truncate(path: Path, size: int) -> None:
@@ -80,177 +100,170 @@ def flip(path: Path, least: int = 0) -> None:
         stream.write(bytes([byte ^ 4]))
 
 
-@dataclass(frozen=True)
-class Damage:
-    """Something done to one file of a checkpoint."""
-
-    name: str
-    do: Callable[[Path], None]
-    words: tuple[str, ...] = field(default=())
-
-    def __str__(self) -> str:
-        return self.name
+def at(name: str, do: Callable[[Path], object]) -> Callable[[Path, Any], None]:
+    """Something done to one file."""
+    return lambda folder, _sources: (do(folder / TAG / name), None)[1]
 
 
-DAMAGES = [
-    Damage("missing", Path.unlink),
-    Damage("empty", lambda path: truncate(path, 0)),
-    Damage("half", lambda path: truncate(path, path.stat().st_size // 2)),
-    Damage("end-cut", lambda path: truncate(path, path.stat().st_size - 50)),
-    Damage("bit-flipped", flip),
-    Damage("no-zip", lambda path: (path.write_bytes(b"not a checkpoint" * 100), None)[1]),
-]
+def swap(case: Case, rank: int, other: Callable[[Any], Path]) -> Callable[[Path, Any], None]:
+    """Another run's shard in place of a rank's."""
+    name = find_optim(case, rank)
+    return lambda folder, sources: (shutil.copy(other(sources) / name, folder / TAG / name), None)[1]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_damaged_file(stage: int, damage: Damage, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    folder = copy(Case(stage, 3))
-    name = OPTIM.format(1) if stage else "mp_rank_00_model_states.pt"
-    damage.do(folder / TAG / name)
-    refuse(folder, TARGETS[stage], "CheckpointError", name if stage or damage.name != "missing" else TAG)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_bit_flipped_in_another_shard(rank: int, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    folder = copy(Case(2, 3, "bf16"))
-    flip(folder / TAG / f"bf16_{OPTIM.format(rank)}")
-    refuse(folder, Case(2, 2, "bf16", config=ON), "CheckpointError", OPTIM.format(rank))
-
-
-def test_bit_flipped_frozen_parameter(copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    folder = copy(Case(1, 3), model="lora", optimizer="adamw_uniform")
-    flip(folder / TAG / "mp_rank_00_model_states.pt")
-    options = {"model": "lora", "optimizer": "adamw_uniform"}
-    refuse(folder, TARGETS[1], "CheckpointError", "mp_rank_00_model_states.pt", options=options)
-
-
-@pytest.mark.parametrize("case", [ZERO1, Case(2, 3, "bf16"), ZERO3], ids=str)
-def test_duplicate_shard(case: Case, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
+def repeat(case: Case) -> Callable[[Path, Any], None]:
     """Rank 1's shard lies there as rank 2's as well."""
-    folder = copy(case)
-    prefix = "bf16_" if case.precision == "bf16" else ""
-    shutil.copy(folder / TAG / (prefix + OPTIM.format(1)), folder / TAG / (prefix + OPTIM.format(2)))
-    message = refuse(folder, TARGETS[case.stage].but(precision=case.precision), "CheckpointError")
-    assert OPTIM.format(1) in message or OPTIM.format(2) in message
+    return at(find_optim(case, 1), lambda path: shutil.copy(path, path.with_name(find_optim(case, 2))))
 
 
-@pytest.mark.parametrize("case", [ZERO1, Case(2, 3, "bf16"), ZERO3], ids=str)
-def test_shard_of_another_step(case: Case, sources: Any, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    folder = copy(case)
-    other = sources.get(case, (4, 1), model="plain").folder / "global_step4"
-    name = ("bf16_" if case.precision == "bf16" else "") + OPTIM.format(1)
-    shutil.copy(other / name, folder / TAG / name)
-    refuse(folder, TARGETS[case.stage].but(precision=case.precision), "CheckpointError", name)
+def leave_out_on_another_node(name: str) -> Callable[[Path, Any], Path]:
+    def damage(folder: Path, _sources: Any) -> Path:
+        there = shutil.copytree(folder, folder.with_name(f"{folder.name}-other-node"))
+        (there / TAG / name).unlink()
+        return there
+
+    return damage
 
 
-@pytest.mark.parametrize("case", [ZERO1, Case(2, 3, "bf16")], ids=str)
-def test_shard_of_another_run(case: Case, sources: Any, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    """At stage 3 nothing in the files can tell: they hold no second copy of a weight."""
-    folder = copy(case)
-    other = sources.get(case, model="plain", seed=1).folder / TAG
-    name = ("bf16_" if case.precision == "bf16" else "") + OPTIM.format(1)
-    shutil.copy(other / name, folder / TAG / name)
-    refuse(folder, TARGETS[case.stage].but(precision=case.precision), "CheckpointError", name)
+def plant(path: Path) -> None:
+    engine_ranks.plant_code(str(path), str(path.parents[1] / "code-was-run"))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_shard_of_another_world_size(
-    stage: int, sources: Any, copy: Callable[..., Path], refuse: Callable[..., str]
-) -> None:
-    folder = copy(Case(stage, 3))
-    other = sources.get(Case(stage, 2), model="plain").folder / TAG
-    shutil.copy(other / OPTIM.format(1), folder / TAG / OPTIM.format(1))
-    refuse(folder, TARGETS[stage], "CheckpointError", OPTIM.format(1))
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: truncate(path, 0),
+    "half": lambda path: truncate(path, path.stat().st_size // 2),
+    "end-cut": lambda path: truncate(path, path.stat().st_size - 50),
+    "bit-flipped": flip,
+    "no-zip": lambda path: path.write_bytes(b"not a checkpoint" * 100),
+}
 
 
-def test_no_latest(copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    folder = copy(ZERO1)
-    (folder / "latest").unlink()
-    refuse(folder, TARGETS[1], "CheckpointError", "latest", TAG)
+def list_cases() -> list[Refused]:
+    return [*list_damaged(), *list_foreign(), *list_planted(), *list_unfit()]
 
 
-def test_no_such_tag(copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    refuse(copy(ZERO1), TARGETS[1], "CheckpointError", "no_such_tag", TAG, arguments={"tag": "no_such_tag"})
+def list_damaged() -> list[Refused]:
+    found = []
+    for case, name in ((ZERO0, MODEL), (ZERO1, OPTIM.format(1)), (ZERO3, OPTIM.format(1))):
+        for damage, do in DAMAGES.items():
+            words = (TAG,) if (case, damage) == (ZERO0, "missing") else (name,)
+            found.append(Refused(damage, case, words, damage=at(name, do)))
+        last = OPTIM.format(2) if case.stage else MODEL
+        found.append(Refused("on-one-node-only", case, (last, "rank 1"), damage=leave_out_on_another_node(last)))
+        found.append(Refused("unreadable-on-rank-1", case, ("_states.pt", "rank 1"), unreadable="_states.pt"))
+    found += [
+        Refused(f"bit-flipped-{rank}", BF16, (OPTIM.format(rank),), damage=at(find_optim(BF16, rank), flip))
+        for rank in (0, 2)
+    ]
+    lora = {"model": "lora", "optimizer": "adamw_uniform"}
+    found.append(Refused("bit-of-a-frozen-parameter", ZERO1, (MODEL,), damage=at(MODEL, flip), saved=lora, live=lora))
+    latest: dict[str, Callable[[Path, Any], None]] = {
+        "no-latest": lambda folder, _: (folder / "latest").unlink(),
+        "latest-names-a-missing-tag": lambda folder, _: ((folder / "latest").write_text("global_step9"), None)[1],
+    }
+    words = {"no-latest": ("latest", TAG), "latest-names-a-missing-tag": ("global_step9", TAG)}
+    found += [Refused(name, ZERO1, words[name], damage=damage) for name, damage in latest.items()]
+    return [*found, Refused("no-such-tag", ZERO1, ("no_such_tag", TAG), arguments={"tag": "no_such_tag"})]
 
 
-def test_latest_names_a_missing_tag(copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    folder = copy(ZERO1)
-    (folder / "latest").write_text("global_step9")
-    refuse(folder, TARGETS[1], "CheckpointError", "global_step9", TAG)
+def list_foreign() -> list[Refused]:
+    """Shards that belong to another rank, step, run (at stage 3 nothing in the files can tell) or world size."""
+    found = []
+    for case in (ZERO1, BF16, ZERO3):
+        name = find_optim(case, 1)
+        later = swap(case, 1, lambda sources, case=case: find_run(sources, case, (4, 1), step=4))  # type: ignore[misc]
+        other = swap(case, 1, lambda sources, case=case: find_run(sources, case, seed=1))  # type: ignore[misc]
+        size = swap(case, 1, lambda sources, case=case: find_run(sources, case.but(dp=2)))  # type: ignore[misc]
+        found.append(Refused("duplicate", case, ("_mp_rank_00_optim_states.pt",), damage=repeat(case)))
+        found.append(Refused("another-step", case, (name,), damage=later))
+        found += [Refused("another-run", case, (name,), damage=other)] * (case is not ZERO3)
+        found += [Refused("another-size", case, (name,), damage=size)] * (case is not BF16)
+    return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_file_on_one_node_only(stage: int, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    here, there = copy(Case(stage, 3)), copy(Case(stage, 3), "other-node")
-    name = OPTIM.format(2) if stage else "mp_rank_00_model_states.pt"
-    (there / TAG / name).unlink()
-    refuse([here, there], TARGETS[stage], "CheckpointError", name, "rank 1")
+def find_run(sources: Any, case: Case, *args: Any, step: int = 3, **options: Any) -> Path:
+    """The folder of another run's save."""
+    folder: Path = sources.get(case, *args, model="plain", **options).folder
+    return folder / f"global_step{step}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_unreadable_on_rank_1_only(stage: int, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    refuse(copy(Case(stage, 3)), TARGETS[stage], "CheckpointError", "_states.pt", "rank 1", unreadable="_states.pt")
+def list_planted() -> list[Refused]:
+    """Code in a file; in the same topology, where DeepSpeed's own load would run it, and in another."""
+    two = Case(1, 2)
+    places = [
+        (ZERO1, MODEL, None),
+        (ZERO3, f"zero_pp_rank_0_{MODEL}", None),
+        (two, MODEL, two.but(config=ON)),
+        (two, OPTIM.format(1), two.but(config=ON)),
+        (two, MODEL, TO_ZERO3),
+    ]
+    words = ("posix.mkdir", "trust_pickle")
+    return [
+        Refused(f"code-in-{name}-to-{target}", case, (name, *words), damage=at(name, plant), target=target)
+        for case, name, target in places
+    ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("renamed", ("head.weight", "last.weight")),
-        ("deeper", ("gain",)),
-        ("wider", ("first.weight", "(7, 13)", "(9, 13)")),
-    ],
-)
-def test_other_parameters(
-    model: str, words: tuple[str, ...], stage: int, sources: Any, refuse: Callable[..., str]
-) -> None:
-    folder = sources.get(Case(stage, 3), model="plain").folder
-    refuse(folder, TARGETS[stage], "MismatchError", *words, options={"model": model})
+def list_unfit() -> list[Refused]:
+    """Another model, other param groups, another optimizer: each engine takes sources of every stage."""
+    weights = "load_optimizer_states=False"
+    uniform = {"optimizer": "adamw_uniform"}
+    unfit: list[tuple[str, str, tuple[str, ...], dict[str, Any], dict[str, Any], Case]] = [
+        ("renamed", "MismatchError", ("head.weight", "last.weight"), {}, {"model": "renamed"}, TO_ZERO3),
+        ("deeper", "MismatchError", ("gain",), {}, {"model": "deeper"}, TARGETS[0]),
+        ("wider", "MismatchError", ("first.weight", "(7, 13)", "(9, 13)"), {}, {"model": "wider"}, TARGETS[3]),
+        ("lacking", "MismatchError", ("gain",), {"model": "deeper"}, {}, TO_ZERO3),
+        ("momentum", "MismatchError", ("exp_avg", weights), {}, {"optimizer": "momentum"}, TO_ZERO3),
+        ("lion", "MismatchError", ("exp_avg", weights), {}, {"optimizer": "lion"}, TARGETS[0]),
+        ("row_mean", "UcpError", ("factored", weights), {"optimizer": "row_mean"}, {"optimizer": "row_mean"},
+         TARGETS[3]),
+        ("uniform", "MismatchError", ("group", "first.weight", "first.bias"), {}, uniform, TO_ZERO3),
+    ]  # fmt: skip
+    found = [
+        Refused(name, case, words, kind, saved=saved, live=live, target=target)
+        for name, kind, words, saved, live, target in unfit
+        for case in (ZERO0, ZERO1, ZERO3)
+    ]
+    # Stage 0 records its optimizer states by position; shapes tell that the positions are others.
+    return [*found, Refused("in-another-order", ZERO0, (), "MismatchError", live={"reverse_groups": True})]
 
 
-def test_parameter_missing_in_the_model(sources: Any, refuse: Callable[..., str]) -> None:
-    folder = sources.get(ZERO1, model="deeper").folder
-    refuse(folder, TARGETS[1], "MismatchError", "gain")
+CASES = list_cases()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("optimizer", ["momentum", "lion"])
-def test_optimizer_of_another_kind(optimizer: str, stage: int, sources: Any, refuse: Callable[..., str]) -> None:
-    folder = sources.get(Case(stage, 3), model="plain").folder
-    options = {"optimizer": optimizer}
-    refuse(folder, TARGETS[stage], "MismatchError", "exp_avg", "load_optimizer_states=False", options=options)
+@pytest.fixture(scope="module")
+def attempts(
+    sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Refused], list[Attempt]]:
+    """What became of a load on every rank, and of all others that the same engine is to refuse."""
+    made: dict[str, list[Attempt]] = {}
+
+    def find(case: Refused) -> list[Attempt]:
+        if str(case) not in made:
+            (target, options), root = case.engine, tmp_path_factory.mktemp("refused")
+            alike = [each for each in CASES if each.engine == case.engine]
+            loads = [each.prepare(sources, root) for each in alike]
+            answers = ucp_worlds.get(target.dp).run(engine_ranks.attempt_each, target.training(**options), loads)
+            made.update({str(each): list(found) for each, found in zip(alike, zip(*answers, strict=True), strict=True)})
+            assert not list(root.glob("*/code-was-run"))
+        return made[str(case)]
+
+    return find
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_state_that_is_not_element_wise(stage: int, sources: Any, refuse: Callable[..., str]) -> None:
-    folder = sources.get(Case(stage, 3), model="plain", optimizer="row_mean").folder
-    options = {"optimizer": "row_mean"}
-    refuse(folder, TARGETS[stage], "UcpError", "factored", "load_optimizer_states=False", options=options)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_other_param_groups(stage: int, sources: Any, refuse: Callable[..., str]) -> None:
-    folder = sources.get(Case(stage, 3), model="plain").folder
-    options = {"optimizer": "adamw_uniform"}
-    refuse(folder, TARGETS[stage], "MismatchError", "group", "first.weight", "first.bias", options=options)
-
-
-def test_stage_0_in_another_order(sources: Any, refuse: Callable[..., str]) -> None:
-    """Its optimizer state is recorded by position; shapes tell that the positions are others."""
-    folder = sources.get(Case(0, 3), model="plain").folder
-    refuse(folder, TARGETS[0], "MismatchError", options={"reverse_groups": True})
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_code_in_a_file_is_not_run(
-    stage: int, tmp_path: Path, copy: Callable[..., Path], refuse: Callable[..., str]
-) -> None:
-    folder, marker = copy(Case(stage, 3)), tmp_path / "code-was-run"
-    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-    engine_ranks.plant_code(str(folder / TAG / name), str(marker))
-    refuse(folder, TARGETS[stage], "CheckpointError", name, "mkdir", "trust_pickle")
-    assert not marker.exists()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_refused(case: Refused, attempts: Callable[[Refused], list[Attempt]]) -> None:
+    first, *others = attempts(case)
+    assert first.error, "the load was not refused"
+    assert case.kind in first.kinds and "UcpError" in first.kinds, f"{first.error}: {first.message}"
+    for word in case.words:
+        assert word in first.message
+    for attempt in (first, *others):
+        assert (attempt.error, attempt.message) == (first.error, first.message)
+        assert attempt.changed == []
+        assert attempt.seconds < 20
+        assert attempt.loss > 0
 
 
 @pytest.mark.parametrize(
@@ -271,28 +284,3 @@ def test_impossible_batch_size(dp: int, sizes: dict[str, int], words: tuple[str,
     assert kind == "ConfigError"
     for word in words:
         assert word in message
-
-
-class Trap:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize(
-    ("stage", "name"),
-    [(1, "mp_rank_00_model_states.pt"), (1, OPTIM.format(1)), (3, "mp_rank_00_model_states.pt")],
-)
-def test_code_in_a_file_does_not_run(
-    stage: int, name: str, copy: Callable[..., Path], refuse: Callable[..., str], tmp_path: Path
-) -> None:
-    """In the same topology (stage 1), where DeepSpeed's own load would run it, and in another."""
-    folder, sprung = copy(Case(1, 2)), tmp_path / "sprung"
-    saved = torch.load(folder / TAG / name, weights_only=False)
-    torch.save({**saved, "trap": Trap(sprung)}, folder / TAG / name)
-    refuse(folder, Case(stage, 2, config=ON), "CheckpointError", name, "posix.mkdir", "trust_pickle")
-    assert not sprung.exists()

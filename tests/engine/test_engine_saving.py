@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import engine_ranks
 import pytest
 from engine_cases import Case, pair_id
+from engine_ranks import Load, load_each
 
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.testing import WorldPool
@@ -27,36 +29,49 @@ PAIRS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def again(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """What a resume of one case under another saves right after it; made once."""
+    made: dict[str, str] = {}
+
+    def save(pair: tuple[Case, Case]) -> str:
+        if pair_id(pair) not in made:
+            folder = str(tmp_path_factory.mktemp("again"))
+            loads = [Load(str(sources.get(pair[0], **OPTIONS).folder), again=folder)]
+            for (local,) in ucp_worlds.get(pair[1].dp).run(load_each, pair[1].training(**OPTIONS), loads):
+                assert local.direct
+            made[pair_id(pair)] = folder
+        return made[pair_id(pair)]
+
+    return save
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
 def test_save_right_after_a_resume(
-    pair: tuple[Case, Case], sources: Any, tmp_path: Path, ucp_worlds: WorldPool
+    pair: tuple[Case, Case], sources: Any, again: Callable[..., str], ucp_worlds: WorldPool
 ) -> None:
     """DeepSpeed itself, without the plugin, loads it and has the source's state; its files look like its own."""
     source, target = pair
-    folder, again, native = str(sources.get(source, **OPTIONS).folder), str(tmp_path / "again"), str(tmp_path / "own")
-    world = ucp_worlds.get(target.dp)
-    world.run(engine_ranks.resume_and_save, target.ds_config, folder, again, OPTIONS)
-    for found in world.run(engine_ranks.load_without_plugin, target.ds_config, again, folder, OPTIONS):
-        assert found == []
-    world.run(engine_ranks.save, target.ds_config, native, OPTIONS, 3, False)
-    ours, theirs = engine_ranks.structure(again), engine_ranks.structure(native)
-    for described in (*ours.values(), *theirs.values()):
-        for key in ("mine", "deepspeed_ucp_testing"):
-            described.pop(key, None)
-    assert ours == theirs
+    loads = [Load(again(pair))]
+    for (local,) in ucp_worlds.get(target.dp).run(load_each, target.training(**OPTIONS), loads, plugin=False):
+        assert local.direct is None
+        assert engine_ranks.differences(str(sources.get(source, **OPTIONS).folder), local.state) == []
+    own = target.but(config={key: value for key, value in target.config.items() if key != "checkpoint"})
+    native = str(sources.get(own, **OPTIONS).folder)
+    assert engine_ranks.structure(again(pair)) == engine_ranks.structure(native)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-def test_there_and_back(pair: tuple[Case, Case], sources: Any, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_there_and_back(
+    pair: tuple[Case, Case], sources: Any, again: Callable[..., str], ucp_worlds: WorldPool
+) -> None:
     """The state that went to another topology and came back is the one that left."""
     source, target = pair
-    folder, away = str(sources.get(source, **OPTIONS).folder), str(tmp_path / "away")
-    ucp_worlds.get(target.dp).run(engine_ranks.resume_and_save, target.ds_config, folder, away, OPTIONS)
-    assert any(Path(away).rglob(SEAL)) == (target.config is SEALED)
+    assert any(Path(again(pair)).rglob(SEAL)) == (target.config is SEALED)
     back = source.but(config={**source.config, **ON})
-    for loaded in ucp_worlds.get(back.dp).run(engine_ranks.load, back.ds_config, away, OPTIONS):
-        assert loaded.direct
-        assert engine_ranks.differences(folder, loaded.state) == []
+    for (local,) in ucp_worlds.get(back.dp).run(load_each, back.training(**OPTIONS), [Load(again(pair))]):
+        assert local.direct
+        assert engine_ranks.differences(str(sources.get(source, **OPTIONS).folder), local.state) == []
 
 
 # On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
@@ -65,6 +80,6 @@ def test_plugin_does_not_change_a_save(case: Case, tmp_path: Path, ucp_worlds: W
     """The same training with the plugin and without it leaves the same files with the same contents."""
     folders = [str(tmp_path / name) for name in ("with", "without")]
     for folder, plugin in zip(folders, (True, False), strict=True):
-        ucp_worlds.get(case.dp).run(engine_ranks.save, case.ds_config, folder, OPTIONS, 2, plugin)
+        ucp_worlds.get(case.dp).run(engine_ranks.save, case.training(**OPTIONS), folder, plugin=plugin)
     assert engine_ranks.files_that_differ(*folders) == []
     assert any(Path(folders[0]).rglob("*_states.pt"))
