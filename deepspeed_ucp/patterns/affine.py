@@ -13,31 +13,37 @@ from typing import Any
 
 from ..atoms import count
 from ..errors import MismatchError
-from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV, _Cut
+from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
 from .layout import Intervals, Layout, Product, Shape, find_faults, whole
 
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped(_Cut):
+class Mapped(Pattern):
     """A layout that one side describes itself; ``general`` is what it is an instance of, for other degrees."""
 
     layout: Layout
     general: Pattern | None = None
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         if tuple(shapes) == self.layout.local_shapes:
             return self.layout
         if len(shapes) == 1 and count(shapes[0]) == count(self.layout.shape):
             return whole(shapes[0])
-        if self.general is not None:
-            return self.general.join(shapes)
-        raise MismatchError(
-            f"the affine map describes shards {list(self.layout.local_shapes)}, the ranks hold {list(shapes)}; "
-            "its layout has no counterpart for them"
-        )
+        return self._find_general(f"ranks that hold {list(shapes)}").join(shapes)
+
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        local = self.layout.local_shapes
+        return local if len(local) == degree else self._find_general(f"{degree} ranks").spread(shape, degree)
+
+    def _find_general(self, others: str) -> Pattern:
+        if self.general is None:
+            raise MismatchError(
+                f"the affine map describes shards {list(self.layout.local_shapes)}; its layout has no counterpart for "
+                f"{others}"
+            )
+        return self.general
 
 
 def read_map(entry: Mapping[str, Any]) -> Mapped:

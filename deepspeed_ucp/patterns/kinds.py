@@ -7,10 +7,11 @@ computation, so they cannot disagree.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 
 from ..atoms import count
 from ..errors import MismatchError
@@ -19,32 +20,19 @@ from .layout import Intervals, Layout, Shape, stack, whole
 VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab": true, and original_vocab_size'
 
 
-class Pattern(Protocol):
+@dataclass(frozen=True, slots=True)
+class Pattern(ABC):
     """How one parameter is cut.
 
-    ``vocab`` is the number of rows that mean something where dimension 0 is a padded vocabulary; the padding of two
-    sides may then differ. None: no padding.
+    Attributes:
+        vocab: rows that mean something where dimension 0 is a padded vocabulary; the padding of two sides may then
+            differ. None: no padding.
     """
 
-    @property
-    def vocab(self) -> int | None: ...
+    vocab: int | None = field(default=None, kw_only=True)
 
     def join(self, local_shapes: Sequence[Shape]) -> Layout:
         """The layout of shards of these shapes, one per rank; MismatchError where they contradict the pattern."""
-        ...
-
-    def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
-        """The layout of shards of these shapes that make up a tensor of logical ``shape``; else MismatchError."""
-        ...
-
-
-class _Cut:
-    """What all patterns share: a cut is a union whose logical shape is known."""
-
-    __slots__ = ()
-    vocab: int | None
-
-    def join(self, local_shapes: Sequence[Shape]) -> Layout:
         if not local_shapes:
             raise MismatchError("there are no shards")
         layout = self._lay([tuple(shape) for shape in local_shapes])
@@ -55,12 +43,40 @@ class _Cut:
         return layout
 
     def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
+        """The layout of shards of these shapes that make up a tensor of logical ``shape``; else MismatchError."""
         layout = self.join(local_shapes)
         check_shapes(shape, layout.shape, self.vocab)
         return layout
 
-    def _lay(self, shapes: Sequence[Shape]) -> Layout:
-        raise NotImplementedError
+    def spread(self, shape: Shape, degree: int, pad: int | None = None) -> tuple[Shape, ...]:
+        """Local shapes of ``degree`` ranks that hold a parameter in equal parts, where no live model tells them.
+
+        Args:
+            shape: logical shape, vocabulary padding included.
+            pad: a vocabulary is padded to a multiple of this times the degree (Megatron's
+                ``make_vocab_size_divisible_by``); None pads as little as the degree needs.
+
+        Raises:
+            MismatchError: the parameter has no equal parts for that degree.
+        """
+        if self.vocab is not None and shape:
+            step = degree if pad is None else pad * degree
+            rows = -(-(shape[0] if pad is None else self.vocab) // step) * step
+            shape = (rows, *shape[1:])
+        return (shape,) if degree == 1 else self._spread(shape, degree)
+
+    @abstractmethod
+    def _lay(self, shapes: Sequence[Shape]) -> Layout: ...
+
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        """Parts along the first dimension along which the pattern takes equal ones."""
+        for dim, size in enumerate(shape):
+            if size % degree == 0:
+                local = (_resize(shape, dim, size // degree),) * degree
+                with suppress(MismatchError):
+                    self.cut(shape, local)
+                    return local
+        raise MismatchError(f"{type(self).__name__.lower()}: shape {shape} has no {degree} equal parts")
 
 
 def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
@@ -84,10 +100,8 @@ def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Unique(_Cut):
+class Unique(Pattern):
     """One rank holds the whole."""
-
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         if len(shapes) != 1:
@@ -96,10 +110,8 @@ class Unique(_Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate(_Cut):
+class Replicate(Pattern):
     """Every rank holds the whole, the same values."""
-
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         if len(set(shapes)) != 1:
@@ -109,20 +121,24 @@ class Replicate(_Cut):
             return full
         return replace(full, shards=full.shards * len(shapes), local_shapes=tuple(shapes), replicated=True)
 
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        return (shape,) * degree
+
 
 @dataclass(frozen=True, slots=True)
-class Partial(_Cut):
+class Partial(Pattern):
     """Every rank holds the whole, with values of its own; the logical value is their mean."""
-
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         layout = Replicate()._lay(shapes)
         return replace(layout, mean=layout.replicated)
 
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        return (shape,) * degree
+
 
 @dataclass(frozen=True, slots=True)
-class ShardH(_Cut):
+class ShardH(Pattern):
     """Each rank holds one block along ``dim``; blocks follow each other in rank order.
 
     Every rank's width is a multiple of ``unit`` places (rows of a head group that must stay together).
@@ -130,14 +146,16 @@ class ShardH(_Cut):
 
     dim: int = 1
     unit: int = 1
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         dim = _find_dim(self.dim, shapes)
         widths = [shape[dim] for shape in shapes]
         _check_unit(widths, self.unit, dim)
-        shape = _join_dim(shapes[0], dim, sum(widths))
+        shape = _resize(shapes[0], dim, sum(widths))
         return _lay_axis(shape, shape, dim, [(part,) for part in _chain(widths)], shapes)
+
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        return _spread_dim(shape, self.dim, degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,22 +163,19 @@ class ShardV(ShardH):
     """Each rank holds one block along dimension 0."""
 
     dim: int = 0
-    unit: int = 1
-    vocab: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ShardHy(_Cut):
+class ShardHy(Pattern):
     """Sharded along several dimensions at once: ``grid[d]`` ranks along dimension d, rank → coordinates row-major."""
 
     grid: tuple[int, ...]
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         grid = self._fit(len(shapes), len(shapes[0]))
         if len({len(shape) for shape in shapes}) != 1:
             raise MismatchError(f"the ranks' shapes have different numbers of dimensions: {list(shapes)}")
-        places = [_unravel(rank, grid) for rank in range(len(shapes))]
+        places = list(product(*map(range, grid)))
         parts = [self._measure(dim, grid, places, shapes) for dim in range(len(grid))]
         shards = tuple(tuple((parts[dim][at],) for dim, at in enumerate(place)) for place in places)
         shape = tuple(part[-1][1] for part in parts)
@@ -173,10 +188,12 @@ class ShardHy(_Cut):
             raise MismatchError(f"grid {list(self.grid)} does not fit {ranks} ranks and {dims} dimensions")
         return self.grid + (1,) * (dims - len(self.grid))
 
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        cuts = enumerate(zip(shape, self._fit(degree, len(shape)), strict=True))
+        return (tuple(_divide(size, ranks, dim, f"{ranks} equal parts") for dim, (size, ranks) in cuts),) * degree
+
     @staticmethod
-    def _measure(
-        dim: int, grid: tuple[int, ...], places: Sequence[Shape], shapes: Sequence[Shape]
-    ) -> list[tuple[int, int]]:
+    def _measure(dim: int, grid: Shape, places: Sequence[Shape], shapes: Sequence[Shape]) -> list[tuple[int, int]]:
         widths = []
         for at in range(grid[dim]):
             found = {shape[dim] for place, shape in zip(places, shapes, strict=True) if place[dim] == at}
@@ -187,7 +204,7 @@ class ShardHy(_Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardNC(_Cut):
+class ShardNC(Pattern):
     """Several blocks per rank: ``dim`` is ``blocks`` blocks of several parts each, and every part is cut by rank.
 
     [q; k; v] with unequal parts, each rank holding [q_r; k_r; v_r]: ``parts=(q, k, v)``. Fused gate/up: two equal
@@ -209,11 +226,10 @@ class ShardNC(_Cut):
     sized: bool = False
     unit: int = 1
     widths: tuple[tuple[int, ...], ...] | None = None
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         dim = _find_dim(self.dim, shapes)
-        locals_ = [_divide(shape[dim], self.blocks, f"dimension {dim}", "blocks") for shape in shapes]
+        locals_ = [_divide(shape[dim], self.blocks, dim, f"{self.blocks} blocks") for shape in shapes]
         widths = self._measure(locals_, dim)
         for rank_widths in zip(*widths, strict=True):
             _check_unit(rank_widths, self.unit, dim)
@@ -223,11 +239,14 @@ class ShardNC(_Cut):
             for rank, (low, high) in enumerate(_chain(part)):
                 pieces[rank].append((start + low, start + high))
             start += sum(part)
-        shape = _join_dim(shapes[0], dim, block * self.blocks)
+        shape = _resize(shapes[0], dim, block * self.blocks)
         if self.blocks == 1:
             return _lay_axis(shape, shape, dim, pieces, shapes)
         view = (*shape[:dim], self.blocks, block, *shape[dim + 1 :])
         return _lay_axis(shape, view, dim + 1, pieces, shapes)
+
+    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
+        return _spread_dim(shape, self.dim, degree, self.blocks)
 
     def _measure(self, locals_: Sequence[int], dim: int) -> list[list[int]]:
         """Width of every part on every rank."""
@@ -248,13 +267,17 @@ class ShardNC(_Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class SameShards(_Cut):
+class SameShards(Pattern):
     """Rank r's shard stays rank r's shard: both sides have the same degree and the same shapes."""
-
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         return whole(shapes[0]) if len(shapes) == 1 else stack(shapes)
+
+
+def _spread_dim(shape: Shape, dim: int, degree: int, blocks: int = 1) -> tuple[Shape, ...]:
+    dim = _find_dim(dim, [shape])
+    block = _divide(shape[dim], blocks, dim, f"{blocks} blocks")
+    return (_resize(shape, dim, blocks * _divide(block, degree, dim, f"{degree} equal parts")),) * degree
 
 
 def _find_dim(dim: int, shapes: Sequence[Shape]) -> int:
@@ -277,13 +300,13 @@ def _check_unit(widths: Sequence[int], unit: int, dim: int) -> None:
         raise MismatchError(f"widths {list(widths)} along dimension {dim} are not whole units of {unit}")
 
 
-def _divide(total: int, parts: int, what: str, named: str) -> int:
+def _divide(total: int, parts: int, dim: int, named: str) -> int:
     if parts < 1 or total % parts:
-        raise MismatchError(f"{what} of size {total} does not divide into {parts} {named}")
+        raise MismatchError(f"dimension {dim}: {total} does not divide into {named}")
     return total // parts
 
 
-def _join_dim(shape: Shape, dim: int, size: int) -> Shape:
+def _resize(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
@@ -299,11 +322,3 @@ def _lay_axis(
     full: list[Intervals] = [((0, size),) for size in view]
     shards = tuple((*full[:axis], tuple(piece), *full[axis + 1 :]) for piece in pieces)
     return Layout(shape, view, shards, tuple(local))
-
-
-def _unravel(rank: int, grid: tuple[int, ...]) -> Shape:
-    place = []
-    for size in reversed(grid):
-        rank, at = divmod(rank, size)
-        place.append(at)
-    return tuple(reversed(place))

@@ -15,7 +15,7 @@ from typing import Any
 from ..atoms import count
 from ..errors import MismatchError
 from .affine import FORMAT, read_map
-from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV, _Cut
+from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
 from .layout import Layout, Shape
 from .regex import compile_prefix
 from .rules import Rule, RuleSet
@@ -46,7 +46,7 @@ _LISTS: tuple[tuple[str, Pattern], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Viewed(_Cut):
+class Viewed(Pattern):
     """Sub-parameters along ``axis`` of a viewed shape (SubparamShape), each cut by rank.
 
     Attributes:
@@ -60,7 +60,6 @@ class Viewed(_Cut):
     axis: int
     parts: tuple[int, ...] | int
     widths: tuple[tuple[int, ...], ...] | None = None
-    vocab: int | None = None
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         for first, last in self._list_groups(len(shapes[0])):

@@ -34,7 +34,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 def record_pattern(pattern: Pattern) -> dict[str, Any]:
     """A pattern as plain data: its ``kind``, and those of its fields that are not the default."""
     told: dict[str, Any] = {"kind": _NAMES[type(pattern)]}
-    for field in fields(pattern):  # type: ignore[arg-type]
+    for field in sorted(fields(pattern), key=lambda field: bool(field.kw_only)):
         value = getattr(pattern, field.name)
         if value != field.default:
             told[field.name] = _record(value)

@@ -155,7 +155,7 @@ class RuleSet:
         """Let a vocabulary's padding differ. A rule of rank 0 that is data already (an affine map) tells all itself."""
         if not is_vocab or (rule.rank == 0 and rule.pattern is not None):
             return pattern
-        return replace(pattern, vocab=facts.values.get("vocab"))  # type: ignore[type-var]
+        return replace(pattern, vocab=facts.values.get("vocab"))
 
     def _make(self, rule: Rule, match: re.Match[str], facts: Facts) -> Pattern | None:
         stem = match.groupdict().get("stem") or ""

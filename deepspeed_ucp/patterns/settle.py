@@ -18,7 +18,6 @@ from .files import list_families
 from .kinds import VOCABULARY_HINT, Pattern, Replicate, SameShards, Unique, check_shapes
 from .layout import Layout, Shape
 from .rules import RuleSet, suggest_rule
-from .spread import spread_shapes
 
 SHAPES = "the shapes"
 EQUAL = "the same bytes on every tensor-parallel rank"
@@ -178,7 +177,7 @@ class _Settler:
             self._open(name, source, None)
             return
         (have, origin), (want, other) = found or ((Replicate(), EQUAL), (Replicate(), EQUAL))
-        target = spread_shapes(want, have.join(source).shape, degree, self._pad_unit())
+        target = want.spread(have.join(source).shape, degree, self._pad_unit())
         self._store(name, (have, want), origin if origin == other else f"{origin}; {other}", source, target)
 
     def _pad_unit(self) -> int | None:

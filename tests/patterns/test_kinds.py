@@ -21,6 +21,7 @@ from deepspeed_ucp.patterns import (
     find_faults,
     whole,
 )
+from deepspeed_ucp.patterns.metadata import Viewed
 
 from .shards import cut_array, reshard
 
@@ -225,3 +226,47 @@ def test_a_mean_is_replicated():
     assert Partial().join([(2,), (2,)]).mean
     assert not Partial().join([(2,)]).mean
     assert not Replicate().join([(2,), (2,)]).mean
+
+
+# --- shapes at a degree that no live model tells of
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "degree", "local"),
+    [
+        (ShardV(), (12, 5), 4, (3, 5)),
+        (ShardH(), (5, 12), 3, (5, 4)),
+        (ShardH(dim=2), (2, 3, 8), 2, (2, 3, 4)),
+        (ShardHy((2, 2)), (4, 6), 4, (2, 3)),
+        (ShardNC(parts=(1, 1), blocks=3), (36, 2), 2, (18, 2)),
+        (Replicate(), (7,), 3, (7,)),
+        (Partial(), (7,), 3, (7,)),
+        (ShardV(vocab=11), (12, 4), 5, (3, 4)),
+        (ShardV(vocab=11), (12, 4), 1, (12, 4)),
+    ],
+)
+def test_equal_parts_follow_from_the_pattern(pattern, shape, degree, local):
+    assert pattern.spread(shape, degree) == (local,) * degree
+
+
+def test_megatron_pads_the_vocabulary_for_the_degree():
+    assert ShardV(vocab=50257).spread((50304, 8), 4, 128) == ((12672, 8),) * 4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "told"),
+    [
+        (ShardV(), (10, 5), "dimension 0: 10 does not divide into 4 equal parts"),
+        (ShardNC(blocks=3), (18, 5), "dimension 0: 6 does not divide into 4 equal parts"),
+        (ShardHy((2, 1)), (4, 6), r"grid \[2, 1\] does not fit 4 ranks"),
+        (Unique(), (8, 8), "unique"),
+    ],
+)
+def test_parameters_without_equal_parts_are_told(pattern, shape, told):
+    with pytest.raises(MismatchError, match=told):
+        pattern.spread(shape, 4)
+
+
+def test_sub_parameters_of_a_view_are_cut_where_they_fit():
+    pattern = Viewed((-1, 6), 0, (8, 4, 4))
+    assert pattern.spread((16, 6), 4) == ((4, 6),) * 4

@@ -51,7 +51,7 @@ PATTERNS: list[Pattern] = [
     Viewed((1, -1), 0, (8, 4), ((4, 4), (2, 2))),
     Viewed((3, -1, 4), 1, 3),
     Mapped(LAYOUT, generalise(LAYOUT)),
-    Mapped(OVERLAPPING, None, 3),
+    Mapped(OVERLAPPING, vocab=3),
 ]
 
 
@@ -80,7 +80,7 @@ def test_any_fused_pattern_comes_back(
     vocab: int | None,
     widths: tuple[tuple[int, ...], ...] | None,
 ) -> None:
-    pattern = ShardNC(parts, dim, blocks, sized, unit, widths, vocab)
+    pattern = ShardNC(parts, dim, blocks, sized, unit, widths, vocab=vocab)
     assert read_pattern(json.loads(json.dumps(record_pattern(pattern)))) == pattern
 
 

@@ -301,3 +301,37 @@ def test_attributes_do_not_tell_how_queries_and_keys_are_fused():
     rules = [from_attributes({name: told}), load_family("megatron-gpt-interleaved")]
     hints = {"args": {"hidden_size": 4, "num_attention_heads": 2}}
     assert settle([name], shapes, None, rules, hints).patterns[name] == ShardV(unit=6)
+
+
+# --- a target of which only the degree is known
+
+
+def settle_for(degree, source, *sets, **hints):
+    return settle(sorted(source), source, None, sets, hints, degree=degree)
+
+
+def test_a_target_of_which_only_the_degree_is_known_gets_its_shapes_from_the_rules():
+    rules = from_config([{"match": "a", "pattern": "shard-h"}, {"match": "n", "pattern": "replicate"}])
+    for source in ({"a": ((4, 12),), "n": ((5,),)}, {"a": ((4, 4),) * 3, "n": ((5,),) * 3}):
+        have, want = settle_for(2, source, *rules).layouts["a"]
+        assert (have.shape, want.local_shapes) == ((4, 12), ((4, 6), (4, 6)))
+        assert settle_for(2, source, *rules).layouts["n"][1].local_shapes == ((5,), (5,))
+
+
+def test_the_same_degree_needs_no_rules():
+    found = settle_for(2, {"a": ((4, 4), (4, 3))})
+    assert found.layouts["a"][1].local_shapes == ((4, 4), (4, 3))
+
+
+def test_the_checkpoints_own_metadata_counts():
+    info = {"original_vocab_size": 11, "vocabulary_parameter_patterns": ["word"]}
+    source = {"word": ((6, 4), (6, 4))}
+    found = settle_for(3, source, from_universal_info(info, 2), args={"make_vocab_size_divisible_by": 4})
+    assert found.layouts["word"][1].local_shapes == ((4, 4),) * 3
+
+
+def test_what_nothing_settles_is_listed_with_rules_to_paste():
+    with pytest.raises(MismatchError) as error:
+        settle_for(2, {"h.0.w": ((4, 4),), "h.1.w": ((4, 4),)})
+    assert "not known (2 parameters): h.{0-1}.w: (4, 4) on 1 rank in the checkpoint" in str(error.value)
+    assert '"match": "h\\\\.\\\\d+\\\\.w"' in str(error.value)
