@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError
+from .errors import ConfigError, describe_faults
 
 SECTION = "checkpoint.universal"
 
@@ -72,8 +72,7 @@ def parse_config(ds_config: Mapping[str, Any], default_on: bool = False) -> Univ
     try:
         return UniversalConfig.model_validate(dict(value))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (found {e['input']!r})" for e in error.errors())
-        raise ConfigError(f'ds_config: "{SECTION}" is not valid: {faults}. {describe_keys()}') from None
+        raise ConfigError(f'ds_config: "{SECTION}" is not valid: {describe_faults(error)}. {describe_keys()}') from None
 
 
 def describe_keys() -> str:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_NUMBER = re.compile(r"\d{1,18}")
+
 
 class UcpError(RuntimeError):
     """Base of every error that this package raises on purpose.
@@ -64,3 +72,49 @@ def shorten(names: object, limit: int = 8) -> str:
     items = [str(name) for name in names]  # type: ignore[attr-defined]
     text = ", ".join(items[:limit])
     return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"
+
+
+def describe_faults(error: Any) -> str:
+    """What a pydantic ``ValidationError`` finds wrong with a configuration: where, what, and what is there."""
+    faults = [(".".join(map(str, each["loc"])), f"{each['msg']} (found {each['input']!r})") for each in error.errors()]
+    return "; ".join(": ".join(filter(None, fault)) for fault in faults)
+
+
+def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
+    """(Name, item) whose names differ in numbers only, under one name with ranges: ``h.{0-11}.mlp.bias``.
+
+    Args:
+        items: each name once, or with items that differ.
+        same: what the items under one name have in common.
+    """
+    groups: dict[Hashable, dict[str, T]] = {}
+    for name, item in items:
+        groups.setdefault((_NUMBER.sub("{}", name), same(item)), {})[name] = item
+    return [folded for group in groups.values() for folded in _fold_group(group)]
+
+
+def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
+    """One entry where the numbers' combinations are complete (layers × experts), else split at the first place."""
+    numbers = {name: tuple(map(int, _NUMBER.findall(name))) for name in group}
+    places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
+    if len(group) == prod(map(len, places)):
+        spans = iter(places)
+        name = _NUMBER.sub(lambda digits: _describe_numbers(next(spans), digits[0]), next(iter(group)))
+        return [(name, list(group.values()))]
+    at = next((place for place, values in enumerate(places) if len(values) > 1), None)
+    if at is None:  # numbers that are written in several ways
+        return [(name, [item]) for name, item in group.items()]
+    parts = [{name: group[name] for name in group if numbers[name][at] == value} for value in places[at]]
+    return [folded for part in parts for folded in _fold_group(part)]
+
+
+def _describe_numbers(values: Sequence[int], digits: str) -> str:
+    if len(values) == 1:
+        return digits
+    spans: list[list[int]] = []
+    for value in values:
+        if spans and spans[-1][-1] + 1 == value:
+            spans[-1] = [spans[-1][0], value]
+        else:
+            spans.append([value])
+    return "{" + ",".join("-".join(map(str, span)) for span in spans) + "}"

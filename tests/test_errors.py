@@ -9,7 +9,7 @@ import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import errors
-from deepspeed_ucp.errors import CheckpointError, escape, shorten
+from deepspeed_ucp.errors import CheckpointError, escape, fold_names, shorten
 
 
 @pytest.mark.parametrize("name", ["CheckpointError", "ConfigError", "MismatchError", "UnsupportedError"])
@@ -25,6 +25,24 @@ def test_long_lists_are_shortened() -> None:
     assert shorten(range(5), 2) == "0, 1, … (5 in all)"
     assert shorten(range(2), 2) == "0, 1"
     assert shorten([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (["h.0.w", "h.1.w", "h.2.w"], ["h.{0-2}.w"]),
+        (["h.0.w", "h.2.w", "h.3.w"], ["h.{0,2-3}.w"]),
+        (["h.0.w"], ["h.0.w"]),
+        (["0.e.0.w", "0.e.1.w", "1.e.0.w", "1.e.1.w"], ["{0-1}.e.{0-1}.w"]),
+        (["0.e.0.w", "0.e.1.w", "1.e.1.w"], ["0.e.{0-1}.w", "1.e.1.w"]),
+        (["dense_4h.w", "x"], ["dense_4h.w", "x"]),
+        (["h.1.w", "h.01.w"], ["h.1.w", "h.01.w"]),
+        (["9" * 5000], ["9" * 5000]),
+    ],
+    ids=lambda names: "+".join(names)[:40],
+)
+def test_names_fold(names: list[str], folded: list[str]) -> None:
+    assert [name for name, _ in fold_names(zip(names, names, strict=True), lambda name: 0)] == folded
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
+from ..errors import fold_names
 from ..patterns import Pattern, RuleSet, Settled, Unique, list_families, load_family
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
 from ..plan.settling import settle_index
-
-T = TypeVar("T")
 
 TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
 _LAYER_FILE = re.compile(r"/layer_(\d+)-[^/]*$")
@@ -220,56 +219,11 @@ def split_layer(name: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (name.partition(".")[0], -1)
 
 
-def fold_names(names: Iterable[str]) -> list[str]:
-    """Names that differ in numbers only as one with ranges."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"\d+", "{}", name), []).append(name)
-    return [folded for group in groups.values() for folded, _ in _fold_group({name: name for name in group})]
-
-
 def fold_rows(rows: Sequence[Parameter]) -> list[tuple[str, list[Parameter]]]:
     """Rows that differ in numbers of the name only, under one name with ranges: ``h.{0-11}.mlp.bias``."""
-    groups: dict[tuple[Any, ...], dict[str, Parameter]] = {}
-    for row in rows:
-        same = (
-            row.instance,
-            row.kind,
-            row.shape,
-            row.shards,
-            row.dtype,
-            row.copy,
-            tuple(row.states),
-            row.pattern,
-            row.origin,
-        )
-        groups.setdefault((re.sub(r"\d+", "{}", row.name), *same), {})[row.name] = row
-    return [part for group in groups.values() for part in _fold_group(group)]
+    return fold_names(((row.name, row) for row in rows), _list_common)
 
 
-def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
-    """One entry where the numbers' combinations are complete (layers × experts), else split at the first place."""
-    numbers = {name: tuple(map(int, re.findall(r"\d+", name))) for name in group}
-    places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
-    if len(group) == count(tuple(map(len, places))):
-        return [(_join_name(next(iter(group)), places), list(group.values()))]
-    at = next(place for place, values in enumerate(places) if len(values) > 1)
-    parts = [{name: group[name] for name in group if numbers[name][at] == value} for value in places[at]]
-    return [folded for part in parts for folded in _fold_group(part)]
-
-
-def _join_name(name: str, places: Sequence[Sequence[int]]) -> str:
-    spans = iter(places)
-    return re.sub(r"\d+", lambda found: _tell_numbers(next(spans), found[0]), name)
-
-
-def _tell_numbers(values: Sequence[int], text: str) -> str:
-    if len(values) == 1:
-        return text
-    spans: list[list[int]] = []
-    for value in values:
-        if spans and spans[-1][-1] + 1 == value:
-            spans[-1] = [spans[-1][0], value]
-        else:
-            spans.append([value])
-    return "{" + ",".join("-".join(map(str, span)) for span in spans) + "}"
+def _list_common(row: Parameter) -> tuple[Any, ...]:
+    kept = (row.instance, row.kind, row.shape, row.shards, row.dtype, row.copy, tuple(row.states))
+    return (*kept, row.pattern, row.origin)

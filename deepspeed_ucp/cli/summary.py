@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey
-from ..errors import escape
+from ..errors import escape, fold_names
 from .figures import count_of, format_bytes, format_count, format_table
 from .parameters import (
     BUFFER,
@@ -16,7 +16,6 @@ from .parameters import (
     TRAINED,
     UNSETTLED,
     Parameter,
-    fold_names,
     fold_rows,
     knows_optimizer,
     shorten_path,
@@ -227,7 +226,7 @@ def _tell_range(values: Sequence[int]) -> str:
 
 def tell_finding(finding: Finding) -> list[str]:
     """One finding with the names that it is about, and rules to paste."""
-    names = [f"      {name}" for name in fold_names(finding.names)]
+    names = [f"      {name}" for name, _ in fold_names(((name, None) for name in finding.names), bool)]
     if len(names) > _OFTEN:
         names = [*names[:_OFTEN], f"      … {len(finding.names)} in all (--json lists them)"]
     rules = [f"      {json.dumps(rule)}" for rule in finding.rules if "match" in rule]

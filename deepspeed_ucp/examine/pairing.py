@@ -176,7 +176,7 @@ def _settle_both(
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
     source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.stored.atoms[b]) for a, b in keys}
-    theirs = [replace(each, side="target") for each in order_rules(right, ())]
+    theirs = [replace(each, by="target") for each in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
     settled = settle(sorted(source), source, target, both, left.model.hints)
     found = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))
@@ -201,7 +201,7 @@ def _compare_shapes(
     wrong = {}
     for name in (name for name in names if name in mine and name in theirs):
         shapes = [side[name][0].shape for side in (mine, theirs)]
-        told = settled.wrong.get(name) or str(settled.open[name])
+        told = settled.wrong.get(name) or settled.open[name].text
         wrong[name] = f"shape {shapes[0]} ≠ {shapes[1]}" if shapes[0] != shapes[1] else told
     unknown = {name: each for name, each in settled.open.items() if name not in wrong}
     contradicted = {name: text for name, text in settled.wrong.items() if name not in wrong}

@@ -238,7 +238,7 @@ def list_live_rules(census: Census, saved: Mapping[str, str]) -> list[RuleSet]:
     """
     found: list[RuleSet] = []
     if census.info:
-        found.append(from_universal_info(census.info, census.tp, side="target"))
+        found.append(from_universal_info(census.info, by="target"))
     if census.attributes:
         found.append(from_attributes({saved[n]: told for n, told in census.attributes.items() if n in saved}))
     return found

@@ -59,7 +59,7 @@ class Facts:
     stem: str = ""
     measured: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def tell(self, expression: str | int) -> Any:
+    def evaluate(self, expression: str | int) -> Any:
         """Value of an expression.
 
         Raises:
@@ -70,6 +70,13 @@ class Facts:
         if isinstance(expression, (int, float)):
             return expression
         return self._walk(_parse(expression), expression)
+
+    def is_true(self, condition: str | int) -> bool:
+        """Whether a condition holds; not where nothing tells it."""
+        try:
+            return bool(self.evaluate(condition))
+        except UnknownError:
+            return False
 
     def _walk(self, node: ast.expr, text: str) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
@@ -126,7 +133,7 @@ class Facts:
         found: dict[Any, str] = {}
         for expression in self.variables[name]:
             try:
-                found.setdefault(inner.tell(expression), str(expression))
+                found.setdefault(inner.evaluate(expression), str(expression))
             except UnknownError:
                 continue
         if len(found) > 1:

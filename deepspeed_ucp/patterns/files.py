@@ -19,26 +19,8 @@ def list_families() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
-def read_family(name: str) -> Any:
-    """A family's rules as data.
-
-    Raises:
-        ConfigError: no such family; the known ones are listed.
-    """
-    if name not in list_families():
-        raise ConfigError(
-            f"patterns: there is no family {name!r}. Families: {', '.join(list_families())}; "
-            f"a rule file ends in {' or '.join(SUFFIXES)}."
-        )
-    return _read_packaged(name)
-
-
-def read_arguments() -> Any:
-    """Rules for what the arguments of a known client tell, as data."""
-    return _read_packaged("_arguments")
-
-
-def _read_packaged(name: str) -> Any:
+def read_packaged(name: str) -> Any:
+    """Rules of the package as data: a family's, or those for the arguments of known clients (``_arguments``)."""
     return _parse(resources.files(__package__).joinpath("families", f"{name}.yaml").read_text("utf-8"), name)
 
 

@@ -18,7 +18,7 @@ from .affine import FORMAT, read_map
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
 from .layout import Layout, Shape
 from .regex import compile_prefix
-from .rules import Rule, RuleSet
+from .rules import Rule, RuleSet, Spec
 
 VERSION = "universal_checkpoint_version"
 WIDTHS_SINCE = 0.4
@@ -94,62 +94,63 @@ class Viewed(Pattern):
         return ShardNC(parts=parts, dim=first, blocks=blocks, sized=True, unit=step, widths=widths)
 
 
-def from_universal_info(info: object, tp: int, side: str | None = None) -> RuleSet:
+def from_universal_info(info: object, by: str = "checkpoint") -> RuleSet:
     """Rules of a ``universal_checkpoint_info``.
 
     Args:
         info: the dictionary as saved, of any version; None, or anything else than a dictionary, says nothing.
-        tp: tensor-parallel degree of what wrote it: affine maps and shard widths are of that degree.
-        side: "target" for a live engine's own.
+        by: "target" for a live engine's own.
 
     Raises:
         MismatchError: an affine map of a newer format, or an entry that is not of DeepSpeed's form.
     """
-    name = "universal_checkpoint_info" if side != "target" else "the live engine's universal_checkpoint_info"
+    name = "universal_checkpoint_info" if by != "target" else "the live engine's universal_checkpoint_info"
     if not isinstance(info, Mapping):
-        return RuleSet(name, reported=False)
+        return RuleSet(name)
     try:
-        return _read_info(name, info, tp, side)
+        return _read_info(name, info, by)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise MismatchError(
             f"universal_checkpoint_info: an entry is of another form than DeepSpeed's ({type(error).__name__}: {error})"
         ) from None
 
 
-def _read_info(name: str, info: Mapping[str, Any], tp: int, side: str | None) -> RuleSet:
-    unsupported = info.get(UNSUPPORTED) or {}
-    affine = _read_affine(info)
-    rules = [*affine[0], *_read_parts(info, tp), *_read_lists(info)]
-    # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
-    fallback = ShardV() if UNSUPPORTED in info and AFFINE not in info else None
-    vocab = info.get(VOCAB_SIZE)
-    if isinstance(vocab, int) and vocab < 1:
-        raise MismatchError(f"universal_checkpoint_info: {VOCAB_SIZE} is {vocab}")
+def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
+    rules = [*_read_unsupported(name, info), *_read_affine(name, info), *_read_parts(info), *_read_lists(info)]
     literal: dict[str, list[Rule]] = {}
     for rule in rules:
         if (whole_name := _unescape(rule.text)) is not None:
             literal.setdefault(whole_name, []).append(rule)
+    vocab = info.get(VOCAB_SIZE)
+    if isinstance(vocab, int) and vocab < 1:
+        raise MismatchError(f"universal_checkpoint_info: {VOCAB_SIZE} is {vocab}")
     return RuleSet(
         name=name,
         rules=tuple(rule for rule in rules if _unescape(rule.text) is None),
         literal={whole_name: tuple(group) for whole_name, group in literal.items()},
-        refused=(*((_make_rule(text), str(reason)) for text, reason in unsupported.items()), *affine[1]),
         vocab=vocab if isinstance(vocab, int) else None,
-        fallback=fallback,
-        side=side,
-        shared=tuple(_make_rule(text) for text in _get_list(info, SHARED)),
+        # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
+        fallback=ShardV() if UNSUPPORTED in info and AFFINE not in info else None,
+        by=by,
+        shared=tuple(map(compile_prefix, _get_list(info, SHARED))),
+        reported=True,
     )
 
 
-def _make_rule(text: str, pattern: Pattern | None = None, rank: int = 0, vocab: bool = False) -> Rule:
-    if isinstance(text, str) and (name := _unescape(text)) is not None:
-        return Rule(text, re.compile(re.escape(name)), pattern=pattern, rank=rank, vocab=vocab)
-    return Rule(text, compile_prefix(text), pattern=pattern, rank=rank, vocab=vocab)
+def _make_rule(text: str, says: Pattern | Spec, rank: int = 0, vocab: bool = False) -> Rule:
+    name = _unescape(text)
+    match = compile_prefix(text) if name is None else re.compile(re.escape(name)).fullmatch
+    return Rule(text, match, says, rank, vocab)
 
 
-def _unescape(text: str) -> str | None:
+def _refuse(text: str, reason: str) -> Rule:
+    """A rule by which a parameter is refused, whatever others say."""
+    return _make_rule(text, Spec(match=text, pattern="unsettled", reason=reason), rank=-1)
+
+
+def _unescape(text: object) -> str | None:
     """The one name that an expression ``^escaped name$`` matches, or None."""
-    if not (text.startswith("^") and text.endswith("$")):
+    if not (isinstance(text, str) and text.startswith("^") and text.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", text[1:-1])
     return name if re.escape(name) == text[1:-1] else None
@@ -183,14 +184,14 @@ def _follow_rows(text: str) -> Rule | None:
     except MismatchError:
         return None
     first = f"{front}dense_h_to_4h"
-    return Rule(first, regex, spec={"match": first, "pattern": "shard-v", "when": _FITS}, rank=4)
+    return Rule(first, regex, Spec(match=first, pattern="shard-v", when=_FITS), rank=4)
 
 
 _SECOND = "dense_4h_to_h"
 _FITS = f"own(0) == sibling('{_SECOND}.weight', 1)"
 
 
-def _read_parts(info: Mapping[str, Any], tp: int) -> Iterator[Rule]:
+def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
     version, widths = float(info.get(VERSION) or 0.0), info.get(WIDTHS) or {}
     for entry in _get_list(info, PARTS):
         try:
@@ -231,17 +232,20 @@ def _add(size: Any) -> int:
     return sum(size) if isinstance(size, (list, tuple)) else int(size)
 
 
-def _read_affine(info: Mapping[str, Any]) -> tuple[list[Rule], list[tuple[Rule, str]]]:
+def _read_unsupported(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
+    for text, reason in (info.get(UNSUPPORTED) or {}).items():
+        yield _refuse(text, f"{name}: {reason}")
+
+
+def _read_affine(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
     told = info.get(AFFINE) or {}
     if int(told.get("version", FORMAT)) > FORMAT:
         raise MismatchError(
             f"universal_checkpoint_info: affine_map has format {told['version']}, up to {FORMAT} is understood; "
             "update deepspeed_ucp"
         )
-    rules, refused = [], []
     for text, entry in (told.get("params") or {}).items():
         try:
-            rules.append(_make_rule(text, read_map(entry)))
+            yield _make_rule(text, read_map(entry))
         except MismatchError as error:
-            refused.append((_make_rule(text), str(error)))
-    return rules, refused
+            yield _refuse(text, f"{name}: {error}")

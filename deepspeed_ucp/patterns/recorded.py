@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -12,7 +11,7 @@ from .affine import Mapped
 from .kinds import Partial, Pattern, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Layout
 from .metadata import Viewed
-from .rules import Rule, RuleSet
+from .rules import Rule, RuleSet, name_rule
 
 ORIGIN = "the atomic checkpoint's manifest"
 
@@ -94,7 +93,7 @@ def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGI
         pattern = read_pattern(told)
         vocabs.add(pattern.vocab)
         if not isinstance(pattern, (Unique, SameShards)):
-            literal[name] = (Rule(name, re.compile(re.escape(name)), pattern=pattern),)
+            literal[name] = (name_rule(name, pattern),)
     vocabs.discard(None)
     vocab = vocabs.pop() if len(vocabs) == 1 else None
-    return RuleSet(origin, literal=literal, vocab=vocab, reported=False)
+    return RuleSet(origin, literal=literal, vocab=vocab)

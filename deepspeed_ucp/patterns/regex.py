@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from ..errors import ConfigError, MismatchError
 
+Matcher = Callable[[str], "re.Match[str] | None"]
 _SIMPLE = re.compile(r"[^*+?{}()|]*(?:[*+][^*+?{}()|]*)?")
 """Expressions that Python's engine matches in at most quadratic time: one repeat of one character, no alternatives."""
 
@@ -24,18 +24,7 @@ def compile_regex(expression: str) -> re.Pattern[str]:
         raise ConfigError(f"patterns: {expression!r} is not a regular expression: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixRegex:
-    """An expression that RE2 matches with the front of a name."""
-
-    compiled: Any
-
-    def fullmatch(self, name: str, /) -> re.Match[str] | None:
-        """A match that begins with the name's first character."""
-        return self.compiled.match(name.encode("utf-8", "replace").decode())  # type: ignore[no-any-return]
-
-
-def compile_prefix(text: object) -> re.Pattern[str] | PrefixRegex:
+def compile_prefix(text: object) -> Matcher:
     """Compile an expression of the checkpoint's. As in DeepSpeed's converter it need not reach to the end of a name.
 
     It comes from a file that anybody may have written, so it is matched in time linear in the name, by RE2. The simple
@@ -47,19 +36,20 @@ def compile_prefix(text: object) -> re.Pattern[str] | PrefixRegex:
     if not isinstance(text, str):
         raise MismatchError(f"universal_checkpoint_info: {text!r:.80} is not a regular expression")
     try:
-        return re.compile(f"(?:{text}).*") if _SIMPLE.fullmatch(text) else PrefixRegex(_compile(text))
+        return re.compile(text).match if _SIMPLE.fullmatch(text) else _compile_linear(text)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise MismatchError(
             f"universal_checkpoint_info: the expression {text!r:.80} cannot be matched in linear time ({error})"
         ) from None
 
 
-def _compile(text: str) -> Any:
+def _compile_linear(text: str) -> Matcher:
     import re2
 
     options = re2.Options()
     options.log_errors = False
     try:
-        return re2.compile(text, options)
+        compiled = re2.compile(text, options)
     except re2.error as error:
         raise ValueError(error.args[0].decode() if error.args else "") from None
+    return lambda name: compiled.match(name.encode("utf-8", "replace").decode())

@@ -29,14 +29,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Annotated, Any, Literal
 
-from ..errors import ConfigError, MismatchError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import ConfigError, MismatchError, describe_faults
 from .facts import Facts, UnknownError
-from .files import SUFFIXES, read_arguments, read_family, read_rules
+from .files import SUFFIXES, list_families, read_packaged, read_rules
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Shape
-from .regex import PrefixRegex, compile_regex
+from .regex import Matcher, compile_regex
 from .rename import Rename, parse_renames
 
 _FUSED_GATE = re.compile(r"h_to_4h|fc1|gate_up|weight1|w1", re.IGNORECASE)
@@ -50,6 +53,8 @@ KINDS: dict[str, frozenset[str]] = {
     "shard-nc": frozenset({"dim", "parts", "blocks", "unit", "widths", "vocab"}),
     "unsettled": frozenset({"reason"}),
 }
+"""Patterns, and the keys that a rule of each may have besides those of all rules."""
+_RULE_KEYS = frozenset({"match", "pattern", "when", "dims"})
 _AMBIGUOUS = (
     "its attributes tell the dimension, not how query, key and value are fused in it: per-rank [q; k; v] and "
     "interleaved per head group have the same shapes; name a family or give a rule"
@@ -60,36 +65,148 @@ _MAYBE_GATED = (
 )
 _SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.weight"}
 """First matrix of a feed-forward layer in Megatron's names → the second, whose width tells whether gate is fused."""
-_RULE_KEYS = frozenset({"match", "pattern", "when", "dims"})
-_SET_KEYS = frozenset({"family", "rules", "prefix", "variables", "original_vocab_size", "rename", "refuse", "about"})
 
 FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_value|(^|\.)kv(_proj)?\.", re.IGNORECASE)
 """Names of fused attention projections: per-rank [q; k; v] and interleaved per head group have the same shapes."""
 
 
+Size = int | str
+"""A number, or an expression."""
+
+
+class Spec(BaseModel):
+    """A rule as it is written (see this module's text)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    match: str
+    pattern: Literal["unique", "replicate", "partial", "shard-v", "shard-h", "shard-hy", "shard-nc", "unsettled"]
+    when: Size = 1
+    dims: int | None = None
+    reason: str = ""
+    dim: int | None = None
+    grid: tuple[Size, ...] = ()
+    parts: tuple[Size, ...] = (1,)
+    blocks: Size = 1
+    unit: Size = 1
+    widths: tuple[tuple[int, ...], ...] | None = None
+    vocab: bool = False
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Spec:
+        valid = _RULE_KEYS | KINDS[self.pattern]
+        if unknown := self.model_fields_set - valid:
+            raise ValueError(
+                f"{self.match!r}: {self.pattern} has no {', '.join(sorted(map(repr, unknown)))}; "
+                f"valid: {', '.join(sorted(valid))}"
+            )
+        if self.pattern == "shard-hy" and not self.grid:
+            raise ValueError(f"{self.match!r}: shard-hy needs a grid")
+        return self
+
+    def make(self, facts: Facts) -> Pattern | None:
+        """The pattern that it says for the parameter ``facts.name``; None where its condition does not hold.
+
+        Raises:
+            MismatchError: a size cannot be told, or the rule says that it is not known.
+        """
+        if self.dims not in (None, len(facts.shapes.get(facts.name, ()))) or not facts.is_true(self.when):
+            return None
+        try:
+            return self._build(facts)
+        except UnknownError as error:
+            raise MismatchError(
+                f"the rule {self.match!r} needs {error}, which the checkpoint does not tell; give it under variables"
+            ) from None
+
+    def _build(self, facts: Facts) -> Pattern:
+        if self.pattern == "unsettled":
+            raise MismatchError(self.reason)
+        if self.pattern in _PLAIN:
+            return _PLAIN[self.pattern]()
+        vocab = facts.values.get("vocab") if self.vocab else None
+        if self.pattern == "shard-hy":
+            return ShardHy(grid=tuple(map(facts.evaluate, self.grid)), vocab=vocab)
+        if self.pattern == "shard-nc":
+            return self._build_nc(facts, vocab)
+        unit, dim = facts.evaluate(self.unit), 1 if self.dim is None else self.dim
+        if self.pattern == "shard-v" or dim == 0:
+            return ShardV(unit=unit, vocab=vocab)
+        return ShardH(dim=dim, unit=unit, vocab=vocab)
+
+    def _build_nc(self, facts: Facts, vocab: int | None) -> ShardNC:
+        """Parts that are all 1 are equal parts; else they are sizes, and ``rest`` is what they leave."""
+        dim, blocks = self.dim or 0, facts.evaluate(self.blocks)
+        total = facts.values.get(f"total{dim}", 0) // blocks
+        known = [_measure_part(part, facts) for part in self.parts]
+        left = total - sum(size for size in known if size is not None)
+        unknown = known.count(None)
+        if unknown and (left < 0 or left % unknown):
+            raise MismatchError(
+                f"parts {list(self.parts)}: {left} of {total} places are left for {unknown} equal parts"
+            )
+        return ShardNC(
+            parts=tuple(left // unknown if size is None else size for size in known),
+            dim=dim,
+            blocks=blocks,
+            sized=any(part != 1 for part in self.parts),
+            unit=facts.evaluate(self.unit),
+            widths=self.widths,
+            vocab=vocab,
+        )
+
+
+class Refusal(BaseModel):
+    """The checkpoints of which a set says that it is not theirs, and why."""
+
+    when: str
+    reason: str
+
+
+_PLAIN: dict[str, type[Pattern]] = {"unique": Unique, "replicate": Replicate, "partial": Partial}
+
+
+def _measure_part(part: Size, facts: Facts) -> int | None:
+    """Size of a part; None stands for ``rest``, also at the end of ``a or rest``."""
+    text = str(part)
+    if text == "rest":
+        return None
+    try:
+        return int(facts.evaluate(text.removesuffix(" or rest")))
+    except UnknownError:
+        if text.endswith(" or rest"):
+            return None
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Parameters whose name ``regex`` matches have a pattern.
+    """Parameters whose name matches have a pattern.
 
     Attributes:
         text: as the user or the checkpoint wrote it.
-        regex: the whole name, with the group ``stem`` for the prefix where there is one.
-        spec: the rule as data, evaluated for each parameter; or
-        pattern: what it says, where that is known already.
+        match: of the whole name, with the group ``stem`` for the prefix where there is one.
+        says: the pattern, or the rule as data, evaluated for each parameter.
         rank: of several rules that say something, those of the lowest rank count.
         vocab: dimension 0 is a padded vocabulary.
     """
 
     text: str
-    regex: re.Pattern[str] | PrefixRegex
-    spec: Mapping[str, Any] = field(default_factory=dict)
-    pattern: Pattern | None = None
+    match: Matcher
+    says: Pattern | Spec
     rank: int = 0
     vocab: bool = False
 
-    def match(self, name: str) -> re.Match[str] | None:
-        """The whole name's match."""
-        return self.regex.fullmatch(name)
+    def make(self, match: re.Match[str], facts: Facts) -> Pattern | None:
+        """What it says of the parameter that it matches."""
+        if isinstance(self.says, Pattern):
+            return self.says
+        return self.says.make(replace(facts, name=match.string, stem=match.groupdict().get("stem") or ""))
+
+
+def name_rule(name: str, pattern: Pattern, rank: int = 0) -> Rule:
+    """A rule for one parameter."""
+    return Rule(name, re.compile(re.escape(name)).fullmatch, pattern, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +217,29 @@ class RuleSet:
         name: origin, for messages.
         rules: in any order: where several match they must agree.
         literal: rules that name one parameter, by that name (AutoTP names thousands).
-        refused: parameters that the set knows to be beyond description, with the reason.
         hints: why the set says nothing of a parameter, shown where no other set does.
         variables, refuse: of the YAML.
         vocab: rows of the vocabulary without padding, where the set tells them.
         renames: saved names → live names.
-        side: "target" where a live engine describes its own shards, of its own degree.
+        by: ``user``: comes before what either side says of itself. ``target``: a live engine describes its own shards,
+            of its own degree. Else ``checkpoint``.
         shared: parameters that several pipeline stages hold alike, by the checkpoint's word.
         fallback: the pattern of parameters (not buffers) that none of the rules names.
         reported: each rule that matches nothing is reported; else only that none does.
-        user: the user's own; comes before what either side says of itself.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     literal: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
-    refused: tuple[tuple[Rule, str], ...] = ()
     hints: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
-    refuse: tuple[tuple[str, str], ...] = ()
+    variables: Mapping[str, Sequence[Size]] = field(default_factory=dict)
+    refuse: tuple[Refusal, ...] = ()
     vocab: int | None = None
     renames: tuple[Rename, ...] = ()
-    side: str | None = None
-    shared: tuple[Rule, ...] = ()
+    by: str = "checkpoint"
+    shared: tuple[Matcher, ...] = ()
     fallback: Pattern | None = None
-    reported: bool = True
-    user: bool = False
+    reported: bool = False
 
     def find(self, name: str, facts: Facts) -> Pattern | None:
         """The pattern of a parameter, or None where no rule says.
@@ -134,33 +248,26 @@ class RuleSet:
             MismatchError: rules disagree, a rule asks for something that nothing tells or that is contradictory, or the
                 set refuses the parameter.
         """
-        for rule, reason in self.refused:
-            if rule.match(name):
-                raise MismatchError(f"{self.name}: {reason}")
-        matching = [(rule, rule.match(name)) for rule in (*self.literal.get(name, ()), *self.rules)]
+        facts = replace(facts, variables=self.variables)
+        matching = [(r, match) for r in (*self.literal.get(name, ()), *self.rules) if (match := r.match(name))]
+        matching.sort(key=_get_rank)
         found: dict[Pattern, Rule] = {}
-        for rule, match in sorted((each for each in matching if each[1]), key=lambda each: each[0].rank):
-            if match is None or any(other.rank < rule.rank for other in found.values()):
-                continue
-            pattern = rule.pattern or self._make(rule, match, facts)
-            if pattern is not None:
-                found.setdefault(pattern, rule)
+        for _, group in groupby(matching, key=_get_rank):
+            for rule, match in group:
+                pattern = rule.make(match, facts)
+                if pattern is not None:
+                    found.setdefault(pattern, rule)
+            if found:
+                break
         if len(found) > 1:
-            told = " and ".join(f"{rule.text!r} says {pattern}" for pattern, rule in found.items())
-            raise MismatchError(f"two rules of {self.name} disagree: {told}")
-        told_vocab = any(rule.vocab and match for rule, match in matching)
-        return next((self._mark(pattern, rule, told_vocab, facts) for pattern, rule in found.items()), None)
-
-    def _mark(self, pattern: Pattern, rule: Rule, is_vocab: bool, facts: Facts) -> Pattern:
-        """Let a vocabulary's padding differ. A rule of rank 0 that is data already (an affine map) tells all itself."""
-        if not is_vocab or (rule.rank == 0 and rule.pattern is not None):
+            texts = " and ".join(f"{rule.text!r} says {pattern}" for pattern, rule in found.items())
+            raise MismatchError(f"two rules of {self.name} disagree: {texts}")
+        for pattern, rule in found.items():
+            # A vocabulary's padding may differ, whatever list names the cut. An affine map (rank 0) tells all itself.
+            if rule.rank and any(other.vocab for other, _ in matching):
+                return replace(pattern, vocab=facts.values.get("vocab"))
             return pattern
-        return replace(pattern, vocab=facts.values.get("vocab"))
-
-    def _make(self, rule: Rule, match: re.Match[str], facts: Facts) -> Pattern | None:
-        stem = match.groupdict().get("stem") or ""
-        mine = replace(facts, variables=self.variables, name=match.string, stem=stem)
-        return make_pattern(rule.spec, mine)
+        return None
 
     def check(self, facts: Facts) -> None:
         """Hold the set against what the checkpoint tells of itself.
@@ -168,106 +275,76 @@ class RuleSet:
         Raises:
             MismatchError: the checkpoint says that the set is not its own.
         """
-        for condition, reason in self.refuse:
-            try:
-                held = replace(facts, variables=self.variables).tell(condition)
-            except UnknownError:
-                continue
-            if held:
-                raise MismatchError(f"{self.name} contradicts the checkpoint ({condition}): {reason}")
+        facts = replace(facts, variables=self.variables)
+        for each in self.refuse:
+            if facts.is_true(each.when):
+                raise MismatchError(f"{self.name} contradicts the checkpoint ({each.when}): {each.reason}")
 
     def find_unused(self, names: Iterable[str]) -> list[str]:
         """Rules that match none of the names, as text."""
         names = list(names)
         idle = [rule.text for rule in self.rules if not any(rule.match(name) for name in names)]
-        idle += [rule.text for name in sorted(set(self.literal) - set(names)) for rule in self.literal[name]]
         if self.reported:
+            idle += [rule.text for name in sorted(set(self.literal) - set(names)) for rule in self.literal[name]]
             return [f"{self.name}: {text!r} matches no parameter" for text in idle]
         all_idle = self.rules and not self.literal and len(idle) == len(self.rules)
         return [f"{self.name}: no rule matches any parameter"] if all_idle else []
 
 
-def make_pattern(spec: Mapping[str, Any], facts: Facts) -> Pattern | None:
-    """The pattern that a rule's data says for the parameter ``facts.name``; None where its condition does not hold.
+def _get_rank(matching: tuple[Rule, re.Match[str]]) -> int:
+    return matching[0].rank
 
-    Raises:
-        MismatchError: a size cannot be told.
-    """
-    shape = facts.shapes.get(facts.name, ())
-    if "dims" in spec and len(shape) != spec["dims"]:
-        return None
+
+def _make_tuple(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _drop_nulls(value: Any) -> Any:
+    """What YAML leaves empty is not there; a list is one of rules."""
+    if isinstance(value, (list, tuple)):
+        return {"rules": value}
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, Mapping) else value
+
+
+class RuleFile(BaseModel):
+    """Rules of a configuration or a YAML file, as they are written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    about: str = ""
+    family: str | None = None
+    prefix: str = ""
+    variables: dict[str, Annotated[tuple[Size, ...], BeforeValidator(_make_tuple)]] = {}
+    original_vocab_size: int | None = Field(default=None, gt=0, strict=True)
+    rename: Any = ()
+    refuse: tuple[Refusal, ...] = ()
+    rules: tuple[Spec, ...] = ()
+
+
+def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
+    """The set that is written, and its family's."""
     try:
-        if "when" in spec and not facts.tell(spec["when"]):
-            return None
-        return _build(spec, facts)
-    except UnknownError as error:
-        if "when" in spec and not _can_tell(facts, spec["when"]):
-            return None
-        raise MismatchError(
-            f"the rule {spec['match']!r} needs {error}, which the checkpoint does not tell; give it under variables"
+        file = RuleFile.model_validate(_drop_nulls(value))
+    except ValidationError as error:
+        raise ConfigError(
+            f"patterns: {name}: {describe_faults(error)}. A family, a path, a list of rules or an object with some of "
+            f"{', '.join(RuleFile.model_fields)} is needed."
         ) from None
-
-
-def _can_tell(facts: Facts, expression: str) -> bool:
-    try:
-        facts.tell(expression)
-    except UnknownError:
-        return False
-    return True
-
-
-def _build(spec: Mapping[str, Any], facts: Facts) -> Pattern | None:
-    kind = spec["pattern"]
-    if kind == "unsettled":
-        raise MismatchError(spec["reason"])
-    vocab = facts.values.get("vocab") if spec.get("vocab") else None
-    if kind == "unique":
-        return Unique()
-    if kind == "replicate":
-        return Replicate()
-    if kind == "partial":
-        return Partial()
-    if kind == "shard-v" or (kind == "shard-h" and spec.get("dim") == 0):
-        return ShardV(unit=facts.tell(spec.get("unit", 1)), vocab=vocab)
-    if kind == "shard-h" and spec.get("dim", 1) != 0:
-        return ShardH(dim=spec.get("dim", 1), unit=facts.tell(spec.get("unit", 1)), vocab=vocab)
-    if kind == "shard-hy":
-        return ShardHy(grid=tuple(facts.tell(size) for size in spec["grid"]), vocab=vocab)
-    return _build_nc(spec, facts, vocab)
-
-
-def _build_nc(spec: Mapping[str, Any], facts: Facts, vocab: int | None) -> ShardNC:
-    """Parts that are all 1 are equal parts; else they are sizes, and ``rest`` is what they leave."""
-    dim, blocks = spec.get("dim", 0), facts.tell(spec.get("blocks", 1))
-    told = spec.get("parts", [1])
-    widths = spec.get("widths")
-    sized = any(part != 1 for part in told)
-    total = facts.values.get(f"total{dim}", 0) // blocks
-    known = [None if part == "rest" else _tell_part(part, facts) for part in told]
-    left = total - sum(size for size in known if size is not None)
-    unknown = sum(size is None for size in known)
-    if unknown and (left < 0 or left % unknown):
-        raise MismatchError(f"parts {list(told)}: {left} of {total} places are left for {unknown} equal parts")
-    parts = tuple(left // unknown if size is None else size for size in known)
-    return ShardNC(
-        parts=parts,
-        dim=dim,
-        blocks=blocks,
-        sized=sized,
-        unit=facts.tell(spec.get("unit", 1)),
-        widths=None if widths is None else tuple(tuple(part) for part in widths),
-        vocab=vocab,
+    mine = RuleSet(
+        name=name,
+        rules=tuple(_make_rule(spec, file.prefix) for spec in file.rules),
+        variables=file.variables,
+        refuse=file.refuse,
+        vocab=file.original_vocab_size,
+        renames=parse_renames(file.rename),
+        by="user",
+        reported=True,
     )
-
-
-def _tell_part(part: str | int, facts: Facts) -> int | None:
-    """Size of a part; None stands for ``rest``, also at the end of ``a or rest``."""
-    if isinstance(part, str) and part.endswith(" or rest"):
-        try:
-            return int(facts.tell(part.removesuffix(" or rest")))
-        except UnknownError:
-            return None
-    return int(facts.tell(part))
+    if file.family is None:
+        return (mine,)
+    family = load_family(file.family)
+    # What the user says of a variable replaces what the family would ask for.
+    return mine, replace(family, variables={**family.variables, **mine.variables})
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:
@@ -294,81 +371,27 @@ def load_family(name: str) -> RuleSet:
     """A family of the package.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name; the known ones are listed.
     """
-    (family,) = _parse_set(read_family(name), f"family {name}")
+    if name not in list_families():
+        raise ConfigError(
+            f"patterns: there is no family {name!r}. Families: {', '.join(list_families())}; "
+            f"a rule file ends in {' or '.join(SUFFIXES)}."
+        )
+    (family,) = _parse_set(read_packaged(name), f"family {name}")
     return replace(family, reported=False)
 
 
 @lru_cache
 def from_arguments() -> RuleSet:
     """What the training script's arguments, kept in the checkpoint, tell of its model's layout."""
-    (found,) = _parse_set(read_arguments(), "the client's arguments")
-    return replace(found, reported=False, user=False)
+    (found,) = _parse_set(read_packaged("_arguments"), "the client's arguments")
+    return replace(found, reported=False, by="checkpoint")
 
 
-def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
-    if isinstance(value, (list, tuple)):
-        value = {"rules": list(value)}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"patterns: {name}: a family, a path, a list of rules or an object with rules is needed, found {value!r}"
-        )
-    if unknown := set(value) - _SET_KEYS:
-        raise ConfigError(
-            f"patterns: {name}: unknown {', '.join(sorted(map(repr, unknown)))}; valid: {', '.join(sorted(_SET_KEYS))}"
-        )
-    vocab = value.get("original_vocab_size")
-    if vocab is not None and (not isinstance(vocab, int) or isinstance(vocab, bool) or vocab < 1):
-        raise ConfigError(f"patterns: {name}: original_vocab_size is a positive integer, found {vocab!r}")
-    variables = _parse_variables(value.get("variables") or {}, name)
-    mine = RuleSet(
-        name=name,
-        rules=tuple(_parse_rule(item, value.get("prefix") or "", name) for item in _as_list(value.get("rules"), name)),
-        variables=variables,
-        refuse=tuple((item["when"], item["reason"]) for item in _as_list(value.get("refuse"), name)),
-        vocab=vocab,
-        renames=parse_renames(value.get("rename") or []),
-        user=True,
-    )
-    if value.get("family") is None:
-        return (mine,)
-    family = load_family(value["family"])
-    # What the user says of a variable replaces what the family would ask for.
-    return mine, replace(family, variables={**family.variables, **variables})
-
-
-def _as_list(value: object, name: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"patterns: {name}: a list is needed, found {value!r}")
-    return list(value)
-
-
-def _parse_variables(value: object, name: str) -> dict[str, Sequence[str | int]]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"patterns: {name}: variables is an object name → expression, found {value!r}")
-    return {key: told if isinstance(told, (list, tuple)) else [told] for key, told in value.items()}
-
-
-def _parse_rule(item: object, prefix: str, name: str) -> Rule:
-    if not isinstance(item, Mapping) or not {"match", "pattern"} <= set(item):
-        raise ConfigError(f'patterns: {name}: a rule is {{"match": …, "pattern": …}}, found {item!r}')
-    kind = item["pattern"]
-    if kind not in KINDS:
-        raise ConfigError(f"patterns: {name}: unknown pattern {kind!r}; valid: {', '.join(KINDS)}")
-    if unknown := set(item) - _RULE_KEYS - KINDS[kind]:
-        valid = ", ".join(sorted(_RULE_KEYS | KINDS[kind]))
-        raise ConfigError(
-            f"patterns: {name}: {item['match']!r}: {kind} has no {', '.join(sorted(map(repr, unknown)))}; "
-            f"valid: {valid}"
-        )
-    if kind == "shard-hy" and "grid" not in item:
-        raise ConfigError(f"patterns: {name}: {item['match']!r}: shard-hy needs a grid")
-    regex = compile_regex(f"(?P<stem>{prefix})(?:{item['match']})")
-    compile_regex(str(item["match"]))
-    return Rule(text=str(item["match"]), regex=regex, spec=dict(item))
+def _make_rule(spec: Spec, prefix: str) -> Rule:
+    compile_regex(spec.match)  # by itself, so that it does not end the group
+    return Rule(spec.match, compile_regex(f"(?P<stem>{prefix})(?:{spec.match})").fullmatch, spec)
 
 
 def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
@@ -387,11 +410,11 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
         elif pattern == ShardV() and (found := _FIRST.fullmatch(name)):
             hints[name] = _MAYBE_GATED
             second = f"sibling({_SECOND[found['first']]!r}, 1)"
-            spec = {"match": name, "pattern": "shard-v", "when": f"own(0) == {second}"}
-            literal[name] = (Rule(name, _FIRST, spec=spec),)
+            spec = Spec(match=name, pattern="shard-v", when=f"own(0) == {second}")
+            literal[name] = (Rule(name, _FIRST.fullmatch, spec),)
         elif pattern is not None:
-            literal[name] = (Rule(name, re.compile(re.escape(name)), pattern=pattern),)
-    return RuleSet("the live parameters' attributes", literal=literal, hints=hints, reported=False)
+            literal[name] = (name_rule(name, pattern),)
+    return RuleSet("the live parameters' attributes", literal=literal, hints=hints)
 
 
 _FIRST = re.compile(rf"(?P<stem>.*\.)(?P<first>{'|'.join(_SECOND)})\.(?:weight|bias)")

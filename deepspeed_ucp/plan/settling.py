@@ -53,7 +53,7 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
     found = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
     if info := index.model.hints.get(INFO):
         try:
-            found.append(from_universal_info(info, index.run.topology.tp))
+            found.append(from_universal_info(info))
         except MismatchError as error:
             if rules:  # the user's word counts before it; what that leaves open is refused all the same
                 return [*found, *live]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..atoms import MODULE, are_alike, strip_compiled
 from ..errors import MismatchError, shorten
-from ..patterns import Rule, from_universal_info
+from ..patterns import from_universal_info
+from ..patterns.regex import Matcher
 from .atomic.paramfile import UniversalHeaders
 from .builder import Builder, Seat
 from .hints import INFO
@@ -58,10 +59,10 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
     return lost
 
 
-def _read_shared(part: UniversalHeaders) -> tuple[Rule, ...]:
+def _read_shared(part: UniversalHeaders) -> tuple[Matcher, ...]:
     """What the checkpoint says to be alike on all pipeline stages."""
     try:
-        return from_universal_info(part.save.model(0).hints.get(INFO), part.save.tp).shared
+        return from_universal_info(part.save.model(0).hints.get(INFO)).shared
     except MismatchError:
         return ()
 
@@ -77,6 +78,6 @@ def tell_copies(part: UniversalHeaders) -> list[str]:
         for name in {raw for group in save.model(stage * save.tp).param_shapes or () for raw, _ in group}:
             stages[name] = stages.get(name, 0) + 1
     shared = _read_shared(part)
-    copies = sorted(n for n, held in stages.items() if held > 1 and not any(rule.match(n) for rule in shared))
+    copies = sorted(n for n, held in stages.items() if held > 1 and not any(match(n) for match in shared))
     told = "of parameters that several pipeline stages hold the converter kept one stage's values, whichever it was"
     return [f"{told}: {shorten(copies)}"] if copies else []

@@ -17,7 +17,7 @@ import pytest
 
 from deepspeed_ucp.cli.chart import KINDS, MASTERS, Lane, make_map, rasterize, shade
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.cli.parameters import Parameter, fold_names, fold_rows, split_layer
+from deepspeed_ucp.cli.parameters import Parameter, fold_rows, split_layer
 from deepspeed_ucp.comm import Comm
 from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
@@ -254,22 +254,6 @@ def test_it_needs_neither_torch_nor_deepspeed(checkpoints: Callable[[Topology], 
 
 
 # -- folding ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "folded"),
-    [
-        (["h.0.w", "h.1.w", "h.2.w"], ["h.{0-2}.w"]),
-        (["h.0.w", "h.2.w", "h.3.w"], ["h.{0,2-3}.w"]),
-        (["h.0.w"], ["h.0.w"]),
-        (["0.e.0.w", "0.e.1.w", "1.e.0.w", "1.e.1.w"], ["{0-1}.e.{0-1}.w"]),
-        (["0.e.0.w", "0.e.1.w", "1.e.1.w"], ["0.e.{0-1}.w", "1.e.1.w"]),
-        (["dense_4h.w", "x"], ["dense_4h.w", "x"]),
-    ],
-    ids="+".join,
-)
-def test_names_fold(names: list[str], folded: list[str]) -> None:
-    assert fold_names(names) == folded
 
 
 def test_rows_of_other_shape_stay_apart() -> None:

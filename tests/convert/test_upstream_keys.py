@@ -178,7 +178,7 @@ def test_as_upstreams_converter(name, tmp_path, monkeypatch):
     merge_tp_slices(INFO, str(tmp_path / "theirs"), str(tmp_path / "slices"), 2, (name, [s.shape for s in shards]))
     merged = torch.load(theirs / "fp32.pt", weights_only=False)
 
-    rules = [from_universal_info(INFO, 2)]
+    rules = [from_universal_info(INFO)]
     local = {name: tuple(tuple(shard.shape) for shard in shards)}
     pattern = ShardV() if name == "other" else settle([name], local, None, rules).patterns[name]
     shape = pattern.join(local[name]).shape

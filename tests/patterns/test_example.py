@@ -58,7 +58,7 @@ def rule_sets(example, preset, way, source_tp, target):
     if way == "attributes":
         return [*vocab, attributes]
     degrees = example.config.Degrees(tp=source_tp, pipeline=False)
-    return [from_universal_info(example.metadata.universal_checkpoint_info(config, degrees), source_tp), attributes]
+    return [from_universal_info(example.metadata.universal_checkpoint_info(config, degrees)), attributes]
 
 
 @pytest.mark.parametrize("way", ["family", "metadata", "attributes"])

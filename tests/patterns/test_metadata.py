@@ -49,15 +49,15 @@ MEGATRON = {
 }
 
 
-def settle_one(info, shapes, target=None, tp=2):
-    rules = [from_universal_info(info, tp)]
+def settle_one(info, shapes, target=None):
+    rules = [from_universal_info(info)]
     return settle(["w"], {"w": tuple(shapes)}, None if target is None else {"w": tuple(target)}, rules)
 
 
 def test_megatron_metadata_settles_what_it_names():
     """Fused attention is in none of its lists and stays open; the first feed-forward matrix follows from the second."""
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (2, 4))
-    rules = from_universal_info(MEGATRON, 2)
+    rules = from_universal_info(MEGATRON)
     with pytest.raises(MismatchError) as caught:
         settle(list(source), source, target, [rules])
     text = str(caught.value)
@@ -77,8 +77,8 @@ def test_what_a_tp_1_source_does_not_say_is_not_known():
     info = {**MEGATRON, "parameter_with_row_parallelism_patterns": [], "tp_replicated_parameter_patterns": []}
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
     with pytest.raises(MismatchError, match=r"\{2-3\}.self_attention.dense.weight: \(1024, 1024\) on 1 rank"):
-        settle(list(source), source, target, [from_universal_info(info, 1)])
-    settled = settle(list(source), source, target, [from_universal_info(info, 1), *from_config("megatron-gpt")])
+        settle(list(source), source, target, [from_universal_info(info)])
+    settled = settle(list(source), source, target, [from_universal_info(info), *from_config("megatron-gpt")])
     assert settled.patterns["2.self_attention.dense.weight"] == ShardH()
 
 
@@ -89,9 +89,9 @@ def test_metadata_that_says_nothing(info):
 
 
 def test_pipeline_stages_that_hold_the_same():
-    (rule,) = from_universal_info(MEGATRON, 2).shared
-    assert rule.match("tied_modules.embed.word_embeddings.weight")
-    assert not rule.match("tied_modules.embed.position_embeddings.weight")
+    (match,) = from_universal_info(MEGATRON).shared
+    assert match("tied_modules.embed.word_embeddings.weight")
+    assert not match("tied_modules.embed.position_embeddings.weight")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_lists(info, shapes, pattern):
 
 
 def test_expressions_match_the_beginning_of_a_name_as_deepspeeds_do():
-    rules = from_universal_info({"parameter_with_row_parallelism_patterns": [r"\d+.dense"]}, 2)
+    rules = from_universal_info({"parameter_with_row_parallelism_patterns": [r"\d+.dense"]})
     shapes = {"1.dense.weight": ((4, 2), (4, 2))}
     assert settle(list(shapes), shapes, None, [rules]).patterns["1.dense.weight"] == ShardH()
 
@@ -146,9 +146,9 @@ def test_what_autotp_could_not_describe_is_refused():
         "tp_replicated_parameter_patterns": [],
     }
     with pytest.raises(MismatchError, match="w: universal_checkpoint_info: it interleaves blocks"):
-        settle(["w"], {"w": ((4,), (4,))}, None, [from_universal_info(info, 2), *from_config("megatron-gpt")])
+        settle(["w"], {"w": ((4,), (4,))}, None, [from_universal_info(info), *from_config("megatron-gpt")])
     user = from_config([{"match": "w", "pattern": "shard-v"}])
-    assert settle(["w"], {"w": ((4,), (4,))}, None, [*user, from_universal_info(info, 2)]).patterns["w"] == ShardV()
+    assert settle(["w"], {"w": ((4,), (4,))}, None, [*user, from_universal_info(info)]).patterns["w"] == ShardV()
 
 
 def test_autotp_before_it_wrote_maps():
@@ -160,7 +160,7 @@ def test_autotp_before_it_wrote_maps():
         "tp_replicated_parameter_patterns": [r"^norm\.weight$"],
     }
     shapes = {"q.weight": ((4, 6), (2, 6)), "o.weight": ((6, 4), (6, 2)), "norm.weight": ((6,), (6,))}
-    settled = settle(list(shapes), shapes, None, [from_universal_info(info, 2)])
+    settled = settle(list(shapes), shapes, None, [from_universal_info(info)])
     assert settled.patterns == {"q.weight": ShardV(), "o.weight": ShardH(), "norm.weight": Replicate()}
     assert settled.notes == []
 
@@ -242,11 +242,11 @@ def test_sub_parameters_that_contradict_the_shapes(info, shapes, message):
 
 def test_metadata_of_unknown_form():
     with pytest.raises(MismatchError, match="entry of unknown form"):
-        from_universal_info({"parameter_with_sub_params": [{"patterns": ["w"]}]}, 2)
+        from_universal_info({"parameter_with_sub_params": [{"patterns": ["w"]}]})
     with pytest.raises(MismatchError, match="tp_replicated_parameter_patterns is a list"):
-        from_universal_info({"tp_replicated_parameter_patterns": "w"}, 2)
+        from_universal_info({"tp_replicated_parameter_patterns": "w"})
     with pytest.raises(MismatchError, match="affine_map has format 2, up to 1 is understood"):
-        from_universal_info({"affine_map": {"version": 2, "params": {}}}, 2)
+        from_universal_info({"affine_map": {"version": 2, "params": {}}})
 
 
 affine = pytest.importorskip("deepspeed.checkpoint.affine", reason="DeepSpeed before 0.19 has no affine maps")
@@ -306,8 +306,8 @@ def test_each_side_describes_itself():
     two = affine.sub_param_map((18, 2), (12, 6), [[8, 4], [4, 2]], 0)
     three = affine.sub_param_map((18, 2), (12, 6), [[4, 6, 2], [2, 2, 2]], 0)
     rules = [
-        from_universal_info(affine_info(two), 2),
-        from_universal_info(affine_info(three), 3, side="target"),
+        from_universal_info(affine_info(two)),
+        from_universal_info(affine_info(three), by="target"),
     ]
     shapes = {"w": ((12, 2), (6, 2))}, {"w": ((6, 2), (8, 2), (4, 2))}
     settled = settle(["w"], *shapes, rules)
@@ -327,18 +327,18 @@ def test_each_side_describes_itself():
 def test_a_map_without_counterpart_reaches_one_rank_only(name):
     upstream = MAPS[name]()
     local = tuple(upstream.shard_shapes[rank] for rank in sorted(upstream.shard_shapes))
-    source, target = settle_one(affine_info(upstream), local, [upstream.logical_shape], tp=len(local)).layouts["w"]
+    source, target = settle_one(affine_info(upstream), local, [upstream.logical_shape]).layouts["w"]
     assert target == whole(upstream.logical_shape)
     numel = int(np.prod(upstream.logical_shape))
     runs = [run for rank in range(len(local)) for run in copy_runs(source, rank, target, 0, 0, numel)]
     assert sum(run.numel for run in runs) == numel
     with pytest.raises(MismatchError, match="its layout has no counterpart"):
-        settle_one(affine_info(upstream), local, [(2, 3)] * 4, tp=len(local))
+        settle_one(affine_info(upstream), local, [(2, 3)] * 4)
 
 
 def test_one_rank_to_a_map():
     upstream = MAPS["gather"]()
-    rules = [from_universal_info(affine_info(upstream), 2, side="target")]
+    rules = [from_universal_info(affine_info(upstream), by="target")]
     settled = settle(["w"], {"w": ((8, 3),)}, {"w": ((4, 3), (4, 3))}, rules)
     assert settled.layouts["w"] == (whole((8, 3)), read_map(upstream.to_dict()).layout)
 
@@ -364,7 +364,7 @@ def test_maps_that_cannot_be_used_are_refused_by_name(change, message):
 def test_maps_supersede_lists_and_lists_supersede_attributes():
     info = affine_info(affine.contiguous_split_map((4, 3), [2, 2], 0))
     info["parameter_with_row_parallelism_patterns"] = ["^w$"]
-    rules = [from_universal_info(info, 2), from_attributes({"w": {"tensor_model_parallel": True, "partition_dim": 1}})]
+    rules = [from_universal_info(info), from_attributes({"w": {"tensor_model_parallel": True, "partition_dim": 1}})]
     settled = settle(["w"], {"w": ((2, 3), (2, 3))}, None, rules)
     assert settled.layouts["w"][0].shape == (4, 3)
 
@@ -374,7 +374,7 @@ def test_thousands_of_named_parameters():
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3000)]
     shape = affine.contiguous_split_map((4, 3), [2, 2], 0).to_dict()
     info = {"affine_map": {"version": 1, "params": {f"^{re.escape(name)}$": shape for name in names}}}
-    rules = from_universal_info(info, 2)
+    rules = from_universal_info(info)
     assert rules.rules == ()
     shapes = dict.fromkeys(names, ((2, 3), (2, 3)))
     assert len(settle(names, shapes, None, [rules]).layouts) == 3000
@@ -390,7 +390,7 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_expressions_are_matched_in_linear_time(text):
     """Python's engine takes years for these."""
-    (rule,) = from_universal_info({"tp_replicated_parameter_patterns": [text]}, 2).rules
+    (rule,) = from_universal_info({"tp_replicated_parameter_patterns": [text]}).rules
     names = ["a" * 5000 + "b", "a" * 9 + "\ud800b", "b" * 5000]
     assert not any(rule.match(name) for name in names)
     assert rule.match("a" * 5000)
@@ -399,7 +399,7 @@ def test_expressions_are_matched_in_linear_time(text):
 def test_expressions_are_those_of_the_converter():
     """From a name's front, not necessarily to its end."""
     texts = [r"\d+.dense.weight", r"(.+\.)?q_proj", "^a.b$", r"^a\.b$", "a"]
-    rules = [from_universal_info({"tp_replicated_parameter_patterns": [text]}, 2) for text in texts]
+    rules = [from_universal_info({"tp_replicated_parameter_patterns": [text]}) for text in texts]
     names = ("12.dense.weight", "12.dense.weight.more", "x.q_proj.weight", "a.b", "a.bc", "acb", "ba", "12dense.weight")
     for name in names:
         for text, each in zip(texts, rules, strict=True):
@@ -431,7 +431,7 @@ ODD = {
 @pytest.mark.parametrize("info", ODD.values(), ids=ODD)
 def test_odd_forms_are_refused(info):
     with pytest.raises(MismatchError, match="universal_checkpoint_info"):
-        from_universal_info(info, 2)
+        from_universal_info(info)
 
 
 @pytest.mark.parametrize(("rows", "settles"), [(8, True), (16, False)], ids=["plain", "gate and up"])
@@ -440,7 +440,7 @@ def test_a_row_parallel_second_matrix_tells_how_the_first_is_cut(rows, settles):
     first, second = "3.mlp.dense_h_to_4h.weight", "3.mlp.dense_4h_to_h.weight"
     shapes = {first: ((rows, 4),) * 2, second: ((4, 8),) * 2}
     info = {"parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"]}
-    found = patterns.settle([first, second], shapes, None, [from_universal_info(info, 2)])
+    found = patterns.settle([first, second], shapes, None, [from_universal_info(info)])
     assert found.patterns[second] == ShardH()
     assert (found.patterns.get(first) == ShardV()) == settles
     assert (first in found.open) != settles

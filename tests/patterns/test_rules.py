@@ -77,15 +77,19 @@ def test_every_pattern_can_be_written(spec, shapes, pattern):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (7, "a family, a path, a list of rules"),
+        (7, "A family, a path, a list of rules"),
         ("missing.yaml", "missing.yaml cannot be read"),
         ("nothing", "there is no family 'nothing'"),
-        ({"rule": []}, "unknown 'rule'; valid: .*family.*rename.*rules"),
-        ({"rules": {}}, "a list is needed"),
-        ({"variables": 3}, "variables is an object"),
-        ({"original_vocab_size": "many"}, "original_vocab_size is a positive integer"),
-        ([{"match": "a"}], 'a rule is {"match": …, "pattern": …}'),
-        ([{"match": "a", "pattern": "rows"}], "unknown pattern 'rows'; valid: unique, replicate, partial, shard-v"),
+        ({"rule": []}, "rule: Extra inputs are not permitted .*family.*rename.*rules"),
+        ({"rules": {}}, "rules: Input should be a valid tuple"),
+        ({"variables": 3}, "variables: Input should be a valid dictionary"),
+        ({"original_vocab_size": "many"}, "original_vocab_size: Input should be a valid integer"),
+        ({"original_vocab_size": 0}, "original_vocab_size: Input should be greater than 0"),
+        ({"refuse": [{"when": "1"}]}, "refuse.0.reason: Field required"),
+        ([{"match": "a"}], "rules.0.pattern: Field required"),
+        ([{"match": "a", "pattern": "shard-nc", "parts": 3}], "rules.0.parts: Input should be a valid tuple"),
+        ([{"match": "a", "pattern": "shard-h", "dim": "rows"}], "rules.0.dim: Input should be a valid integer"),
+        ([{"match": "a", "pattern": "rows"}], "rules.0.pattern: Input should be 'unique', 'replicate', .*'rows'"),
         ([{"match": "a", "pattern": "shard-v", "dim": 1}], "shard-v has no 'dim'; valid: dims, match"),
         ([{"match": "(", "pattern": "shard-v"}], "is not a regular expression"),
         ([{"match": "a", "pattern": "shard-hy"}], "needs a grid"),
@@ -145,7 +149,7 @@ def test_the_first_set_that_says_something_counts():
     target = {"1.a.weight": ((8, 6),), "2.a.weight": ((4, 12),)}
     user = from_config([{"match": r"1\.a\.weight", "pattern": "shard-v"}])
     attributes = from_attributes({"2.a.weight": {"tensor_model_parallel": True, "partition_dim": 0}})
-    settled = run(user, [from_universal_info(info, 2), attributes], source=source, target=target)
+    settled = run(user, [from_universal_info(info), attributes], source=source, target=target)
     assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardH()}
     assert settled.origin == {"1.a.weight": "the user's rules", "2.a.weight": "universal_checkpoint_info"}
 
@@ -326,7 +330,7 @@ def test_the_same_degree_needs_no_rules():
 def test_the_checkpoints_own_metadata_counts():
     info = {"original_vocab_size": 11, "vocabulary_parameter_patterns": ["word"]}
     source = {"word": ((6, 4), (6, 4))}
-    found = settle_for(3, source, from_universal_info(info, 2), args={"make_vocab_size_divisible_by": 4})
+    found = settle_for(3, source, from_universal_info(info), args={"make_vocab_size_divisible_by": 4})
     assert found.layouts["word"][1].local_shapes == ((4, 4),) * 3
 
 
