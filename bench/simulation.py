@@ -19,11 +19,12 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
-from deepspeed_ucp.convert import execute
+from deepspeed_ucp.convert import driver, outputs
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
+from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.reader import AtomReader
-from deepspeed_ucp.stream.wholes import Whole
+from deepspeed_ucp.stream.united import UnitedAtom
 from deepspeed_ucp.torchsave.zipframe import make_image
 
 FP32 = "float32"
@@ -196,9 +197,9 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
     clock = VirtualClock(sum(min(workers, len(batches)) for batches in plan.nodes))
     shares: dict[tuple[int, int], int] = {}
     with tempfile.TemporaryDirectory() as folder, _slow_store(clock, store):
-        wholes = list(_make_wholes(shapes))
-        index = _make_index(wholes, str(Path(folder, "empty")))
-        files = [execute.OutputFile(w, "empty", make_image({}, FP32, w.numel, w.shape)) for w in wholes]
+        atoms = list(_make_atoms(shapes))
+        index = _make_index(atoms, str(Path(folder, "empty")))
+        files = [outputs.OutputFile(w, "empty", make_image({}, FP32, w.numel, w.shape)) for w in atoms]
 
         def run_node(node: int) -> None:
             def add(nbytes: int) -> None:
@@ -207,7 +208,7 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
 
             turns = Turns(plan.nodes[node], clock)
             with AtomReader(index, checksum=False) as reader:
-                execute.run_batches(turns, files, folder, reader, _NoJournal(), workers=workers, progress=add)
+                driver.run_batches(turns, files, folder, reader, _NoJournal(), Checks(), workers=workers, progress=add)
 
         with ThreadPoolExecutor(nodes) as pool:
             for done in [pool.submit(run_node, node) for node, batches in enumerate(plan.nodes) if batches]:
@@ -216,17 +217,17 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
     return Simulated(clock.now, plan.shares, (*shares.values(), *idle))
 
 
-def _make_wholes(shapes: dict[str, Shape]) -> Iterator[Whole]:
+def _make_atoms(shapes: dict[str, Shape]) -> Iterator[UnitedAtom]:
     """Atoms each of which is a record of its own."""
     for record, (key, shape) in enumerate(_list_atoms(shapes).items()):
         fragment = Fragment(0, count(shape), record, 0)
-        yield Whole(Atom(*key, FP32, (Shard(shape, (fragment,)),)), shape)
+        yield UnitedAtom(Atom(*key, FP32, (Shard(shape, (fragment,)),)), shape)
 
 
-def _make_index(wholes: Sequence[Whole], path: str) -> Any:
+def _make_index(atoms: Sequence[UnitedAtom], path: str) -> Any:
     """What a reader asks of an index; all records are in one file, which is empty."""
     Path(path).touch()
-    records = tuple(Record(0, 0, whole.nbytes, None) for whole in wholes)
+    records = tuple(Record(0, 0, atom.nbytes, None) for atom in atoms)
     return SimpleNamespace(stored=SimpleNamespace(files=(FileRef(path, 0),), records=records))
 
 
@@ -246,9 +247,9 @@ def _slow_store(clock: VirtualClock, store: Store) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, stand_in in (
             (StoredFile, "read", read),
-            (execute, "write_at", write_at),
-            (execute, "write_parts", write_parts),
-            (execute, "crc32", lambda data: 0),
+            (outputs, "write_at", write_at),
+            (outputs, "write_parts", write_parts),
+            (driver, "crc32", lambda data: 0),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
         yield

@@ -117,7 +117,7 @@ def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
-    """Fields of :class:`~deepspeed_ucp.stream.progress.WorkOptions`, with a bar that is named like the command.
+    """Fields of :class:`~deepspeed_ucp.stream.batches.WorkOptions`, with a bar that is named like the command.
 
     Args:
         least: MiB that the work needs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,44 +18,47 @@ from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.disk import check_space, write_atomically
+from ..io.journal import Journal
+from ..io.memory import Scratch
 from ..io.staging import MANIFEST, Staging, write_latest
-from ..patterns import RuleSet
-from ..patterns.recorded import read_pattern
-from ..plan.conversion import Batch, Range, plan_conversion
+from ..patterns import RuleSet, from_config, read_pattern
+from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.limits import describe_irregular, refuse_unreadable
+from ..sources import open_checkpoint
 from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
+    StateRecord,
     digest_view,
     find_unplain,
     fingerprint,
     make_manifest,
     read_manifest,
 )
-from ..stream.progress import WorkOptions, divide_window
-from ..stream.reader import AtomReader
+from ..sources.latest import find_checkpoint
+from ..stream.batches import WorkOptions, stream
+from ..stream.checks import Checks
+from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
-from ..stream.wholes import Wholes, settle_wholes
+from ..stream.united import UnitedAtoms, unite_atoms
 from ..version import __version__
-from .execute import Outcome, OutputFile, Written, close_file, is_intact, run_batches
 from .outputs import (
     CONVERSION,
+    OutputFile,
     check_paths,
     find_formless,
     list_files,
-    list_outputs,
     list_steps,
     make_folders,
     write_file,
 )
-from .states import StateFile, write_states
+from .states import write_states
 
 logger = logging.getLogger("deepspeed_ucp")
 
 FORMAT = 1
 """Of the bytes that a conversion writes; a staging folder of another one is thrown away."""
-
 
 HALT = ".ucp-halt"
 """File in the staging folder by which a node that has failed stops the others."""
@@ -78,6 +81,14 @@ class ConvertOptions(WorkOptions):
     latest: bool = True
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Written:
+    """A range that is written, and the CRC32 of its bytes."""
+
+    range: Range
+    crc: int
+
+
 @dataclass(slots=True)
 class _Conversion:
     """One conversion under way."""
@@ -87,17 +98,47 @@ class _Conversion:
     options: ConvertOptions
     staging: Staging
     report: OutputReport
-    wholes: Wholes
+    united: UnitedAtoms
     files: list[OutputFile]
     steps: dict[str, tuple[bytes, int]]
     identity: dict[str, Any]
     entries: list[dict[str, Any]] = field(default_factory=list)
     replace: bool = False
 
-    def replaces(self, manifest: Manifest | None) -> bool:
-        """Note, and tell, whether what is at the destination is to be replaced; ``manifest`` is its own."""
-        self.replace = self.options.overwrite or (self.options.refresh and manifest is not None)
-        return self.replace
+
+def convert_checkpoint(
+    source: str,
+    destination: str | None = None,
+    *,
+    comm: Comm | None = None,
+    patterns: Any = None,
+    groups: Any = None,
+    options: ConvertOptions | None = None,
+) -> OutputReport:
+    """Write a checkpoint as an atomic checkpoint (``ds_ucp convert``); collective over ``comm``.
+
+    Args:
+        source: a folder with ``latest``, or the folder of one tag.
+        destination: folder to be made; by default the source's with ``_universal`` behind.
+        comm: the ranks that convert together, one per node as a rule; None converts alone.
+        patterns: how tensor parallelism cuts parameters, as ``checkpoint.universal.patterns`` in a ds_config.
+        groups: names of a stage-0 source's parameters (``"module"``, or a list of names per param group).
+        options: workers, memory, overwriting.
+
+    Raises:
+        UcpError: the source is damaged or not covered, or the destination may not be written; the same on every rank.
+    """
+    comm = comm or Comm()
+    folder, rules = comm.run(lambda: (find_checkpoint(source), from_config(patterns)))
+    index = open_checkpoint(folder, comm, groups=groups)
+    return convert_index(
+        index, folder, destination or default_destination(folder), comm, options or ConvertOptions(), rules=rules
+    )
+
+
+def default_destination(folder: str) -> str:
+    """Where the atomic checkpoint of a tag's folder goes by default: beside it."""
+    return f"{folder.rstrip('/')}_universal"
 
 
 def convert_index(
@@ -127,7 +168,7 @@ def convert_index(
         with report.phase("plan"):
             work = comm.run(lambda: _plan(index, comm, options, report, rules, live))
             if comm.rank == 0:
-                _warn_losses(index, work.wholes)
+                _warn_losses(index, work.united)
         report.reused, work.entries = comm.once(lambda: _begin(work, stack))
         if not report.reused:
             _convert(work)
@@ -145,18 +186,18 @@ def _plan(
     refuse_unreadable(index)
     if text := describe_irregular(index):
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
-    wholes = settle_wholes(index, rules, live=live)
+    united = unite_atoms(index, rules, live=live)
     staging = Staging(report.destination, report.source, CONVERSION)
-    files, steps = list_files(wholes), list_steps(index)
+    files, steps = list_files(united), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
-    identity = _identify(index, wholes, options) if comm.rank == 0 else {}
-    return _Conversion(index, comm, options, staging, report, wholes, files, steps, identity)
+    identity = _identify(index, united, options) if comm.rank == 0 else {}
+    return _Conversion(index, comm, options, staging, report, united, files, steps, identity)
 
 
-def _warn_losses(index: AtomicIndex, wholes: Wholes) -> None:
-    if wholes.unused:
-        logger.warning("patterns: rules that match no parameter: %s", shorten(wholes.unused))
-    if formless := find_formless(wholes):
+def _warn_losses(index: AtomicIndex, united: UnitedAtoms) -> None:
+    if united.unused:
+        logger.warning("patterns: rules that match no parameter: %s", shorten(united.unused))
+    if formless := find_formless(united):
         logger.warning(
             "DeepSpeed's own load_universal cannot cut %s as they are cut; at tensor-parallel degrees above 1 load "
             "this checkpoint with deepspeed_ucp",
@@ -166,9 +207,9 @@ def _warn_losses(index: AtomicIndex, wholes: Wholes) -> None:
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
 
 
-def _identify(index: AtomicIndex, wholes: Wholes, options: ConvertOptions) -> dict[str, Any]:
+def _identify(index: AtomicIndex, united: UnitedAtoms, options: ConvertOptions) -> dict[str, Any]:
     """What decides the output's bytes, and whether what was read has been checked."""
-    patterns = {name: repr(pattern) for name, pattern in sorted(wholes.patterns.items())}
+    patterns = {name: repr(pattern) for name, pattern in sorted(united.patterns.items())}
     return {
         "format": FORMAT,
         "package": __version__,
@@ -209,7 +250,8 @@ def _reuse(work: _Conversion) -> bool:
                 write_latest(staging.parent, staging.name)
             return True
         logger.warning("%s: is not reused: %s", staging.destination, fault)
-    staging.check_destination(work.replaces(manifest))
+    work.replace = options.overwrite or (options.refresh and manifest is not None)
+    staging.check_destination(work.replace)
     return False
 
 
@@ -228,9 +270,9 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
         return "it was made of something else"
     if work.options.verify and not manifest.verified:
         return "it was made without verifying the source"
-    expected = {file.path: file.whole.shape for file in work.files}
+    expected = {file.path: file.atom.shape for file in work.files}
     united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
-    if united != work.wholes.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
+    if united != work.united.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was united by other patterns"
     sizes = {file.path: file.image.size for file in work.files}
     sizes.update((state.name, state.size) for state in manifest.states)
@@ -245,53 +287,56 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
 
 def _convert(work: _Conversion) -> None:
     comm, report = work.comm, work.report
-    done, kept = _take_up(work)
-    outcome = _write(work, done)
-    written = [w for part in comm.gather([*outcome.written, *kept.written]) for w in part]
+    with report.phase("resume"):
+        kept, known = comm.run(lambda: _find_intact(work))
+    done = {each.range for part in comm.gather(kept) for each in part}
+    report.resumed_bytes = sum(each.numel * work.files[each.output].atom.itemsize for each in done)
+    checks = Checks()
+    fresh = _write(work, done, checks)
+    written = sorted(each for part in comm.gather([*fresh, *kept]) for each in part)
+    nbytes = checks.nbytes
     with report.phase("verify"):
         if work.options.verify:
-            outcome.checks.add(kept.checks.read)
-            report.bytes_read += outcome.checks.verify(work.index, comm, threads=report.workers)
-            check_samples(work.index, [whole.atom for whole in work.wholes.atoms.values()], comm)
-    _finish(work, sorted(written))
-    report.bytes_read = sum(comm.gather(report.bytes_read))
-    report.tensors, report.state_bytes = len(work.files), work.wholes.nbytes
+            checks.add(known)
+            nbytes += checks.verify(work.index, comm, threads=report.workers)
+            check_samples(work.index, [atom.atom for atom in work.united.atoms.values()], comm)
+    _finish(work, written)
+    report.bytes_read = sum(comm.gather(nbytes))
+    report.tensors, report.state_bytes = len(work.files), sum(file.atom.nbytes for file in work.files)
 
 
-def _take_up(work: _Conversion) -> tuple[list[Range], Outcome]:
-    """What an earlier attempt wrote and is still there, to the bit; each rank looks at a part of it; collective.
+def _find_intact(work: _Conversion) -> tuple[list[Written], list[Checked]]:
+    """What an earlier attempt wrote and is still there, to the bit, and the checks of what it was made from.
 
-    Returns:
-        the ranges that are done, on every rank; and this rank's part of them.
+    Each rank looks at a part of it.
     """
-    with work.report.phase("resume"):
-        kept = work.comm.run(lambda: _find_intact(work))
-    done = sorted({each.range for part in work.comm.gather(kept.written) for each in part})
-    work.report.resumed_bytes = sum(each.numel * work.files[each.output].whole.itemsize for each in done)
-    return done, kept
-
-
-def _find_intact(work: _Conversion) -> Outcome:
     numbers = {file.path: number for number, file in enumerate(work.files)}
-    kept = Outcome()
+    kept: list[Written] = []
+    checks: list[Checked] = []
     for entry in work.entries[work.comm.rank :: work.comm.size]:
-        ranges = [Written(Range(numbers[path], start, numel), crc) for path, start, numel, crc in entry["ranges"]]
-        if all(is_intact(work.files[each.range.output], each, work.staging.folder) for each in ranges):
-            kept.add(ranges, [Checked(*row) for row in entry["checks"]])
-    return kept
+        files = [work.files[numbers[path]] for path, *_ in entry["ranges"]]
+        ranges = [each[1:] for each in entry["ranges"]]
+        if all(file.is_intact(work.staging.folder, *each) for file, each in zip(files, ranges, strict=True)):
+            kept += [Written(Range(numbers[path], start, numel), crc) for path, start, numel, crc in entry["ranges"]]
+            checks += [Checked(*row) for row in entry["checks"]]
+    return kept, checks
 
 
-def _write(work: _Conversion, done: Sequence[Range]) -> Outcome:
-    """Read and write this node's batches; collective."""
+def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[Written]:
+    """Read and write this node's batches; collective.
+
+    Args:
+        done: ranges that an earlier attempt has written.
+        checks: what is read is noted there.
+    """
     comm, report = work.comm, work.report
-    report.workers, most = divide_window(work.options.workers, work.options.window)
+    report.workers, most = work.options.divide()
     comm.once(lambda: _prepare_folder(work))
     comm.run(lambda: _check_folder(work.staging.folder))
-    plan = plan_conversion(list_outputs(work.files), comm.size, most=most, done=done)
+    outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]
+    plan = plan_conversion(outputs, comm.size, most=most, done=done)
     with report.phase("write"):
-        outcome = comm.run(lambda: _write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank]))
-    report.bytes_read = outcome.checks.nbytes
-    return outcome
+        return comm.run(lambda: _write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank], checks))
 
 
 def _prepare_folder(work: _Conversion) -> None:
@@ -310,13 +355,13 @@ def _check_folder(folder: str) -> None:
         )
 
 
-def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int) -> Outcome:
+def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks: Checks) -> list[Written]:
     """This node's batches."""
-    comm, halt = work.comm, work.staging.path(HALT)
+    halt = work.staging.path(HALT)
     with (
         _tell_others(halt),
         AtomReader(work.index, checksum=work.options.verify) as reader,
-        work.staging.journal(comm.rank) as journal,
+        work.staging.journal(work.comm.rank) as journal,
         work.options.bar(nbytes) as progress,
     ):
         return run_batches(
@@ -325,10 +370,55 @@ def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int) -> Ou
             work.staging.folder,
             reader,
             journal,
+            checks,
             workers=work.report.workers,
             progress=progress,
-            halted=lambda: comm.size > 1 and os.path.exists(halt),
+            halted=lambda: work.comm.size > 1 and os.path.exists(halt),
         )
+
+
+def run_batches(
+    batches: Sequence[Batch],
+    files: Sequence[OutputFile],
+    folder: str,
+    reader: AtomReader,
+    journal: Journal,
+    checks: Checks,
+    *,
+    workers: int,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    halted: Callable[[], bool] = lambda: False,
+) -> list[Written]:
+    """Carry out this node's part of a conversion: what was written.
+
+    Args:
+        batches: taken one by one by the workers; each worker holds memory for the largest, about twice.
+        files: what the batches' output numbers mean.
+        folder: the staging folder.
+        journal: notes every batch once it is written.
+        checks: what is read is noted there.
+        progress: told the bytes of every batch; any thread calls it.
+        halted: asked before every batch whether another node has failed; the rest is left then.
+
+    Raises:
+        UcpError: the first worker's error; the others stop after their batch.
+    """
+    done: list[Written] = []
+
+    def consume(batch: Batch, sides: Sequence[list[Item]], found: list[Checked], scratch: Scratch) -> None:
+        written = []
+        for each, item in zip(batch.ranges, sides[0], strict=True):
+            crc = crc32(item.into)
+            files[each.output].write(folder, each.start, item.into, crc)
+            written.append(Written(each, crc))
+        ranges = [[files[w.range.output].path, w.range.start, w.range.numel, w.crc] for w in written]
+        journal.append({"ranges": ranges, "checks": [[c.record, c.offset, c.nbytes, c.crc] for c in found]})
+        done.extend(written)
+        checks.add(found)
+
+    source = (reader, [file.atom for file in files])
+    stream([source], batches, consume, threads=workers, progress=progress, halted=halted)
+    return done
 
 
 @contextmanager
@@ -358,21 +448,21 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
     """Write this rank's share of what surrounds files of several ranges, and of small files; each file's CRC32."""
     comm, folder = work.comm, work.staging.folder
     crcs = join_ranges(written, work.files)
-    split = {each.range.output for each in written if each.range.numel < work.files[each.range.output].whole.numel}
+    split = {each.range.output for each in written if each.range.numel < work.files[each.range.output].atom.numel}
     for number in sorted(split)[comm.rank :: comm.size]:
-        close_file(work.files[number], crcs[number], folder)
+        work.files[number].close(folder, crcs[number])
     for path in sorted(work.steps)[comm.rank :: comm.size]:
         write_file(folder, path, work.steps[path][0])
     return crcs
 
 
-def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateFile]) -> int:
+def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateRecord]) -> int:
     """Write the manifest and let the output appear; its bytes."""
-    staging = work.staging
-    records = list(_list_records(work, crcs))
-    patterns, origin = work.wholes.patterns, work.wholes.origin
-    states = [*states, *(StateFile(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
-    manifest = make_manifest(work.index, records, patterns, origin, states, verified=work.options.verify)
+    staging, united = work.staging, work.united
+    records = [_make_record(file, crcs[number], united) for number, file in enumerate(work.files)]
+    states = [*states, *(StateRecord(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
+    verified = work.options.verify
+    manifest = make_manifest(work.index, records, united.patterns, united.origin, states, verified=verified)
     text = manifest.to_json().encode()
     write_atomically(staging.path(MANIFEST), text)
     sizes = [file.image.size for file in work.files]
@@ -381,23 +471,21 @@ def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateFile]) ->
     return sum(sizes) + sum(inodes.values()) + len(text)
 
 
-def _list_records(work: _Conversion, crcs: dict[int, int]) -> Iterable[AtomRecord]:
-    for number, file in enumerate(work.files):
-        whole = file.whole
-        pattern = work.wholes.patterns.get(whole.name)
-        yield AtomRecord(
-            name=whole.name,
-            state=whole.state,
-            instance=whole.atom.instance,
-            dtype=whole.dtype,
-            shape=whole.shape,
-            vocab=pattern.vocab if pattern is not None else None,
-            file=file.path,
-            offset=file.image.data_offset,
-            nbytes=whole.nbytes,
-            crc=crcs[number],
-            size=file.image.size,
-        )
+def _make_record(file: OutputFile, crc: int, united: UnitedAtoms) -> AtomRecord:
+    atom, pattern = file.atom, united.patterns.get(file.atom.name)
+    return AtomRecord(
+        name=atom.name,
+        state=atom.atom.state,
+        instance=atom.atom.instance,
+        dtype=atom.dtype,
+        shape=atom.shape,
+        vocab=pattern.vocab if pattern is not None else None,
+        file=file.path,
+        offset=file.image.data_offset,
+        nbytes=atom.nbytes,
+        crc=crc,
+        size=file.image.size,
+    )
 
 
 def join_ranges(written: Iterable[Written], files: Sequence[OutputFile]) -> dict[int, int]:
@@ -412,10 +500,10 @@ def join_ranges(written: Iterable[Written], files: Sequence[OutputFile]) -> dict
         end, crc = sums.get(each.range.output, (0, 0))
         if each.range.start < end:
             continue
-        nbytes = each.range.numel * files[each.range.output].whole.itemsize
+        nbytes = each.range.numel * files[each.range.output].atom.itemsize
         joined = combine_crc32(crc, each.crc, nbytes) if end else each.crc
         sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, joined)
-    lacking = [file.path for number, file in enumerate(files) if sums.get(number, (-1, 0))[0] != file.whole.numel]
+    lacking = [file.path for number, file in enumerate(files) if sums.get(number, (-1, 0))[0] != file.atom.numel]
     if lacking:
         raise CheckpointError(f"not written as a whole: {shorten(lacking)}.")
     return {number: crc for number, (_, crc) in sums.items()}

@@ -1,21 +1,23 @@
-"""The files of an atomic checkpoint: which atom goes where, and what surrounds its bytes."""
+"""The files of an atomic checkpoint: which atom goes where, what surrounds its bytes, and how they are written."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ..atoms import AtomicIndex, AtomKey
-from ..errors import UnsupportedError
-from ..io.disk import explain_full, write_at
+from ..errors import CheckpointError, UnsupportedError
+from ..io.disk import explain_full, write_at, write_parts
+from ..io.read import sum_range
 from ..io.staging import MANIFEST, OutputKind
+from ..io.store import StoredFile, read_bytes
 from ..patterns import Partial, Replicate, Unique
-from ..plan.conversion import Output
-from ..stream.wholes import Whole, Wholes
-from ..torchsave.zipframe import dump_value, make_image
-from .execute import OutputFile, create
+from ..stream.united import UnitedAtom, UnitedAtoms
+from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
 from .upstream import upstream_keys
 
@@ -28,7 +30,7 @@ _LONGEST = 255
 
 def _is_output(folder: str) -> bool:
     """Whether a folder is an atomic checkpoint, ours or upstream's."""
-    marks = (MANIFEST, os.path.join(ZERO, "optimizer_state.pt"))
+    marks = (MANIFEST, OPTIMIZER_STATE)
     return os.path.isdir(os.path.join(folder, ZERO)) and any(os.path.exists(os.path.join(folder, m)) for m in marks)
 
 
@@ -42,28 +44,101 @@ CONVERSION = OutputKind(
 """What may be replaced: nothing but what conversions write, ours and upstream's."""
 
 
-def list_files(wholes: Wholes) -> list[OutputFile]:
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of the atomic checkpoint: an atom, where it goes (relative), and the bytes around its data."""
+
+    atom: UnitedAtom
+    path: str
+    image: ZipImage
+
+    def write(self, folder: str, start: int, data: memoryview, crc: int) -> None:
+        """Write elements from ``start`` on, and what surrounds them where they are all; ``crc`` is the data's."""
+        with _open_output(folder, self.path) as fd:
+            if data.nbytes == self.image.nbytes:
+                write_parts(fd, [self.image.head, data, self.image.tail(crc)], 0)
+            else:
+                write_at(fd, data, self.image.data_offset + start * self.atom.itemsize)
+
+    def close(self, folder: str, crc: int) -> None:
+        """Write what surrounds data that was written in several parts; ``crc`` is that of all of it."""
+        with _open_output(folder, self.path) as fd:
+            for part, offset in self._frame(crc):
+                write_at(fd, part, offset)
+
+    def is_intact(self, folder: str, start: int, numel: int, crc: int) -> bool:
+        """Whether a part that an earlier attempt wrote is there, to the bit (a power failure may have lost it)."""
+        path, size = os.path.join(folder, self.path), self.atom.itemsize
+        frame = self._frame(crc) if numel == self.atom.numel else ()
+        try:
+            if any(read_bytes(path, offset, len(part)) != part for part, offset in frame):
+                return False
+            with StoredFile(path) as stored:
+                return sum_range(stored, self.image.data_offset + start * size, numel * size) == crc
+        except CheckpointError:  # not there, or shorter than it was
+            return False
+
+    def _frame(self, crc: int) -> tuple[tuple[bytes, int], ...]:
+        """What surrounds the data, and at which byte."""
+        return (self.image.head, 0), (self.image.tail(crc), self.image.data_offset + self.image.nbytes)
+
+
+@contextmanager
+def _open_output(folder: str, path: str) -> Iterator[int]:
+    """Open for writing; parts of a file that others write stay."""
+    name = os.path.join(folder, path)
+    with explain_full(name):
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def write_file(folder: str, path: str, data: bytes) -> None:
+    """Write a small file.
+
+    Raises:
+        DiskFullError: the disk is full.
+    """
+    with _open_output(folder, path) as fd:
+        write_at(fd, data, 0)
+        os.ftruncate(fd, len(data))
+
+
+def make_folders(folder: str, paths: Iterable[str]) -> None:
+    """The folders that files lie in.
+
+    Raises:
+        DiskFullError: the disk is full.
+    """
+    for parent in sorted({os.path.dirname(path) for path in paths}):
+        with explain_full(folder):
+            os.makedirs(os.path.join(folder, parent), exist_ok=True)
+
+
+def list_files(united: UnitedAtoms) -> list[OutputFile]:
     """The atoms' files, in a fixed order."""
-    return [_make_file(wholes, wholes.atoms[key]) for key in sorted(wholes.atoms)]
+    return [_make_file(united, united.atoms[key]) for key in sorted(united.atoms)]
 
 
-def find_formless(wholes: Wholes) -> list[str]:
+def find_formless(united: UnitedAtoms) -> list[str]:
     """Parameters whose cut upstream's files cannot tell: its loader takes them whole, or cuts them wrongly."""
-    shapes = {key.name: whole.shape for key, whole in wholes.atoms.items()}
+    shapes = {key.name: atom.shape for key, atom in united.atoms.items()}
     return sorted(
         name
-        for name, pattern in wholes.patterns.items()
+        for name, pattern in united.patterns.items()
         if not isinstance(pattern, (Unique, Replicate, Partial)) and not upstream_keys(pattern, shapes.get(name, ()))
     )
 
 
-def _make_file(wholes: Wholes, whole: Whole) -> OutputFile:
-    pattern = wholes.patterns.get(whole.name)
-    shape = whole.shape
+def _make_file(united: UnitedAtoms, atom: UnitedAtom) -> OutputFile:
+    pattern = united.patterns.get(atom.name)
+    shape = atom.shape
     if pattern is not None and pattern.vocab is not None:  # upstream sees the vocabulary, we the padding rows as well
         shape = (min(pattern.vocab, shape[0]), *shape[1:])
-    image = make_image(upstream_keys(pattern, whole.shape, whole.name), whole.dtype, whole.numel, shape)
-    return OutputFile(whole, place_file(whole.atom.key), image)
+    image = make_image(upstream_keys(pattern, atom.shape, atom.name), atom.dtype, atom.numel, shape)
+    return OutputFile(atom, place_file(atom.atom.key), image)
 
 
 def place_file(key: AtomKey) -> str:
@@ -97,11 +172,6 @@ def _can_be_a_name(name: str) -> bool:
         return False
 
 
-def list_outputs(files: Iterable[OutputFile]) -> list[Output]:
-    """The files as the plan sees them."""
-    return [Output(file.whole.numel, file.whole.itemsize, file.whole.place) for file in files]
-
-
 def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
     """Relative path → content of every parameter's ``step.pt``, and the CRC32 of its zip directory."""
     made: dict[tuple[type, object], tuple[bytes, int]] = {}
@@ -115,28 +185,3 @@ def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
             made[kind] = dump_value(step, index.run.scalar_dtypes.get(STEP))
         found[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
     return found
-
-
-def make_folders(folder: str, paths: Iterable[str]) -> None:
-    """The folders that files lie in.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
-    for parent in sorted({os.path.dirname(path) for path in paths}):
-        with explain_full(folder):
-            os.makedirs(os.path.join(folder, parent), exist_ok=True)
-
-
-def write_file(folder: str, path: str, data: bytes) -> None:
-    """Write a small file.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
-    fd = create(os.path.join(folder, path))
-    try:
-        write_at(fd, data, 0)
-        os.ftruncate(fd, len(data))
-    finally:
-        os.close(fd)

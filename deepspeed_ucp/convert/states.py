@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ..atoms import AtomicIndex, GroupInfo
 from ..io.disk import explain_full
+from ..sources.atomic.manifest import StateRecord
+from ..sources.atomic.plainjson import is_plain
 from ..sources.files import sort_files
 from ..sources.reading import EXTRA_STATE
 from ..torchsave.dtypes import pack_scalar
@@ -50,16 +51,7 @@ _OLDEST = "0.16.0"  # upstream refuses a file without a version; of a source tha
 _KEPT_BYTES = 1 << 16  # other entries with tensors beyond this are some rank's partition, too
 
 
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    """A file that was written: name relative to the checkpoint, size in bytes, CRC32 of its zip directory."""
-
-    name: str
-    size: int
-    crc: int
-
-
-def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
+def write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
     """Write the files that hold no atoms; making them durable is left to the caller.
 
     Args:
@@ -77,7 +69,7 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
         return _write_states(index, folder)
 
 
-def _write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
+def _write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
     main = read_header(index.run.state_file)
     saved = _as_dict(main.tree)
     size, crc = save_parts(main, _strip_model(saved), os.path.join(folder, MODEL_STATES))
@@ -87,9 +79,9 @@ def _write_states(index: AtomicIndex, folder: str) -> list[StateFile]:
     common, added = _describe_optimizer(index, file, state, saved)
     told = save_parts(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
     return [
-        StateFile(MODEL_STATES, size, crc),
-        StateFile(MODEL_STATES_ZERO3, size, crc),
-        StateFile(OPTIMIZER_STATE, *told),
+        StateRecord(MODEL_STATES, size, crc),
+        StateRecord(MODEL_STATES_ZERO3, size, crc),
+        StateRecord(OPTIMIZER_STATE, *told),
     ]
 
 
@@ -159,15 +151,9 @@ def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[
     listed = []
     for i, group in enumerate(groups):
         original = originals[i] if i < len(originals) else {}
-        hyper = {key: value if _is_plain(value) else original.get(key) for key, value in group.hyper.items()}
+        hyper = {key: value if is_plain(value) else original.get(key) for key, value in group.hyper.items()}
         listed.append({**hyper, "params": [i]})
     return listed
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -175,7 +161,7 @@ def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]
     counted = (index.run.scalars.get(param, {}) for group in index.run.groups for param in group.members)
     steps = [scalars["step"] for scalars in counted if "step" in scalars]
     steps += [group.hyper["step"] for group in index.run.groups if "step" in group.hyper]
-    if not steps or not _is_plain(steps[0]):
+    if not steps or not is_plain(steps[0]):
         return {}, {}
     if dtype := index.run.scalar_dtypes.get("step"):
         return {"step": make_tensor("step", dtype, 1, ())}, {"step": pack_scalar(dtype, steps[0])}

@@ -9,11 +9,12 @@ from typing import Any
 
 from ..atoms import Atom, AtomicIndex, ParamKey
 from ..comm import Comm
+from ..io.checksum import Checked
+from ..io.memory import Scratch
 from ..patterns import RuleSet
 from ..patterns.regex import compile_regex
-from ..plan.conversion import Output, cut_batches
-from ..stream.batches import ReadBatch, Source, stream
-from ..stream.progress import WorkOptions, divide_window
+from ..plan.conversion import Batch, Output, cut_batches
+from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
@@ -156,19 +157,21 @@ def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
     """Compare this rank's batches, in the order of A's files; each thread holds both sides of one."""
-    threads, most = divide_window(options.workers, options.window)
+    threads, most = options.divide()
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
     found: list[tuple[int, tuple[Tally, Tally]]] = []
 
-    def consume(read: ReadBatch) -> None:
-        for each, mine, theirs in zip(read.batch.ranges, *read.sides, strict=True):
+    def consume(batch: Batch, sides: Sequence[list[Item]], checks: list[Checked], scratch: Scratch) -> None:
+        for each, mine, theirs in zip(batch.ranges, *sides, strict=True):
             found.append((each.output, _tally(pairs[each.output], mine, theirs)))
 
     with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
-        sides = [Source(first, [pair.left for pair in pairs]), Source(second, [pair.right for pair in pairs])]
-        with options.bar(sum(side.measure(batch) for side in sides for batch in batches)) as progress:
-            stream(sides, batches, consume, threads=threads, progress=progress)
+        sources = [(first, [pair.left for pair in pairs]), (second, [pair.right for pair in pairs])]
+        ranges = [each for batch in batches for each in batch.ranges]
+        total = sum(each.numel * atoms[each.output].itemsize for _, atoms in sources for each in ranges)
+        with options.bar(total) as progress:
+            stream(sources, batches, consume, threads=threads, progress=progress)
     return _join(found)
 
 
@@ -199,7 +202,7 @@ def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
     border = min(max(pair.meaning - mine.start, 0), mine.numel)
     found = []
     for low, high in ((0, border), (border, mine.numel)):
-        first, second = (item.into[low * item.whole.itemsize : high * item.whole.itemsize] for item in (mine, theirs))
+        first, second = (item.into[low * item.united.itemsize : high * item.united.itemsize] for item in (mine, theirs))
         found.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(mine.start + low))
     return found[0], found[1]
 
@@ -229,8 +232,8 @@ def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]
 
 def _note_padding(pairs: Sequence[Pair]) -> list[str]:
     return [
-        f"{pair.left.name} ({pair.left.state}): {pair.left.shape[0]} rows in A, {pair.right.shape[0]} in B, of which "
-        f"{pair.vocab} are the vocabulary; further padding rows are not compared"
+        f"{pair.left.name} ({pair.left.atom.state}): {pair.left.shape[0]} rows in A, {pair.right.shape[0]} in B, of "
+        f"which {pair.vocab} are the vocabulary; further padding rows are not compared"
         for pair in pairs
         if pair.left.shape != pair.right.shape
     ]

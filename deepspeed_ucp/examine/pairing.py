@@ -11,7 +11,7 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, 
 from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, rename_names, settle
 from ..patterns.layout import Shape
 from ..plan.settling import Shapes, order_rules
-from ..stream.wholes import Whole, is_remade, make_whole
+from ..stream.united import UnitedAtom, is_remade, unite_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Pair:
         kept: both sides are cut alike, and nothing tells how: local shapes by tensor-parallel rank.
     """
 
-    left: Whole
-    right: Whole
+    left: UnitedAtom
+    right: UnitedAtom
     vocab: int | None = None
     kept: tuple[Shape, ...] = ()
 
@@ -114,7 +114,7 @@ def pair_atoms(
 
 def _make_pair(atom: Atom, other: Atom, layouts: tuple[Layout, Layout], pattern: Pattern) -> Pair:
     kept = layouts[0].local_shapes if isinstance(pattern, SameShards) else ()
-    return Pair(make_whole(atom, layouts[0]), make_whole(other, layouts[1]), pattern.vocab, kept)
+    return Pair(unite_shards(atom, layouts[0]), unite_shards(other, layouts[1]), pattern.vocab, kept)
 
 
 def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[AtomKey, Atom]:

@@ -68,11 +68,12 @@ def make_seal(manifest: Manifest) -> Seal:
     Raises:
         ConfigError: their checksums were not known.
     """
-    files = manifest.fingerprint.get("files", ())
-    unknown = [str(file["name"]) for file in files if file.get("header_crc") is None]
+    files = manifest.fingerprint["files"]
+    sealed = {f["name"]: SealedFile(size=f["size"], crc=crc) for f in files if (crc := f.get("header_crc")) is not None}
+    unknown = [file["name"] for file in files if file["name"] not in sealed]
     if unknown or not files:
         raise ConfigError(f"--against: the manifest has no checksum of {unknown[0] if unknown else 'any file'}.")
-    return Seal(files={str(f["name"]): SealedFile(size=f["size"], crc=f["header_crc"]) for f in files})
+    return Seal(files=sealed)
 
 
 def compare_manifest(

@@ -19,7 +19,7 @@ from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.normal import Naming
 from ..sources.open import FolderReport, survey_checkpoint
-from ..stream.progress import MakeBar, default_workers, no_bar
+from ..stream.batches import MakeBar, default_workers, no_bar
 from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records
@@ -160,7 +160,7 @@ def verify_checkpoint(
         read=sum(nbytes for *_, nbytes in gathered),
         seconds=time.perf_counter() - begin,
         faults=_sort_faults(every),
-        fingerprint=manifest.fingerprint if manifest else {},
+        fingerprint=dict(manifest.fingerprint) if manifest else {},
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,70 +13,111 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ..atoms import ITEMSIZE, count
+from ..atoms import ITEMSIZE, AtomicIndex, count
+from ..errors import CheckpointError
+from ..io.memory import Scratch
 from ..patterns.layout import Shape
+from ..plan.conversion import deal_runs
+from ..stream.checks import Checks
+from ..stream.reader import AtomReader, Item
+from .statedict import Placeholders
 from .tensors import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements [start, start + numel) of a flattened tensor of the output; ``again``: under a name tied to its own."""
+
+    tensor: Tensor
+    start: int
+    numel: int
+    again: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the source that it is made from."""
+        return self.numel * self.tensor.united.itemsize
 
 
 class Planner(DefaultSavePlanner):
     """Plans chunks instead of whole tensors, and reads each when it is asked for.
 
+    It is read into memory that each thread has of its own and uses again: torch keeps the last chunk of every name for
+    as long as it writes a file, and these are all views of the same memory.
+
     Args:
-        tensors: what the placeholders (tensors on the meta device) in the state dict stand for, by their ``id``.
-        read: fills a chunk of a tensor; several threads call it.
+        index: the source.
+        found: what the placeholders in the state dict stand for.
         most: bytes of a chunk at most, as far as one row is not larger.
     """
 
-    def __init__(
-        self, tensors: Mapping[int, Tensor], read: Callable[[Tensor, int, int], torch.Tensor], most: int
-    ) -> None:
+    def __init__(self, index: AtomicIndex, found: Placeholders, most: int) -> None:
         super().__init__()
-        self.tensors, self.read, self.most = tensors, read, most
+        self.found, self.most = found, most
+        self.reader = AtomReader(index)
+        self.progress: Callable[[int], None] = lambda nbytes: None
+        self.chunks: dict[MetadataIndex, Chunk] = {}
+        self.checks, self.repeated = Checks(), Checks()
+        self._own = threading.local()
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        items = [chunk for item in plan.items for chunk in self._cut(item)]
-        self.plan = dataclasses.replace(plan, items=items)
+        self.plan = replace(plan, items=[part for item in plan.items for part in self._cut(item)])
         return self.plan
 
-    def find(self, index: MetadataIndex) -> Tensor | None:
-        """What an item of the plan stands for; None where its value is in the state dict."""
-        return self.tensors.get(id(self.state_dict[index.fqn]))
-
-    def find_place(self, item: WriteItem) -> tuple[tuple[int, int], int]:
-        """Where a chunk's first byte lies in the source, for the order: that of its tensor, then its own."""
-        tensor, data = self.tensors[id(self.state_dict[item.index.fqn])], item.tensor_data
-        return tensor.whole.place, 0 if data is None else locate_chunk(tensor.shape, data.chunk.offsets, data.size)[0]
-
-    def count_bytes(self, item: WriteItem) -> int:
-        """Bytes of the source that a chunk is made from; 0 where its value is in the state dict."""
-        tensor, data = self.find(item.index), item.tensor_data
-        return 0 if tensor is None or data is None else count(tuple(data.chunk.sizes)) * tensor.whole.itemsize
-
-    def count_plan(self, plan: SavePlan) -> int:
+    def count_bytes(self, plan: SavePlan) -> int:
         """Bytes of the source that a plan's chunks are made from."""
-        return sum(map(self.count_bytes, plan.items))
+        return sum(self.chunks[item.index].nbytes for item in plan.items if item.index in self.chunks)
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
-        tensor, data = self.find(item.index), item.tensor_data
-        if tensor is None or data is None:
+        found, data = self.found.get(id(self.state_dict[item.index.fqn])), item.tensor_data
+        if found is None or data is None:
             yield item
             return
+        tensor, again = found
+        start = 0
         for offsets, sizes in cut_chunks(tensor.shape, self.most // ITEMSIZE[tensor.dtype]):
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             index = MetadataIndex(item.index.fqn, torch.Size(offsets))
-            yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, data.properties, data.size))
+            self.chunks[index] = Chunk(tensor, start, count(sizes), again)
+            start += count(sizes)
+            stored = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(stored, data.properties, data.size))
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        tensor, data = self.find(write_item.index), write_item.tensor_data
-        if tensor is None or data is None:
+        chunk, data = self.chunks.get(write_item.index), write_item.tensor_data
+        if chunk is None or data is None:
             return super().resolve_data(write_item)
-        start, numel = locate_chunk(tensor.shape, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        return self.read(tensor, start, numel).view(data.chunk.sizes)
+        return self._read(chunk).view(data.chunk.sizes)
+
+    def _read(self, chunk: Chunk) -> torch.Tensor:
+        """A chunk's elements, flat; good until the thread's next call."""
+        dtype = getattr(torch, chunk.tensor.dtype)
+        if not chunk.numel:
+            return torch.empty(0, dtype=dtype)
+        if not hasattr(self._own, "memory"):
+            self._own.memory = Scratch(), Scratch()
+        memory, scratch = self._own.memory
+        data = memory.take(chunk.nbytes)
+        checks = self.repeated if chunk.again else self.checks
+        checks.add(self.reader.read_items((Item(chunk.tensor.united, chunk.start, chunk.numel, data),)))
+        self.progress(data.nbytes)
+        return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
+
+    def compare(self) -> None:
+        """What was read a second time, for a tied name, has to be what was read first.
+
+        Raises:
+            CheckpointError: a file changed in between.
+        """
+        changed = set(self.repeated.read) - set(self.checks.read)
+        if changed:
+            stored = self.reader.index.stored
+            path = stored.files[stored.records[min(changed).record].file].path
+            raise CheckpointError(f"{path}: was written to while it was exported.")
 
 
 def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into blocks that are contiguous and have at most ``most`` elements: (offsets, sizes).
+    """Cut a tensor into blocks of at most ``most`` elements: (offsets, sizes), each contiguous and behind the last one.
 
     Rows together where they fit, else parts of rows.
     """
@@ -95,24 +137,15 @@ def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
             yield (*place, low, *(0,) * len(rest)), (*(1,) * axis, size, *rest)
 
 
-def locate_chunk(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[int, int]:
-    """(first element, elements) of a contiguous block of a flattened tensor."""
-    start = 0
-    for offset, size in zip(offsets, shape, strict=True):
-        start = start * size + offset
-    return start, count(sizes)
-
-
 def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
     """Deal a plan's chunks to workers by bytes, each a run in the order of the source; the first takes the rest."""
-    small = [item for item in plan.items if planner.find(item.index) is None]
-    chunks = sorted((item for item in plan.items if planner.find(item.index) is not None), key=planner.find_place)
-    sizes = [planner.count_bytes(item) for item in chunks]
-    total, position = sum(sizes), 0
-    dealt: list[list[WriteItem]] = [small, *([] for _ in range(workers - 1))]
-    for item, size in zip(chunks, sizes, strict=True):
-        dealt[min((2 * position + size) * workers // (2 * total), workers - 1) if total else 0].append(item)
-        position += size
+    chunks = planner.chunks
+    dealt: list[list[WriteItem]] = [[] for _ in range(workers)]
+    dealt[0] += [item for item in plan.items if item.index not in chunks]
+    cut = [item for item in plan.items if item.index in chunks]
+    cut.sort(key=lambda item: (chunks[item.index].tensor.united.place, chunks[item.index].start))
+    for item, worker in zip(cut, deal_runs([chunks[item.index].nbytes for item in cut], workers), strict=True):
+        dealt[worker].append(item)
     mappings = [plan.planner_data, *({} for _ in range(workers - 1))]
     return [SavePlan(items, planner_data=told) for items, told in zip(dealt, mappings, strict=True)]
 

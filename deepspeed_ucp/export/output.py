@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..atoms import AtomicIndex
+from ..atoms import MASTER, AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError
-from ..io.disk import check_space, explain_full
+from ..errors import shorten
+from ..io.disk import check_space
 from ..io.staging import OutputKind, Staging
+from ..stream.checks import Checks
+from ..stream.report import OutputReport
+from ..stream.samples import check_samples, stages_agree
+from .tensors import ExportOptions, Selection, Tensor
+
+logger = logging.getLogger("deepspeed_ucp")
 
 _EXPORTED = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|\.metadata|__\d+_\d+\.distcp"
@@ -33,22 +39,47 @@ EXPORT = OutputKind("an export", "export", _is_export, _EXPORTED, resumable=Fals
 
 
 @contextmanager
-def stage_output(index: AtomicIndex, destination: str, nbytes: int, overwrite: bool, comm: Comm) -> Iterator[str]:
-    """The folder to write to; when the block ends without an error it becomes the destination; collective.
+def stage_export(
+    format: str,
+    index: AtomicIndex,
+    destination: str,
+    selection: Selection,
+    options: ExportOptions,
+    comm: Comm,
+    *,
+    tensors: int,
+    nbytes: int,
+) -> Iterator[tuple[str, OutputReport]]:
+    """The folder to write to, and the report; when the block ends without an error it is the destination; collective.
 
     Args:
+        tensors: how many will be written.
         nbytes: what will be written.
 
     Raises:
         CheckpointError: the destination may not be written, or somebody else writes it.
         DiskFullError: there is not enough room.
     """
-    staging = comm.run(lambda: Staging(destination, os.path.dirname(index.run.state_file), EXPORT))
-    with ExitStack() as stack:
-        comm.once(lambda: _begin(staging, nbytes, overwrite, stack))
-        yield staging.folder
+    if comm.rank == 0:
+        _warn_losses(index, selection)
+    report = OutputReport(
+        format=format,
+        source=os.path.dirname(index.run.state_file),
+        destination=destination,
+        tensors=tensors,
+        parameters=sum(each.numel for each in selection.weights if each.united.name not in index.model.buffers),
+        dtypes=tuple(sorted({each.dtype for each in selection.weights})),
+        nodes=comm.size,
+    )
+    staging = comm.run(lambda: Staging(destination, report.source, EXPORT))
+    with report.timed(), ExitStack() as stack:
+        comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
+        yield staging.folder, report
+        names = sorted(os.listdir(staging.folder))
+        report.files = {name: os.stat(staging.path(name)).st_size for name in names}
         comm.run(staging.sync)
-        comm.once(lambda: staging.commit(overwrite=overwrite))
+        comm.once(lambda: staging.commit(overwrite=options.overwrite))
+    report.bytes_written = sum(report.files.values())
 
 
 def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:
@@ -60,22 +91,36 @@ def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> 
     check_space(staging.folder, nbytes)
 
 
-def copy_beside(source: str, folder: str) -> list[str]:
-    """Copy a model's configuration and tokenizer; returns their names.
+def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
+    """Tell what an export cannot hold, or what the source lacks."""
+    if index.limits.dropped:
+        logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
+    if parted := [name for name in sorted(index.model.instances) if not stages_agree(name, index)]:
+        logger.warning(
+            "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
+            shorten(parted),
+        )
+    if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
+        logger.warning(
+            "this checkpoint has no fp32 weights with names, so the model's own %s are written; where the optimizer "
+            "was given model.parameters() at stage 0, --groups module names its fp32 weights",
+            index.run.topology.precision,
+        )
+    if selection.unused:
+        logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))
+
+
+def verify_source(
+    index: AtomicIndex, tensors: Iterable[Tensor], checks: Checks, comm: Comm, report: OutputReport, again: int = 0
+) -> None:
+    """Hold what was read against the checksums, and masters against the model's own copies; collective.
+
+    Args:
+        again: bytes that were read a second time, which the report counts as well.
 
     Raises:
-        CheckpointError: there is no ``config.json``.
+        CheckpointError: the source is damaged, or of several runs; the same on every rank.
     """
-    if not os.path.isfile(os.path.join(source, "config.json")):
-        raise CheckpointError(f"{source}: holds no config.json, so it is no Hugging Face model.")
-    names = sorted(name for name in os.listdir(source) if BESIDE.fullmatch(name))
-    names = [name for name in names if os.path.isfile(os.path.join(source, name))]
-    for name in names:
-        with explain_full(folder):
-            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-    return names
-
-
-def list_sizes(folder: str) -> dict[str, int]:
-    """Sizes of a folder's files in bytes, by name."""
-    return {name: os.stat(os.path.join(folder, name)).st_size for name in sorted(os.listdir(folder))}
+    nbytes = again + checks.nbytes + checks.verify(index, comm, threads=report.workers)
+    check_samples(index, [tensor.united.atom for tensor in tensors], comm)
+    report.bytes_read = sum(comm.gather(nbytes))

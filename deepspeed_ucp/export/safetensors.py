@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
-from ..errors import UnsupportedError, shorten
-from ..io.cast import cast
+from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.checksum import Checked
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
 from ..patterns import RuleSet
-from ..plan.conversion import Output, plan_conversion
-from ..stream.batches import ReadBatch, Source, stream
+from ..plan.conversion import Batch, Output, plan_conversion
+from ..stream.batches import stream
 from ..stream.checks import Checks
-from ..stream.progress import divide_window
-from ..stream.reader import AtomReader
+from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
-from ..stream.samples import check_samples
-from .output import copy_beside, list_sizes, stage_output
-from .tensors import ExportOptions, Selection, Tensor, select_tensors, start_report, warn_losses
+from .output import BESIDE, stage_export, verify_source
+from .tensors import ExportOptions, Selection, Tensor, select_tensors
 
 MAX_SHARD = 5 * 10**9
 """Bytes of one file's tensors, as Hugging Face's libraries have it."""
@@ -70,7 +69,7 @@ class SafeLayout:
     sizes: dict[str, int]
     places: dict[str, tuple[str, int]]
 
-    def index(self) -> bytes:
+    def describe(self) -> bytes:
         """Content of the index file."""
         nbytes = sum(self.sizes.values()) - sum(map(len, self.heads.values()))
         weights = {name: file for name, (file, _) in self.places.items()}
@@ -78,11 +77,11 @@ class SafeLayout:
         return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], max_shard: int = MAX_SHARD) -> SafeLayout:
+def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD) -> SafeLayout:
     """Place tensors in files.
 
     Args:
-        tensors: by name, in the order of the state dict: element type, shape, bytes.
+        tensors: by name, in the order of the state dict.
         max_shard: bytes of data per file; a tensor that is larger has a file of its own.
 
     Raises:
@@ -90,10 +89,9 @@ def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], max_shard: 
     """
     if odd := [name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)]:
         raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --format dcp has them.")
-    unknown = sorted({dtype for dtype, _, _ in tensors.values()} - set(DTYPES))
-    if unknown:
+    if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(DTYPES)):
         raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --format dcp has.")
-    shards = split_shards({name: nbytes for name, (_, _, nbytes) in tensors.items()}, max_shard)
+    shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard)
     layout = SafeLayout({}, {}, {})
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
@@ -118,14 +116,14 @@ def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return [*shards, current] if current else shards
 
 
-def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
+def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, Tensor]) -> None:
     """The library's order, wide elements first, keeps every tensor aligned to its own elements."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, position = {}, 0
-    for name in sorted(tensors, key=lambda name: (-_ORDER[tensors[name][0]], name)):
-        dtype, shape, nbytes = tensors[name]
-        offsets[name], position = position, position + nbytes
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offsets[name], position]}
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0])):
+        offsets[name], position = position, position + tensor.nbytes
+        place = [offsets[name], position]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -160,29 +158,24 @@ def export_safetensors(
 
     def plan() -> tuple[Selection, SafeLayout]:
         selection = select_tensors(index, rules, options, tied="drop")
-        return selection, lay_out(_list_entries(selection), max_shard)
+        return selection, lay_out(selection.by_name, max_shard)
 
     selection, layout = comm.run(plan)
-    warn_losses(index, selection, comm)
-    report = start_report("safetensors", index, destination, selection, len(layout.places), comm.size)
-    nbytes = sum(layout.sizes.values())
-    with report.timed(), stage_output(index, destination, nbytes, options.overwrite, comm) as folder:
+    tensors, nbytes = len(layout.places), sum(layout.sizes.values())
+    with stage_export("safetensors", index, destination, selection, options, comm, tensors=tensors, nbytes=nbytes) as (
+        folder,
+        report,
+    ):
         comm.once(lambda: _prepare(folder, layout, hf_dir))
-        _fill(index, folder, selection, layout, comm, options, report)
-        report.files = list_sizes(folder)
-    report.bytes_written = sum(report.files.values())
+        checks = _fill(index, folder, selection.weights, layout, comm, options, report)
+        verify_source(index, selection.weights, checks, comm, report)
     return report
-
-
-def _list_entries(selection: Selection) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    entries = {tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in selection.tensors}
-    return {**entries, **{alias: entries[name] for alias, name in selection.ties.items() if name in entries}}
 
 
 def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
     """Files of their final size with their headers; the index; what lies beside."""
     if hf_dir is not None:
-        copy_beside(hf_dir, folder)
+        _copy_beside(hf_dir, folder)
     for file, head in layout.heads.items():
         path = os.path.join(folder, file)
         with explain_full(path), open(path, "xb", buffering=0) as stream:
@@ -191,51 +184,53 @@ def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
     if len(layout.heads) > 1:
         path = os.path.join(folder, INDEX)
         with explain_full(path), open(path, "xb") as stream:
-            stream.write(layout.index())
+            stream.write(layout.describe())
+
+
+def _copy_beside(source: str, folder: str) -> None:
+    """Copy a model's configuration and tokenizer.
+
+    Raises:
+        CheckpointError: there is no ``config.json``.
+    """
+    if not os.path.isfile(os.path.join(source, "config.json")):
+        raise CheckpointError(f"{source}: holds no config.json, so it is no Hugging Face model.")
+    for name in filter(BESIDE.fullmatch, sorted(os.listdir(source))):
+        if os.path.isfile(os.path.join(source, name)):
+            with explain_full(folder):
+                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
 
 
 def _fill(
     index: AtomicIndex,
     folder: str,
-    selection: Selection,
+    tensors: Sequence[Tensor],
     layout: SafeLayout,
     comm: Comm,
     options: ExportOptions,
     report: OutputReport,
-) -> None:
-    """Read, cast and write this node's batches, and hold the source against its checksums; collective."""
-    report.workers, most = divide_window(options.workers, options.window)
-    tensors = selection.tensors
-    outputs = [Output(tensor.numel, tensor.whole.itemsize, tensor.whole.place) for tensor in tensors]
+) -> Checks:
+    """Read, cast and write this node's batches; what was read; collective."""
+    report.workers, most = options.divide()
+    outputs = [Output(tensor.numel, tensor.united.itemsize, tensor.united.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
 
-    def consume(read: ReadBatch) -> None:
-        checks.add(read.checks)
-        for item, each in zip(read.sides[0], read.batch.ranges, strict=True):
+    def consume(batch: Batch, sides: Sequence[list[Item]], found: list[Checked], scratch: Scratch) -> None:
+        checks.add(found)
+        for each, item in zip(batch.ranges, sides[0], strict=True):
             tensor = tensors[each.output]
-            data = _cast_range(tensor, item.into, each.numel, read.scratch)
-            for name in (tensor.name, *selection.list_copies(tensor.name)):
-                file, offset = layout.places[name]
+            data = tensor.convert(item.into, scratch)
+            for file, offset in map(layout.places.__getitem__, tensor.names):
                 _write_range(os.path.join(folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
         with AtomReader(index) as reader, options.bar(plan.shares[comm.rank]) as progress:
-            source = Source(reader, [tensor.whole for tensor in tensors])
+            source = (reader, [tensor.united for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
 
     comm.run(write_share)
-    nbytes = checks.nbytes + checks.verify(index, comm, threads=report.workers)
-    check_samples(index, [tensor.whole.atom for tensor in tensors], comm)
-    report.bytes_read = sum(comm.gather(nbytes))
-
-
-def _cast_range(tensor: Tensor, data: memoryview, numel: int, scratch: Scratch) -> memoryview:
-    if tensor.dtype == tensor.whole.dtype:
-        return data
-    into = scratch.take(numel * ITEMSIZE[tensor.dtype])
-    cast(data, tensor.whole.dtype, into, tensor.dtype)
-    return into
+    return checks
 
 
 def _write_range(path: str, data: memoryview, offset: int) -> None:

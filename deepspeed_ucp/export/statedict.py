@@ -3,57 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..atoms import AtomicIndex, ParamKey
-from .tensors import WEIGHTS, ExportOptions, Selection, Tensor
+from .tensors import Selection, Tensor
 
 LAYOUTS = ("torch", "flattened", "torchtitan")
 """Keys: {"model", "optim"} as get_state_dict names them; the same with a flattened optimizer; torchtitan's own."""
 
+Placeholders = dict[int, tuple[Tensor, bool]]
+"""What the placeholders in a state dict stand for, by their ``id``, and whether that is under a tied name."""
+
 
 def make_tree(
-    index: AtomicIndex, selection: Selection, options: ExportOptions, *, weights_only: bool, layout: str
-) -> tuple[dict[str, Any], dict[int, Tensor]]:
-    """The state dict, with a placeholder for each tensor, and what the placeholders stand for, by ``id``."""
-    tensors: dict[int, Tensor] = {}
+    index: AtomicIndex, selection: Selection, *, weights_only: bool, layout: str
+) -> tuple[dict[str, Any], Placeholders]:
+    """The state dict, with a placeholder for each tensor, and what the placeholders stand for."""
+    found: Placeholders = {}
 
-    def stand_in(tensor: Tensor) -> torch.Tensor:
+    def stand_in(tensor: Tensor, name: str = "") -> torch.Tensor:
         placeholder = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-        tensors[id(placeholder)] = tensor
+        found[id(placeholder)] = tensor, name in tensor.names[1:]
         return placeholder
 
-    weights = {tensor.name: tensor for tensor in selection.tensors}
-    model = {name: stand_in(tensor) for name, tensor in weights.items()}
-    model.update(
-        {
-            alias: stand_in(replace(weights[name], name=alias, again=True))
-            for alias, name in selection.ties.items()
-            if name in weights
-        }
-    )
+    model = {name: stand_in(tensor, name) for name, tensor in selection.by_name.items()}
     if weights_only:
-        return (model if layout == "torchtitan" else {"model": model}), tensors
-    optimizer = _make_optimizer(index, selection, options, stand_in)
+        return (model if layout == "torchtitan" else {"model": model}), found
+    optimizer = _make_optimizer(index, selection, stand_in)
     if layout != "torch":
         optimizer = flatten_optimizer(optimizer)
     return (
         {**model, "optimizer": optimizer} if layout == "torchtitan" else {"model": model, "optim": optimizer}
-    ), tensors
+    ), found
 
 
 def _make_optimizer(
-    index: AtomicIndex, selection: Selection, options: ExportOptions, stand_in: Callable[[Tensor], torch.Tensor]
+    index: AtomicIndex, selection: Selection, stand_in: Callable[[Tensor], torch.Tensor]
 ) -> dict[str, Any]:
     """The optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
     states: dict[str, dict[str, Any]] = {}
-    for key, whole in selection.wholes.atoms.items():
-        if key.state not in WEIGHTS and key.name in selection.names and not key.instance:
-            tensor = selection.make(whole, dtype=None, keep_padding=options.keep_padding)
-            states.setdefault(key.name, {})[key.state] = stand_in(tensor)
+    for key, tensor in selection.states.items():
+        states.setdefault(key.name, {})[key.state] = stand_in(tensor)
     for name, held in states.items():
         scalars = index.run.scalars.get(ParamKey(name), {})
         held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})

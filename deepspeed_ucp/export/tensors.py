@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
-from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, MismatchError, shorten
-from ..io.cast import FLOATING
-from ..patterns import Rename, RuleSet, rename_names
+from ..io.cast import FLOATING, cast
+from ..io.memory import Scratch
+from ..patterns import Pattern, Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..plan.limits import refuse_unreadable
 from ..plan.settling import list_weights
-from ..stream.progress import WorkOptions
-from ..stream.report import OutputReport
-from ..stream.samples import stages_agree
-from ..stream.wholes import Whole, Wholes, settle_wholes
-
-logger = logging.getLogger("deepspeed_ucp")
+from ..stream.batches import WorkOptions
+from ..stream.united import UnitedAtom, unite_atoms
 
 WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
@@ -53,18 +48,16 @@ class Tensor:
     """One tensor to be read.
 
     Attributes:
-        name: as written.
-        whole: the logical atom; elements are taken from its front, so that rows of padding fall away.
+        names: under which its data is written: its own, and those that are tied to it.
+        united: the atom; elements are taken from its front, so that rows of padding fall away.
         shape: as written.
         dtype: as written.
-        again: its data is written a second time, under a tied name.
     """
 
-    name: str
-    whole: Whole
+    names: tuple[str, ...]
+    united: UnitedAtom
     shape: Shape
     dtype: str
-    again: bool = False
 
     @property
     def numel(self) -> int:
@@ -73,8 +66,16 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Bytes that are written under each name."""
         return self.numel * ITEMSIZE[self.dtype]
+
+    def convert(self, data: memoryview, scratch: Scratch) -> memoryview:
+        """Elements as they are written, from elements as they are stored; ``scratch`` takes them where these differ."""
+        if self.dtype == self.united.dtype:
+            return data
+        into = scratch.take(data.nbytes // self.united.itemsize * ITEMSIZE[self.dtype])
+        cast(data, self.united.dtype, into, self.dtype)
+        return into
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,48 +83,22 @@ class Selection:
     """What is exported.
 
     Attributes:
-        tensors: weights and buffers, in the order of the state dict as far as the source tells it.
-        ties: names that are written as copies, and the names whose data they are.
+        weights: and buffers, in the order of the state dict as far as the source tells it.
+        states: of the optimizer, by atom; a pipeline's later copies are left out.
         names: saved name → written name, of everything.
-        wholes: the logical atoms.
+        unused: rules of the user's that match nothing.
     """
 
-    tensors: tuple[Tensor, ...]
-    ties: dict[str, str]
+    weights: tuple[Tensor, ...]
+    states: dict[AtomKey, Tensor]
     names: dict[str, str]
-    wholes: Wholes
+    unused: list[str]
 
-    def list_copies(self, name: str) -> list[str]:
-        """Names under which a tensor's data is written again."""
-        return [alias for alias, owner in self.ties.items() if owner == name]
-
-    def make(self, whole: Whole, *, dtype: str | None, keep_padding: bool) -> Tensor:
-        """A tensor of the output.
-
-        Args:
-            whole: any state of a parameter.
-            dtype: of floating elements; None as stored.
-        """
-        pattern = self.wholes.patterns.get(whole.name)
-        rows = None if keep_padding or pattern is None else pattern.vocab
-        shape = whole.shape if rows is None else (min(rows, whole.shape[0]), *whole.shape[1:])
-        is_cast = dtype is not None and whole.dtype in FLOATING
-        return Tensor(self.names[whole.name], whole, shape, dtype if is_cast and dtype else whole.dtype)
-
-
-def start_report(
-    format: str, index: AtomicIndex, destination: str, selection: Selection, tensors: int, nodes: int
-) -> OutputReport:
-    """What is known of an export before it has written anything."""
-    return OutputReport(
-        format=format,
-        source=os.path.dirname(index.run.state_file),
-        destination=destination,
-        tensors=tensors,
-        parameters=sum(each.numel for each in selection.tensors if each.whole.name not in index.model.buffers),
-        dtypes=tuple(sorted({each.dtype for each in selection.tensors})),
-        nodes=nodes,
-    )
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """Weights and buffers under every name that they are written under, tied names last."""
+        own = {tensor.names[0]: tensor for tensor in self.weights}
+        return {**own, **{name: tensor for tensor in self.weights for name in tensor.names[1:]}}
 
 
 def select_tensors(
@@ -149,28 +124,44 @@ def select_tensors(
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
     refuse_unreadable(index, states)
-    wholes = settle_wholes(index, rules, states=states)
-    kept = {key: whole for key, whole in wholes.atoms.items() if not key.instance}
-    ties = dict(index.model.aliases)
+    united = unite_atoms(index, rules, states=states)
+    kept = {key: atom for key, atom in united.atoms.items() if not key.instance}
+    ties = index.model.aliases
     renames = (*options.renames, *(rename for one in rules for rename in one.renames))
-    names = name_tensors(dict.fromkeys([key.name for key in kept] + list(ties)), renames, options.strip_prefix)
-    selection = Selection((), {}, names, wholes)
+    names = name_tensors(dict.fromkeys([*(key.name for key in kept), *ties]), renames, options.strip_prefix)
+    copies: dict[str, list[str]] = defaultdict(list)
+    for alias, owner in ties.items() if (options.tied or tied) == "copy" else ():
+        copies[owner].append(names[alias])
+
+    def make(atom: UnitedAtom, dtype: str | None, *aliases: str) -> Tensor:
+        pattern = None if options.keep_padding else united.patterns.get(atom.name)
+        is_cast = dtype is not None and atom.dtype in FLOATING
+        written = dtype if is_cast and dtype else atom.dtype
+        return Tensor((names[atom.name], *aliases), atom, _cut_padding(atom.shape, pattern), written)
+
     weights = {name: atom.key for name, atom in list_weights(index).items() if atom.state in WEIGHTS}
-    chosen = [kept[weights[name]] for name in order_names(index, kept) if weights.get(name) in kept]
-    make = [selection.make(whole, dtype=options.dtype, keep_padding=options.keep_padding) for whole in chosen]
-    if not make:
+    chosen = [kept[weights[name]] for name in order_names(index) if weights.get(name) in kept]
+    if not chosen:
         raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
-    copies = {names[alias]: names[owner] for alias, owner in ties.items() if owner in names}
-    return Selection(tuple(make), copies if (options.tied or tied) == "copy" else {}, names, wholes)
+    return Selection(
+        weights=tuple(make(atom, options.dtype, *copies[atom.name]) for atom in chosen),
+        states={key: make(atom, None) for key, atom in kept.items() if key.state not in WEIGHTS},
+        names=names,
+        unused=united.unused,
+    )
 
 
-def order_names(index: AtomicIndex, kept: Iterable[AtomKey]) -> list[str]:
+def _cut_padding(shape: Shape, pattern: Pattern | None) -> Shape:
+    """The shape without rows that pad a vocabulary."""
+    return shape if pattern is None or pattern.vocab is None else (min(pattern.vocab, shape[0]), *shape[1:])
+
+
+def order_names(index: AtomicIndex) -> list[str]:
     """Names in the order of the model's state dict where its module states tell it, else of the optimizer's groups."""
-    has_copies = any(key.state == COPY for key in index.stored.atoms)
-    first = [key.name for key in index.stored.atoms if has_copies and key.state in (COPY, MODULE)]
-    names = {key.name for key in kept}
-    ordered = dict.fromkeys([*first, *(key.name for key in index.stored.atoms)])
-    return [name for name in ordered if name in names]
+    keys = index.stored.atoms
+    has_copies = any(key.state == COPY for key in keys)
+    first = [key.name for key in keys if has_copies and key.state in (COPY, MODULE)]
+    return list(dict.fromkeys([*first, *(key.name for key in keys)]))
 
 
 def name_tensors(names: Iterable[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:
@@ -185,24 +176,3 @@ def name_tensors(names: Iterable[str], renames: Sequence[Rename], strip: str) ->
         clashes = [f"{seen[new]} and {name}" for name, new in renamed.items() if seen.setdefault(new, name) != name]
         raise MismatchError(f"--strip-prefix {strip!r}: these become one name: {shorten(clashes)}.")
     return renamed
-
-
-def warn_losses(index: AtomicIndex, selection: Selection, comm: Comm) -> None:
-    """Tell on rank 0 what an export cannot hold, or what the source lacks."""
-    if comm.rank:
-        return
-    if index.limits.dropped:
-        logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
-    if parted := [name for name in sorted(index.model.instances) if not stages_agree(name, index)]:
-        logger.warning(
-            "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
-            shorten(parted),
-        )
-    if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
-        logger.warning(
-            "this checkpoint has no fp32 weights with names, so the model's own %s are written; where the optimizer "
-            "was given model.parameters() at stage 0, --groups module names its fp32 weights",
-            index.run.topology.precision,
-        )
-    if selection.wholes.unused:
-        logger.warning("patterns: rules that match no parameter: %s", shorten(selection.wholes.unused))

@@ -85,12 +85,17 @@ def plan_conversion(
     """
     most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
     kept = cut_batches(outputs, most, done)
-    total = sum(batch.nbytes for batch in kept)
     dealt: list[list[Batch]] = [[] for _ in range(nodes)]
-    for batch, end in zip(kept, accumulate(batch.nbytes for batch in kept), strict=True):
-        middle = end - batch.nbytes / 2
-        dealt[min(int(middle * nodes / total), nodes - 1) if total else 0].append(batch)
+    for batch, node in zip(kept, deal_runs([batch.nbytes for batch in kept], nodes), strict=True):
+        dealt[node].append(batch)
     return ConversionPlan(tuple(tuple(batches) for batches in dealt))
+
+
+def deal_runs(sizes: Sequence[int], nodes: int) -> list[int]:
+    """The node of each of several parts in order: runs of equal bytes, as far as the parts' sizes allow."""
+    total = sum(sizes)
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return [min((2 * end - size) * nodes // (2 * total), nodes - 1) if total else 0 for size, end in ends]
 
 
 def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Range] = ()) -> list[Batch]:

@@ -1,74 +1,67 @@
-"""Batches of ranges of logical tensors: read by a node's threads, each handed to a consumer as soon as it is there."""
+"""Batches of ranges of united atoms: read by a node's threads, each handed to a consumer as soon as it is there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from ..io.checksum import Checked
 from ..io.memory import Scratch
-from ..io.threads import run_threads
-from ..plan.conversion import Batch, Range
+from ..io.threads import count_threads, run_threads
+from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .reader import AtomReader, Item
-from .wholes import Whole
+from .united import UnitedAtom
 
-_ALIGNMENT = 16
-"""Bytes; ranges begin at multiples of it, so that their elements can be looked at in place."""
+_ALIGNED = 16
+"""Bytes; in memory ranges begin at multiples of it, so that their elements can be looked at in place."""
 
+MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Makes a progress bar of so many bytes; inside it, what is told of more bytes that are done, by any thread."""
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What is read from: a checkpoint, and what the batches' output numbers mean in it."""
-
-    reader: AtomReader
-    wholes: Sequence[Whole]
-
-    def measure(self, batch: Batch) -> int:
-        """Bytes of a batch."""
-        return sum(self._count(each) for each in batch.ranges)
-
-    def measure_memory(self, batch: Batch) -> int:
-        """Bytes of memory that a batch needs."""
-        return sum(_align(self._count(each)) for each in batch.ranges)
-
-    def lay_out(self, batch: Batch, memory: memoryview) -> list[Item]:
-        """A batch's ranges, one behind the other in memory."""
-        items, position = [], 0
-        for each in batch.ranges:
-            nbytes = self._count(each)
-            items.append(Item(self.wholes[each.output], each.start, each.numel, memory[position : position + nbytes]))
-            position += _align(nbytes)
-        return items
-
-    def _count(self, each: Range) -> int:
-        return each.numel * self.wholes[each.output].itemsize
+Consume = Callable[[Batch, Sequence[list[Item]], list[Checked], Scratch], None]
+"""Takes a batch that has been read: per source its ranges' bytes, which are good until it returns, the checks of the
+source bytes, and memory of the calling thread's own."""
 
 
-def _align(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def no_bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Progress that is shown to nobody."""
+    return nullcontext(lambda nbytes: None)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBatch:
-    """A batch that has been read.
+def default_workers() -> int:
+    """Threads per node."""
+    return count_threads(2, 4, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkOptions:
+    """Means of a node's work.
 
     Attributes:
-        batch: its ranges.
-        sides: per source, the ranges' bytes; good until the consumer returns.
-        checks: of the source bytes.
-        scratch: of this thread, for the consumer.
+        workers: threads; 0 chooses from the cores.
+        window: bytes of memory for data on its way.
+        bar: makes a progress bar of so many bytes.
     """
 
-    batch: Batch
-    sides: tuple[list[Item], ...]
-    checks: list[Checked]
-    scratch: Scratch
+    workers: int = 0
+    window: int = 256 << 20
+    bar: MakeBar = no_bar
+
+    def divide(self) -> tuple[int, int]:
+        """(threads, bytes that each reads at once): a thread holds about three times these, scratch memory included.
+
+        Fewer threads than asked for where the window has no room for them.
+        """
+        threads = max(min(self.workers or default_workers(), self.window // (3 * ALIGNMENT)), 1)
+        most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT
+        return threads, max(min(most, RANGE), ALIGNMENT)
 
 
 def stream(
-    sources: Sequence[Source],
+    sources: Sequence[tuple[AtomReader, Sequence[UnitedAtom]]],
     batches: Sequence[Batch],
-    consume: Callable[[ReadBatch], None],
+    consume: Consume,
     *,
     threads: int,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -77,6 +70,7 @@ def stream(
     """Read batches, each from all sources, by threads that take them in order.
 
     Args:
+        sources: each a checkpoint, and the atoms that the batches' output numbers mean in it.
         consume: is given every batch, by the thread that has read it.
         threads: each holds memory for the largest batch.
         progress: told the bytes of every batch; any thread calls it.
@@ -85,25 +79,36 @@ def stream(
     Raises:
         UcpError: the first thread's error; the others stop after their batch.
     """
-
-    largest = max((sum(source.measure_memory(batch) for source in sources) for batch in batches), default=0)
+    largest = [max((_lay_out(batch, atoms)[-1] for batch in batches), default=0) for _, atoms in sources]
 
     def work(turn: Iterator[Batch]) -> None:
-        memory, scratch = Scratch().take(largest), Scratch()
+        memory, scratch = [Scratch().take(nbytes) for nbytes in largest], Scratch()
         for batch in turn:
             if halted():
                 return
-            consume(_read(sources, batch, memory, scratch))
-            progress(sum(source.measure(batch) for source in sources))
+            sides, checks = [], []
+            for (reader, atoms), space in zip(sources, memory, strict=True):
+                sides.append(_make_items(batch, atoms, space))
+                checks += reader.read_items(sides[-1])
+            consume(batch, sides, checks, scratch)
+            progress(sum(item.into.nbytes for items in sides for item in items))
 
     run_threads(batches, work, threads)
 
 
-def _read(sources: Sequence[Source], batch: Batch, memory: memoryview, scratch: Scratch) -> ReadBatch:
-    sides: list[list[Item]] = []
-    checks: list[Checked] = []
-    for source in sources:
-        sides.append(source.lay_out(batch, memory))
-        checks += source.reader.read_items(sides[-1])
-        memory = memory[source.measure_memory(batch) :]
-    return ReadBatch(batch, tuple(sides), checks, scratch)
+def _lay_out(batch: Batch, atoms: Sequence[UnitedAtom]) -> list[int]:
+    """Where each range of a batch begins in memory, in bytes, and where the last one ends."""
+    places = [0]
+    for each in batch.ranges:
+        nbytes = each.numel * atoms[each.output].itemsize
+        places.append(places[-1] + -(-nbytes // _ALIGNED) * _ALIGNED)
+    return places
+
+
+def _make_items(batch: Batch, atoms: Sequence[UnitedAtom], memory: memoryview) -> list[Item]:
+    return [
+        Item(
+            atoms[each.output], each.start, each.numel, memory[place : place + each.numel * atoms[each.output].itemsize]
+        )
+        for each, place in zip(batch.ranges, _lay_out(batch, atoms), strict=False)
+    ]

@@ -17,21 +17,26 @@ from ..io.read import MemorySink, RecordReader, Sink
 from ..plan.claims import list_requests
 from ..plan.locate import Want
 from ..plan.resolve import BLOCK
-from .wholes import Whole
+from .united import UnitedAtom
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Elements [start, start + numel) of a flattened logical tensor go into ``into``, C-contiguous bytes."""
+    """Elements [start, start + numel) of a flattened united atom go into ``into``, C-contiguous bytes."""
 
-    whole: Whole
+    united: UnitedAtom
     start: int
     numel: int
     into: memoryview
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the value is the mean of the shards (Partial)."""
+        return self.united.view is not None and self.united.view.source.mean
+
     def want(self, buffer: int, shard: int | None = None) -> Want:
         """The same for ``plan.locate``; of one source shard if asked for."""
-        return self.whole.want(self.start, self.numel, buffer, shard)
+        return self.united.want(self.start, self.numel, buffer, shard)
 
 
 class AtomReader(RecordReader):
@@ -68,13 +73,13 @@ class AtomReader(RecordReader):
             CheckpointError: a file cannot be read.
             MismatchError: replicas differ.
         """
-        sinks = [MemorySink(item.into, item.whole.itemsize) for item in items]
-        plain = [item.want(number) for number, item in enumerate(items) if not item.whole.mean]
+        sinks = [MemorySink(item.into, item.united.itemsize) for item in items]
+        plain = [item.want(number) for number, item in enumerate(items) if not item.is_mean]
         checks = self.read_wants(plain, sinks)
         for item in items:
-            if item.whole.mean:
+            if item.is_mean:
                 checks += self._read_mean(item)
-            elif item.whole.view is not None and item.whole.view.source.replicated:
+            elif item.united.view is not None and item.united.view.source.replicated:
                 checks += self._compare_replicas(item)
         return checks
 
@@ -90,12 +95,12 @@ class AtomReader(RecordReader):
         return data
 
     def _read_shard(self, item: Item, shard: int, into: memoryview) -> list[Checked]:
-        return self.read_wants([item.want(0, shard)], [MemorySink(into, item.whole.itemsize)])
+        return self.read_wants([item.want(0, shard)], [MemorySink(into, item.united.itemsize)])
 
     def _compare_replicas(self, item: Item) -> list[Checked]:
         checks: list[Checked] = []
         other = Scratch().take(item.into.nbytes)
-        for shard in range(1, len(item.whole.atom.shards)):
+        for shard in range(1, len(item.united.atom.shards)):
             checks += self._read_shard(item, shard, other)
             if other != item.into:
                 raise MismatchError(
@@ -108,10 +113,10 @@ class AtomReader(RecordReader):
         import torch
 
         checks: list[Checked] = []
-        copy, dtype = Scratch().take(item.into.nbytes), getattr(torch, item.whole.dtype)
+        copy, dtype = Scratch().take(item.into.nbytes), getattr(torch, item.united.dtype)
 
         def read_shards() -> Iterator[torch.Tensor]:
-            for shard in range(len(item.whole.atom.shards)):
+            for shard in range(len(item.united.atom.shards)):
                 checks.extend(self._read_shard(item, shard, copy))
                 yield torch.frombuffer(copy, dtype=dtype)
 
@@ -120,7 +125,7 @@ class AtomReader(RecordReader):
 
 
 def _tell_difference(item: Item, shard: int, other: memoryview) -> str:
-    name, state = item.whole.name, item.whole.state
+    name, state = item.united.name, item.united.atom.state
     left, right = (np.frombuffer(data, np.uint8).reshape(item.numel, -1) for data in (item.into, other))
     element = item.start + int(np.flatnonzero((left != right).any(1))[0])
     advice = (

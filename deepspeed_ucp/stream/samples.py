@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +18,9 @@ _TOLERATED = 0.1
 
 _TOLERATED_STAGE0 = 0.75
 """The FP16 wrappers take an optimizer step at construction that weight decay feels, and their copies do not."""
+
+_Sample = tuple[Atom, Atom, int, Fragment]
+"""A master, the atom that holds the model's own copy, and of which shard which fragment is compared."""
 
 
 def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
@@ -42,33 +44,22 @@ def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> Non
             continue
         for rank, shard in enumerate(atom.shards):
             for fragment in shard.fragments:
-                entry = _Sample(atom, twin, rank, fragment)
-                by_file.setdefault(index.stored.records[fragment.record].file, []).append(entry)
+                file = index.stored.records[fragment.record].file
+                by_file.setdefault(file, []).append((atom, twin, rank, fragment))
     with AtomReader(index, checksum=False) as reader:
         for file in sorted(by_file)[comm.rank :: comm.size]:
             _check_file(reader, file, by_file[file])
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A fragment of a shard of a master, and the atom that holds the model's own copy."""
-
-    master: Atom
-    copy: Atom
-    shard: int
-    fragment: Fragment
-
-
 def _check_file(reader: AtomReader, file: int, entries: list[_Sample]) -> None:
     index, differing, first, total = reader.index, 0, "", 0
-    for entry, position in _spread(entries):
+    for (master, twin, shard, _), position in _spread(entries):
         total += 1
-        atoms = (entry.master, entry.copy)
-        master, copy = (reader.read_elements(atom, entry.shard, position, position + 1) for atom in atoms)
-        if _cast(master, entry.master.dtype, entry.copy.dtype) != copy:
+        here, there = (reader.read_elements(atom, shard, position, position + 1) for atom in (master, twin))
+        if _cast(here, master.dtype, twin.dtype) != there:
             differing += 1
-            values = [_show(data, atom.dtype) for data, atom in zip((master, copy), atoms, strict=True)]
-            first = first or f"{entry.master.name}[{position}] is {values[0]} here and {values[1]} there"
+            values = _show(here, master.dtype), _show(there, twin.dtype)
+            first = first or f"{master.name}[{position}] is {values[0]} here and {values[1]} there"
     tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
     if differing > max(tolerated * total, 1):
         raise CheckpointError(
@@ -83,12 +74,13 @@ def _check_file(reader: AtomReader, file: int, entries: list[_Sample]) -> None:
 
 def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, int]]:
     """Elements spread evenly over the fragments of a file."""
-    wanted = spread_evenly(sum(entry.fragment.numel for entry in entries), _PER_FILE)
+    wanted = spread_evenly(sum(fragment.numel for *_, fragment in entries), _PER_FILE)
     begin = 0
     for entry in entries:
-        while wanted and wanted[0] < begin + entry.fragment.numel:
-            yield entry, entry.fragment.start + wanted.pop(0) - begin
-        begin += entry.fragment.numel
+        fragment = entry[-1]
+        while wanted and wanted[0] < begin + fragment.numel:
+            yield entry, fragment.start + wanted.pop(0) - begin
+        begin += fragment.numel
 
 
 def spread_evenly(total: int, most: int) -> list[int]:

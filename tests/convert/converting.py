@@ -10,28 +10,28 @@ import sys
 import pytest
 
 from deepspeed_ucp.comm import join_launch
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, execute
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, outputs
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.io.disk import explain_full
 from deepspeed_ucp.plan import conversion
-from deepspeed_ucp.stream import progress
+from deepspeed_ucp.stream import batches
 
 
 def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
     """Atoms above ``size`` bytes are written in several ranges, smaller ones bundled to that size."""
     monkeypatch.setattr(conversion, "ALIGNMENT", size)
-    monkeypatch.setattr(progress, "ALIGNMENT", size)
+    monkeypatch.setattr(batches, "ALIGNMENT", size)
 
 
 def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank's first batch fail."""
     if kind == "die":
-        monkeypatch.setattr(execute, "_write_range", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(outputs.OutputFile, "write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if kind == "full":
-        monkeypatch.setattr(execute, "write_at", _fail_full)
-        monkeypatch.setattr(execute, "write_parts", _fail_full)
+        monkeypatch.setattr(outputs, "write_at", _fail_full)
+        monkeypatch.setattr(outputs, "write_parts", _fail_full)
     if kind == "bug":
-        monkeypatch.setattr(execute, "_write_range", lambda *_: 1 // 0)
+        monkeypatch.setattr(outputs.OutputFile, "write", lambda *_: 1 // 0)
 
 
 def _fail_full(*_: object) -> None:

@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import MASTER, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
-from deepspeed_ucp.convert.driver import join_ranges
-from deepspeed_ucp.convert.execute import Written
+from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.reader import AtomReader
-from deepspeed_ucp.stream.wholes import settle_wholes
+from deepspeed_ucp.stream.united import unite_atoms
 from tests.ranks import run_ranks
 from tests.reshard import examples, get_field, temporary_folder
 from tests.reshard3d import Held, draw_state, make_plain, trips
-from tests.stream.test_wholes import check_atoms, open_held, read_whole, rules_of
+from tests.stream.test_united import check_atoms, open_held, read_whole, rules_of
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 OPTIONS = ConvertOptions(workers=2)
@@ -64,10 +63,10 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
         report = run_ranks(nodes, lambda rank, comm: convert(index, held, source, to, comm))[0]
         assert list_bytes(source) == before
         again = open_checkpoint(str(to), Comm())
-        wholes = settle_wholes(again)
+        wholes = unite_atoms(again)
         with AtomReader(again) as reader:
             assert check_atoms(reader, wholes.atoms, held, None) > 0
-        assert report.tensors == len(wholes.atoms) == len(settle_wholes(index, rules_of(held)).atoms)
+        assert report.tensors == len(wholes.atoms) == len(unite_atoms(index, rules_of(held)).atoms)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
             assert get_field(again, field) == get_field(index, field), field
         assert [(g.members, g.hyper) for g in again.run.groups] == [(g.members, g.hyper) for g in index.run.groups]
@@ -229,7 +228,7 @@ def test_ranges_must_make_up_the_file() -> None:
     class Fake:
         path = "x.pt"
 
-        class whole:
+        class atom:
             numel, itemsize = 10, 4
 
     import zlib
@@ -274,13 +273,13 @@ def test_a_node_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytest.
     index = open_held(held, tmp_path / "tag")
     run, batches = driver.run_batches, [0, 0]
 
-    def count(share: Any, files: Any, folder: str, reader: Any, journal: Any, **options: Any) -> Any:
+    def count(share: Any, files: Any, folder: str, reader: Any, journal: Any, checks: Any, **options: Any) -> Any:
         rank = int(journal.path[-1])
         if rank == 0:  # turns are taken in rank order: the first has failed before the second begins
             raise CheckpointError("broken")
         progress = options["progress"]
         options["progress"] = lambda nbytes: (batches.__setitem__(rank, batches[rank] + 1), progress(nbytes))[1]
-        return run(share, files, folder, reader, journal, **options)
+        return run(share, files, folder, reader, journal, checks, **options)
 
     monkeypatch.setattr(driver, "run_batches", count)
 
@@ -418,5 +417,5 @@ def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
     with AtomReader(again) as reader:
         for name, states in state.atoms.items():
             for kind, value in states.items():
-                whole = settle_wholes(again).atoms[AtomKey(name, kind)]
+                whole = unite_atoms(again).atoms[AtomKey(name, kind)]
                 assert torch.equal(read_whole(reader, whole), value), (name, kind)

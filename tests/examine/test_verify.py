@@ -21,7 +21,7 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.sources.findings import Finding
-from deepspeed_ucp.stream.progress import no_bar
+from deepspeed_ucp.stream.batches import no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder

@@ -19,21 +19,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from deepspeed_ucp.atoms import MASTER, AtomicIndex, AtomKey
+from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
 from deepspeed_ucp.export import output, safetensors
-from deepspeed_ucp.export.safetensors import DTYPES, export_safetensors, split_shards
-from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.export.safetensors import DTYPES, export_safetensors, lay_out, split_shards
+from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream.united import UnitedAtom
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
-from tests.stream.test_wholes import open_held, rules_of
+from tests.stream.test_united import open_held, rules_of
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -232,23 +233,25 @@ def test_nan_stays_nan() -> None:
 FILE = "model.safetensors"
 
 
+def make_tensor(dtype: str, numel: int = 1) -> Tensor:
+    return Tensor(("x",), UnitedAtom(Atom("x", MASTER, dtype, ()), (numel,)), (numel,), dtype)
+
+
 def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:
     tensors = {f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES)}
     save_file(tensors, tmp_path / "all", {"format": "pt"})
-    laid = safetensors.lay_out(
-        {f"x{number}": (dtype, (2,), tensors[f"x{number}"].nbytes) for number, dtype in enumerate(DTYPES)}
-    )
+    laid = lay_out({f"x{number}": make_tensor(dtype, 2) for number, dtype in enumerate(DTYPES)})
     assert (tmp_path / "all").read_bytes() == laid.heads[FILE] + bytes(laid.sizes[FILE] - len(laid.heads[FILE]))
 
 
 def test_an_element_type_that_the_format_lacks_is_named() -> None:
     with pytest.raises(UnsupportedError, match="complex128"):
-        safetensors.lay_out({"x": ("complex128", (1,), 16)})
+        lay_out({"x": make_tensor("complex128")})
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"no names such as w\\udcff; --rename or --format dcp"):
-        safetensors.lay_out({"w\udcff": ("float32", (1,), 4)})
+        lay_out({"w\udcff": make_tensor("float32")})
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

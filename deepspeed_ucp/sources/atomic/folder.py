@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 from ...atoms import (
@@ -13,10 +12,8 @@ from ...atoms import (
     AtomKey,
     FileRef,
     Fragment,
-    GroupInfo,
     Limits,
     ModelInfo,
-    ParamKey,
     Record,
     RunState,
     Shard,
@@ -153,9 +150,7 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, sizes: Mappi
         ),
         run=RunState(
             scalars=manifest.scalars,
-            groups=tuple(
-                GroupInfo(tuple(starmap(ParamKey, each["members"])), each["hyper"]) for each in manifest.groups
-            ),
+            groups=manifest.groups,
             counters=manifest.counters,
             scaler=manifest.scaler,
             clip_grad=manifest.clip_grad,

@@ -7,19 +7,19 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Protocol, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 from typing_extensions import Required, TypedDict
 
-from ...atoms import ITEMSIZE, AtomicIndex, ParamKey, Record, count
+from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
 from ...io.regular import open_regular
 from ...patterns import Pattern, record_pattern
 from ...topology import Topology
 from ...version import __version__
 from ..files import MANIFEST
-from .plainjson import dump_json, load_json
+from .plainjson import dump_json, is_plain, load_json
 
 FORMAT = 2
 _KIND = "deepspeed_ucp atomic checkpoint"
@@ -69,13 +69,6 @@ class StateRecord:
     crc: Count
 
 
-class GroupRecord(TypedDict):
-    """A param group: its parameters, and hyper-parameters as far as they are plain data."""
-
-    members: tuple[ParamKey, ...]
-    hyper: dict[str, Any]
-
-
 class PatternRecord(TypedDict):
     """How a parameter was united: the pattern as data, and what told it."""
 
@@ -100,25 +93,6 @@ class Fingerprint(TypedDict):
     digest: str
 
 
-def _check_fingerprint(told: dict[str, Any]) -> dict[str, Any]:
-    _FINGERPRINT.validate_python(told)
-    return told
-
-
-_FINGERPRINT = TypeAdapter(Fingerprint)
-
-
-class StateLike(Protocol):
-    """What :func:`make_manifest` asks of a state file."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def crc(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """An atomic checkpoint's description. Fields that are not described here are those of ``AtomicIndex``.
@@ -140,7 +114,7 @@ class Manifest:
 
     version: Count
     package: Text
-    fingerprint: Annotated[dict[Text, Any], AfterValidator(_check_fingerprint)]
+    fingerprint: Fingerprint
     source: dict[Text, Any]
     atoms: tuple[AtomRecord, ...]
     states: tuple[StateRecord, ...]
@@ -148,7 +122,7 @@ class Manifest:
     patterns: dict[Text, PatternRecord]
     scalars: dict[ParamKey, dict[Text, Number]]
     scalar_dtypes: dict[Text, Text]
-    groups: tuple[GroupRecord, ...]
+    groups: tuple[GroupInfo, ...]
     aliases: dict[Text, Text]
     buffers: tuple[Text, ...]
     counters: dict[Text, Number]
@@ -164,9 +138,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """One line of ASCII, the same for equal manifests; its ``digest`` is the SHA-256 of the rest."""
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        told["atoms"] = [asdict(atom) for atom in self.atoms]
-        told["states"] = [asdict(state) for state in self.states]
+        told = asdict(self)
         told["digest"] = _sum(told)
         return dump_json(told) + "\n"
 
@@ -293,7 +265,7 @@ def make_manifest(
     records: Iterable[AtomRecord],
     patterns: Mapping[str, Pattern],
     origin: Mapping[str, str],
-    states: Sequence[StateLike],
+    states: Sequence[StateRecord],
     *,
     verified: bool = True,
 ) -> Manifest:
@@ -313,15 +285,14 @@ def make_manifest(
     """
     if not states:
         raise CheckpointError(f"{index.run.state_file}: an atomic checkpoint needs a state file.")
-    topology = {each.name: getattr(index.run.topology, each.name) for each in fields(index.run.topology)}
-    topology.pop("flats")
+    topology = {each.name: getattr(index.run.topology, each.name) for each in fields(Topology) if each.name != "flats"}
     return Manifest(
         version=FORMAT,
         package=__version__,
         fingerprint=fingerprint(index),
         source=topology,
         atoms=tuple(sorted(records, key=lambda atom: (atom.name, atom.state, atom.instance))),
-        states=tuple(StateRecord(state.name, state.size, state.crc) for state in states),
+        states=tuple(states),
         state_file=states[0].name,
         patterns={
             name: {"pattern": record_pattern(pattern), "origin": origin.get(name, "")}
@@ -329,7 +300,7 @@ def make_manifest(
         },
         scalars=index.run.scalars,
         scalar_dtypes=index.run.scalar_dtypes,
-        groups=tuple({"members": group.members, "hyper": _keep_plain(group.hyper)} for group in index.run.groups),
+        groups=tuple(GroupInfo(group.members, _keep_plain(group.hyper)) for group in index.run.groups),
         aliases=index.model.aliases,
         buffers=tuple(sorted(index.model.buffers)),
         counters=index.run.counters,
@@ -346,21 +317,15 @@ def make_manifest(
 
 def find_unplain(index: AtomicIndex) -> list[str]:
     """Hyper-parameters that are objects, which a manifest does not keep."""
-    return sorted({key for group in index.run.groups for key, value in group.hyper.items() if not _is_plain(value)})
+    return sorted({key for group in index.run.groups for key, value in group.hyper.items() if not is_plain(value)})
 
 
 def _keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that a load gives back: plain data; objects stay the live optimizer's in any case."""
-    return {key: value for key, value in hyper.items() if _is_plain(value)}
+    return {key: value for key, value in hyper.items() if is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (str, int, float, bool))
-
-
-def fingerprint(index: AtomicIndex) -> dict[str, Any]:
+def fingerprint(index: AtomicIndex) -> Fingerprint:
     """What tells a checkpoint from every other: its files with sizes and header CRCs, and a SHA-256 over them.
 
     A header's CRC covers those of the file's records. Where it is not known, the records' own count; a file whose bytes
@@ -373,15 +338,15 @@ def fingerprint(index: AtomicIndex) -> dict[str, Any]:
         records.setdefault(record.file, []).append(record)
     files = []
     for number, each in enumerate(index.stored.files):
-        told: dict[str, Any] = {"name": os.path.relpath(each.path, folder), "size": each.size}
+        name = os.path.relpath(each.path, folder)
+        told: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
         held = sorted(records.get(number, ()), key=lambda record: record.offset)
-        told["header_crc"] = each.header_crc
         if each.header_crc is None:
             told["records"] = [[record.offset, record.nbytes, record.crc] for record in held]
         if any(record.crc is None for record in held):
             told["changed"] = os.stat(each.path).st_mtime_ns
         files.append(told)
-    files.sort(key=lambda told: str(told["name"]))
+    files.sort(key=lambda told: told["name"])
     return {"files": files, "digest": hashlib.sha256(dump_json(files).encode()).hexdigest()}
 
 

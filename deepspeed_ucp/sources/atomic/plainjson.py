@@ -12,6 +12,13 @@ from ...errors import UnsupportedError
 _FLOAT, _TUPLE, _DICT, _BYTES = "$float", "$tuple", "$dict", "$bytes"
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a hyper-parameter is plain data, and not an object."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
 def dump_json(value: Any) -> str:
     """Plain data as one line of ASCII, the same for equal data: keys are sorted, nothing is indented.
 

@@ -18,7 +18,7 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
 from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.reader import AtomReader, Item
-from deepspeed_ucp.stream.wholes import Whole, settle_wholes
+from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
 from tests.ranks import run_ranks
 from tests.reshard import examples, open_for, temporary_folder
 from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
@@ -38,7 +38,9 @@ def rules_of(held: Held) -> Any:
     return from_config(make_config(held.model).patterns)
 
 
-def read_whole(reader: AtomReader, whole: Whole, step: int | None = None, checks: Checks | None = None) -> torch.Tensor:
+def read_whole(
+    reader: AtomReader, whole: UnitedAtom, step: int | None = None, checks: Checks | None = None
+) -> torch.Tensor:
     """A logical tensor, read in ranges of ``step`` elements."""
     checks = checks or Checks()
     data = bytearray(whole.nbytes)
@@ -55,7 +57,7 @@ def read_whole(reader: AtomReader, whole: Whole, step: int | None = None, checks
 
 def check_atoms(
     reader: AtomReader,
-    wholes: Mapping[tuple[str, str], Whole],
+    wholes: Mapping[tuple[str, str], UnitedAtom],
     held: Held,
     step: int | None,
     checks: Checks | None = None,
@@ -79,7 +81,7 @@ def check_atoms(
 def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
     with temporary_folder() as folder:
         index = open_held(trip.source, folder)
-        wholes = settle_wholes(index, rules_of(trip.source))
+        wholes = unite_atoms(index, rules_of(trip.source))
         assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.atoms)
         with AtomReader(index) as reader:
             checks = Checks()
@@ -94,7 +96,7 @@ def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "
 def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     held = make_plain_source(2)
     index = open_held(held, tmp_path)
-    wholes = settle_wholes(index, rules_of(held))
+    wholes = unite_atoms(index, rules_of(held))
     checks = Checks()
     with AtomReader(index) as reader:
         for whole in wholes.atoms.values():
@@ -108,18 +110,18 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
     """Small parameters that lie side by side in a partition."""
     held = draw_state(make_plain(("norm", "column", "bias")), Topology(1, 1))
     index = open_held(held, tmp_path)
-    wholes = settle_wholes(index)
+    wholes = unite_atoms(index)
     calls: list[int] = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])
     items = [
         Item(whole, 0, whole.numel, memoryview(bytearray(whole.nbytes)))
         for whole in sorted(wholes.atoms.values(), key=lambda whole: whole.place)
-        if whole.state == MASTER
+        if whole.atom.state == MASTER
     ]
     with AtomReader(index) as reader:
         reader.read_items(items)
-    groups = len({(index.stored.records[item.whole.place[0]].file, item.whole.place[0]) for item in items})
+    groups = len({(index.stored.records[item.united.place[0]].file, item.united.place[0]) for item in items})
     assert len(calls) == groups < len(items)
 
 
@@ -130,7 +132,7 @@ def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     write_files(tmp_path, build_local_files(locals_, held.topology))
     targets = held.make_targets()
     index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
-    wholes = settle_wholes(index, rules_of(held))
+    wholes = unite_atoms(index, rules_of(held))
     with (
         AtomReader(index) as reader,
         pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
@@ -150,7 +152,7 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
         {"match": r".*\.norm", "pattern": "partial"} if rule["match"] == r".*\.norm" else rule
         for rule in patterns["rules"]
     ]
-    wholes = settle_wholes(index, from_config(patterns))
+    wholes = unite_atoms(index, from_config(patterns))
     with AtomReader(index) as reader:
         found = read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
     both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
@@ -160,13 +162,13 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
 def test_what_nothing_settles_is_refused_with_rules_to_paste(tmp_path: Path) -> None:
     index = open_held(make_plain_source(2), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.row.*not known|not known.*body\.row"):
-        settle_wholes(index)
+        unite_atoms(index)
 
 
 def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
     """Whoever cuts the atoms later wants to know it."""
     held = make_plain_source(1)
-    wholes = settle_wholes(open_held(held, tmp_path), rules_of(held))
+    wholes = unite_atoms(open_held(held, tmp_path), rules_of(held))
     assert wholes.patterns["body.row"] == ShardH()
     assert wholes.atoms[AtomKey("body.row", MASTER)].view is None
 
@@ -174,7 +176,7 @@ def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
 def test_a_rule_of_the_users_that_contradicts_a_whole_shape_is_told(tmp_path: Path) -> None:
     index = open_held(make_plain_source(1), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.norm"):
-        settle_wholes(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
+        unite_atoms(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
 
 
 @pytest.mark.parametrize("place", ["atom", "padding"])
@@ -182,7 +184,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     """In an atom's bytes, and in padding that no atom holds."""
     held = draw_state(make_plain(("norm",)), Topology(1, 2))
     index = open_held(held, tmp_path)
-    whole = settle_wholes(index).atoms[AtomKey("body.norm", MASTER)]
+    whole = unite_atoms(index).atoms[AtomKey("body.norm", MASTER)]
     fragments = sorted(whole.atom.shards[0].fragments, key=lambda f: f.start)
     last = fragments[-1]
     record = index.stored.records[last.record]
@@ -206,7 +208,7 @@ def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Pat
     rules = make_config(held.model).patterns["rules"]
     shapes = []
     for more in ([], [{"match": r".*\.count", "pattern": "shard-v"}]):
-        wholes = settle_wholes(index, from_config([*rules, *more]))
+        wholes = unite_atoms(index, from_config([*rules, *more]))
         shapes.append(wholes.atoms[AtomKey("body.count", "module")].shape)
     assert shapes == [(3,), (6,)]
 
@@ -216,6 +218,6 @@ def test_a_copy_stays_where_there_is_no_master(tmp_path: Path) -> None:
     with_masters = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
     copies = {key for key in with_masters.stored.atoms if key.state == COPY}
     assert copies
-    assert not copies & settle_wholes(with_masters).atoms.keys()
+    assert not copies & unite_atoms(with_masters).atoms.keys()
     kept = {key: atom for key, atom in with_masters.stored.atoms.items() if key.state != MASTER}
-    assert copies <= settle_wholes(with_masters.change(atoms=kept)).atoms.keys()
+    assert copies <= unite_atoms(with_masters.change(atoms=kept)).atoms.keys()

@@ -1,9 +1,9 @@
-"""Logical atoms: how the shards of a source make up whole tensors where no live engine tells."""
+"""United atoms: how the shards of a source make up whole tensors where no live engine tells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
 from ..patterns import Layout, Pattern, RuleSet, Unique
@@ -14,13 +14,13 @@ from ..plan.settling import settle_index
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """One logical atom.
+class UnitedAtom:
+    """One atom as a whole tensor.
 
     Attributes:
         atom: its shards.
         shape: of the logical tensor, rows of vocabulary padding included.
-        view: how the shards make it up; None where the one shard is the whole.
+        view: how the shards make it up; None where the one shard is all of it.
     """
 
     atom: Atom
@@ -31,11 +31,6 @@ class Whole:
     def name(self) -> str:
         """Name of the parameter or buffer."""
         return self.atom.name
-
-    @property
-    def state(self) -> str:
-        """Name of the state."""
-        return self.atom.state
 
     @property
     def dtype(self) -> str:
@@ -58,11 +53,6 @@ class Whole:
         return self.numel * self.itemsize
 
     @property
-    def mean(self) -> bool:
-        """The logical value is the mean of the shards (Partial)."""
-        return self.view is not None and self.view.source.mean
-
-    @property
     def place(self) -> tuple[int, int]:
         """Record and byte offset of the first fragment; the order in which a source is read."""
         return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.fragments), (0, 0))
@@ -73,9 +63,9 @@ class Whole:
         return Want(self.atom, start, numel, buffer, 0, view)
 
 
-@dataclass(slots=True)
-class Wholes:
-    """The logical atoms of a source.
+@dataclass(frozen=True, slots=True)
+class UnitedAtoms:
+    """The atoms of a source, united.
 
     Attributes:
         atoms: by the keys of the index.
@@ -84,31 +74,26 @@ class Wholes:
         unused: rules of the user's that match nothing.
     """
 
-    atoms: dict[AtomKey, Whole] = field(default_factory=dict)
-    patterns: dict[str, Pattern] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all logical atoms."""
-        return sum(whole.nbytes for whole in self.atoms.values())
+    atoms: dict[AtomKey, UnitedAtom]
+    patterns: dict[str, Pattern]
+    origin: dict[str, str]
+    unused: list[str]
 
 
-def settle_wholes(
+def unite_atoms(
     index: AtomicIndex,
     rules: Sequence[RuleSet] = (),
     *,
-    states: Callable[[str], bool] | None = None,
+    states: Callable[[str], bool] = lambda _: True,
     live: Sequence[RuleSet] = (),
-) -> Wholes:
+) -> UnitedAtoms:
     """Unite the shards of every parameter and buffer.
 
     Copies of parameters that have a master are left out: they are made from it.
 
     Args:
         rules: the user's.
-        states: which states are wanted; None takes all.
+        states: which states are wanted.
         live: rule sets of a live engine.
 
     Raises:
@@ -117,21 +102,21 @@ def settle_wholes(
     settled = settle_index(index, rules, live=live).require()
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
     atoms = {
-        key: make_whole(atom, settled.layouts[key.name][0])
+        key: unite_shards(atom, settled.layouts[key.name][0])
         for key, atom in index.stored.atoms.items()
-        if (states is None or states(key.state)) and not is_remade(key, index)
+        if states(key.state) and not is_remade(key, index)
     }
-    return Wholes(atoms, patterns, settled.origin, settled.unused)
+    return UnitedAtoms(atoms, patterns, settled.origin, settled.unused)
 
 
-def make_whole(atom: Atom, layout: Layout) -> Whole:
-    """A logical atom from its shards' layout."""
+def unite_shards(atom: Atom, layout: Layout) -> UnitedAtom:
+    """An atom as its shards' layout makes it up."""
     if len(layout.shards) == 1:
-        return Whole(atom, layout.shape)
+        return UnitedAtom(atom, layout.shape)
     full = tuple(((0, size),) for size in layout.view)
     target = Layout(layout.shape, layout.view, (full,), (layout.shape,))
     shards = (0,) if layout.replicated and not layout.mean else tuple(range(len(layout.shards)))
-    return Whole(atom, layout.shape, View(layout, target, 0, shards))
+    return UnitedAtom(atom, layout.shape, View(layout, target, 0, shards))
 
 
 def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
