@@ -8,9 +8,9 @@ from __future__ import annotations
 import heapq
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count as number
 from pathlib import Path
@@ -19,11 +19,11 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import driver, outputs
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
 from deepspeed_ucp.stream.checks import Checks
-from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.stream.united import UnitedAtom
 from deepspeed_ucp.torchsave.zipframe import make_image
 
@@ -186,11 +186,6 @@ class _Turn(Iterator[Batch]):
             raise
 
 
-class _NoJournal:
-    def append(self, entry: dict[str, Any]) -> None:
-        """Nothing is written, so nothing is noted."""
-
-
 def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store: Store, most: int = RANGE) -> Simulated:
     """The executor's own threads, with reads and writes that sleep in virtual time."""
     plan = plan_conversion(list_outputs(shapes), nodes, most=most)
@@ -206,15 +201,31 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
                 key = node, threading.get_ident()
                 shares[key] = shares.get(key, 0) + nbytes
 
-            turns = Turns(plan.nodes[node], clock)
-            with AtomReader(index, checksum=False) as reader:
-                driver.run_batches(turns, files, folder, reader, _NoJournal(), Checks(), workers=workers, progress=add)
+            work = _make_work(index, files, folder, workers, add)
+            driver.write_share(work, Turns(plan.nodes[node], clock), 0, Checks())
 
         with ThreadPoolExecutor(nodes) as pool:
             for done in [pool.submit(run_node, node) for node, batches in enumerate(plan.nodes) if batches]:
                 done.result()
     idle = (0,) * (workers * nodes - len(shares))
     return Simulated(clock.now, plan.shares, (*shares.values(), *idle))
+
+
+def _make_work(
+    index: Any, files: Sequence[outputs.OutputFile], folder: str, workers: int, progress: Callable[[int], None]
+) -> Any:
+    """What a node's part of a conversion asks of the conversion; nothing is noted in a journal."""
+    journal = SimpleNamespace(append=lambda entry: None)
+    staging = SimpleNamespace(folder=folder, path=lambda name: str(Path(folder, name)))
+    staging.journal = lambda rank: nullcontext(journal)
+    return SimpleNamespace(
+        index=index,
+        files=files,
+        comm=Comm(),
+        staging=staging,
+        options=SimpleNamespace(verify=False, bar=lambda total: nullcontext(progress)),
+        report=SimpleNamespace(workers=workers),
+    )
 
 
 def _make_atoms(shapes: dict[str, Shape]) -> Iterator[UnitedAtom]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NumpyArray = npt.NDArray[Any]
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 _Report = tuple[type[UcpError], str]
 """What a rank tells of its error."""
@@ -87,6 +88,15 @@ class Comm:
         told = self.gather((packed, _describe(error)))
         self._raise_first([report for _, report in told], error)
         return [self._unpack(each) for each, _ in told]
+
+    def share(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
+        """Each of ``items`` is worked on by one rank; every rank gets all results (picklable), in order.
+
+        Raises:
+            UcpError: the first failing rank's error, the same on all ranks.
+        """
+        parts = self.each(lambda: [work(item) for item in items[self.rank :: self.size]])
+        return [parts[at % self.size][at // self.size] for at in range(len(items))]
 
     def once(self, work: Callable[[], T]) -> T:
         """Rank 0 runs ``work``; every rank gets its result (picklable), or its error.

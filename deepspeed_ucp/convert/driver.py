@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +18,13 @@ from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.disk import check_space, write_atomically
-from ..io.journal import Journal
 from ..io.memory import Scratch
 from ..io.staging import MANIFEST, Staging, write_latest
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.limits import describe_irregular, refuse_unreadable
 from ..sources import open_checkpoint
+from ..sources.atomic.folder import list_expected, look_at
 from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
@@ -35,6 +35,7 @@ from ..sources.atomic.manifest import (
     make_manifest,
     read_manifest,
 )
+from ..sources.findings import Finding
 from ..sources.latest import find_checkpoint
 from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
@@ -274,15 +275,8 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
     if united != work.united.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was united by other patterns"
-    sizes = {file.path: file.image.size for file in work.files}
-    sizes.update((state.name, state.size) for state in manifest.states)
-    for path, size in sizes.items():
-        try:
-            if os.stat(os.path.join(folder, path)).st_size != size:
-                return f"{path} has another size"
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-    return ""
+    looks = (look_at(folder, *each) for each in list_expected(manifest))
+    return next((look.text for look in looks if isinstance(look, Finding)), "")
 
 
 def _convert(work: _Conversion) -> None:
@@ -336,7 +330,7 @@ def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[W
     outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]
     plan = plan_conversion(outputs, comm.size, most=most, done=done)
     with report.phase("write"):
-        return comm.run(lambda: _write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank], checks))
+        return comm.run(lambda: write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank], checks))
 
 
 def _prepare_folder(work: _Conversion) -> None:
@@ -355,69 +349,42 @@ def _check_folder(folder: str) -> None:
         )
 
 
-def _write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks: Checks) -> list[Written]:
-    """This node's batches."""
-    halt = work.staging.path(HALT)
-    with (
-        _tell_others(halt),
-        AtomReader(work.index, checksum=work.options.verify) as reader,
-        work.staging.journal(work.comm.rank) as journal,
-        work.options.bar(nbytes) as progress,
-    ):
-        return run_batches(
-            batches,
-            work.files,
-            work.staging.folder,
-            reader,
-            journal,
-            checks,
-            workers=work.report.workers,
-            progress=progress,
-            halted=lambda: work.comm.size > 1 and os.path.exists(halt),
-        )
-
-
-def run_batches(
-    batches: Sequence[Batch],
-    files: Sequence[OutputFile],
-    folder: str,
-    reader: AtomReader,
-    journal: Journal,
-    checks: Checks,
-    *,
-    workers: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
-    halted: Callable[[], bool] = lambda: False,
-) -> list[Written]:
+def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks: Checks) -> list[Written]:
     """Carry out this node's part of a conversion: what was written.
 
     Args:
         batches: taken one by one by the workers; each worker holds memory for the largest, about twice.
-        files: what the batches' output numbers mean.
-        folder: the staging folder.
-        journal: notes every batch once it is written.
+        nbytes: of all of them.
         checks: what is read is noted there.
-        progress: told the bytes of every batch; any thread calls it.
-        halted: asked before every batch whether another node has failed; the rest is left then.
 
     Raises:
-        UcpError: the first worker's error; the others stop after their batch.
+        UcpError: the first worker's error; the others, and other nodes, stop after their batch.
     """
+    files, staging, halt = work.files, work.staging, work.staging.path(HALT)
     done: list[Written] = []
 
     def consume(batch: Batch, sides: Sequence[list[Item]], found: list[Checked], scratch: Scratch) -> None:
         written = []
         for each, item in zip(batch.ranges, sides[0], strict=True):
             crc = crc32(item.into)
-            files[each.output].write(folder, each.start, item.into, crc)
+            files[each.output].write(staging.folder, each.start, item.into, crc)
             written.append(Written(each, crc))
         ranges = [[files[w.range.output].path, w.range.start, w.range.numel, w.crc] for w in written]
         journal.append({"ranges": ranges, "checks": [[c.record, c.offset, c.nbytes, c.crc] for c in found]})
         done.extend(written)
         checks.add(found)
 
-    source = (reader, [file.atom for file in files])
-    stream([source], batches, consume, threads=workers, progress=progress, halted=halted)
+    def is_halted() -> bool:
+        return work.comm.size > 1 and os.path.exists(halt)
+
+    with (
+        _tell_others(halt),
+        AtomReader(work.index, checksum=work.options.verify) as reader,
+        staging.journal(work.comm.rank) as journal,
+        work.options.bar(nbytes) as progress,
+    ):
+        source = (reader, [file.atom for file in files])
+        stream([source], batches, consume, threads=work.report.workers, progress=progress, halted=is_halted)
     return done
 
 

@@ -6,7 +6,7 @@ from ..atoms import MODULE, are_alike, strip_compiled
 from ..errors import MismatchError, shorten
 from ..patterns import from_universal_info
 from ..patterns.regex import Matcher
-from .atomic.paramfile import UniversalHeaders
+from .atomic.headers import UniversalHeaders
 from .builder import Builder, Seat
 from .hints import INFO
 from .module import add_modules

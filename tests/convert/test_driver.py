@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_in
 from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.reader import AtomReader
@@ -271,25 +273,22 @@ def test_a_node_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytest.
     """They do not write for another hour what nobody will need."""
     held = make_source(2)
     index = open_held(held, tmp_path / "tag")
-    run, batches = driver.run_batches, [0, 0]
+    begin, batches = Staging.journal, []
 
-    def count(share: Any, files: Any, folder: str, reader: Any, journal: Any, checks: Any, **options: Any) -> Any:
-        rank = int(journal.path[-1])
-        if rank == 0:  # turns are taken in rank order: the first has failed before the second begins
+    def fail_first(staging: Staging, node: int) -> Any:
+        if node == 0:  # turns are taken in rank order: the first has failed before the second begins
             raise CheckpointError("broken")
-        progress = options["progress"]
-        options["progress"] = lambda nbytes: (batches.__setitem__(rank, batches[rank] + 1), progress(nbytes))[1]
-        return run(share, files, folder, reader, journal, checks, **options)
+        return begin(staging, node)
 
-    monkeypatch.setattr(driver, "run_batches", count)
+    monkeypatch.setattr(Staging, "journal", fail_first)
 
     def work(rank: int, comm: Any) -> str:
         with pytest.raises(CheckpointError) as caught:
-            convert(index, held, tmp_path / "tag", tmp_path / "out", comm)
+            convert(index, held, tmp_path / "tag", tmp_path / "out", comm, bar=lambda _: nullcontext(batches.append))
         return str(caught.value)
 
     assert set(run_ranks(2, work)) == {"[rank 0] broken"}
-    assert batches == [0, 0]
+    assert not batches
     monkeypatch.undo()
     run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "tag", tmp_path / "out", comm))
     assert not list((tmp_path / "out").glob(".*"))

@@ -53,16 +53,16 @@ def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tupl
         return None, [manifest]
     if manifest is None:
         return open_universal(folder, {name: entry.size for name, entry in entries.items()}, comm)
-    files = _list_files(manifest)
-    parts = comm.each(lambda: [_look_at(folder, *each) for each in files[comm.rank :: comm.size]])
-    looks = {each[0]: parts[at % comm.size][at // comm.size] for at, each in enumerate(files)}
-    findings = [look for look in looks.values() if isinstance(look, Finding)]
+    files = list_expected(manifest)
+    looks = comm.share(files, lambda each: look_at(folder, *each))
+    findings = [look for look in looks if isinstance(look, Finding)]
     header = comm.once(lambda: _read_state_file(folder, manifest, findings))
     if isinstance(header, Finding):
         findings.append(header)
     if findings or not isinstance(header, FileHeader):
         return None, findings
-    return make_index(folder, manifest, header, {n: size for n, size in looks.items() if isinstance(size, int)}), []
+    sizes = {name: size for (name, *_), size in zip(files, looks, strict=True) if isinstance(size, int)}
+    return make_index(folder, manifest, header, sizes), []
 
 
 def _read_manifest(folder: str) -> Manifest | Finding | None:
@@ -74,7 +74,7 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
         return Finding("manifest", MANIFEST, str(error))
 
 
-def _list_files(manifest: Manifest) -> list[tuple[str, int, bool]]:
+def list_expected(manifest: Manifest) -> list[tuple[str, int, bool]]:
     """(name, bytes that it has at least, whether exactly) of every file."""
     atoms: dict[str, tuple[int, bool]] = {}
     for atom in manifest.atoms:
@@ -86,7 +86,7 @@ def _list_files(manifest: Manifest) -> list[tuple[str, int, bool]]:
     ]
 
 
-def _look_at(folder: str, name: str, nbytes: int, exact: bool) -> int | Finding:
+def look_at(folder: str, name: str, nbytes: int, exact: bool) -> int | Finding:
     """A file's bytes, or what is wrong with it."""
     path = os.path.join(folder, name)
     try:

@@ -1,32 +1,58 @@
-"""Folders that DeepSpeed's converter (``deepspeed/checkpoint/ds_to_universal.py``) wrote → the atomic view.
-
-It writes a folder per parameter (tensor-parallel shards united, ZeRO's partitions joined), the optimizer's param groups
-as rank 0 had them, and copies the model states. It leaves a pipeline's layer files behind, and with them buffers and
-frozen parameters; below stage 3 it puts 32-bit copies of the first tensor-parallel rank's into ``zero``, which are
-passed over: the model states have the originals.
-"""
+"""A folder that ``ds_to_universal`` wrote → atoms, param groups, and what the converter left out."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ...atoms import MODULE, AtomicIndex, strip_compiled
+from ...atoms import (
+    MASTER,
+    AtomicIndex,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    ParamKey,
+    RunState,
+    StoredAtoms,
+    count,
+    strip_compiled,
+)
 from ...comm import Comm
-from ...errors import CheckpointError
-from ..family import Save, arrange, find_strangers, name_model_files
-from ..files import MANIFEST, ZERO, Listing, sort_files
-from ..findings import WARNING, Finding, make_error
-from ..reading import read_file
-from .paramfile import ParamHeader, UniversalHeaders, read_optimizer_file, read_param_file
-from .united import build_united
+from ...errors import CheckpointError, shorten
+from ...patterns import Pattern, ShardH, ShardNC, ShardV
+from ...patterns.recorded import record_pattern
+from ...topology import ATOMIC, Topology
+from ...torchsave.records import FileRecord
+from ..builder import Builder, Seat
+from ..findings import WARNING, Finding
+from ..headers import Piece
+from ..hints import join_hints
+from ..index import find_precision, name_optimizer
+from ..leftout import add_rest, tell_copies
+from ..refused import describe_offload
+from .headers import ParamHeader, UniversalHeaders, read_headers
 
-OPTIMIZER = f"{ZERO}/optimizer_state.pt"
-_TEMPORARY = "tmp"
+_STEP = "step"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Owned:
+    """What the model states say of the parameters that an optimizer owned.
+
+    Attributes:
+        shapes: per parameter, local shapes by tensor-parallel rank.
+        flats: per parameter the flat buffer that it was in; None where that cannot be told.
+    """
+
+    shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)
+    flats: dict[str, int | None] = field(default_factory=dict)
 
 
 def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
-    """The index of a folder that ``ds_to_universal`` wrote, and warnings; each header is read by one rank; collective.
+    """The index of a folder that ``ds_to_universal`` wrote, and warnings; collective.
 
     Args:
         folder: the checkpoint's folder.
@@ -37,83 +63,226 @@ def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[Atom
         CheckpointError: half-made, damaged, or of several runs.
         UnsupportedError: a kind that is not covered.
     """
-    params = comm.once(lambda: _list_params(folder, sizes))
-    parts = comm.each(lambda: {name: _read_param(folder, name) for name in params[comm.rank :: comm.size]})
-    gathered = {name: held for part in parts for name, held in part.items()}
-    optim, stage = comm.once(lambda: read_optimizer_file(folder, OPTIMIZER))
-    save = _read_models(folder, sizes, stage, comm)
-    part = UniversalHeaders(folder, save, optim, stage, {strip_compiled(name): gathered[name] for name in params})
-    index, notes = comm.run(lambda: build_united(part))
+    part = read_headers(folder, sizes, comm)
+    index, notes = comm.run(lambda: _build(part))
     return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes]
 
 
-def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
-    """The parameters' folders.
+def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
+    """The atomic view, and what has to be told of it.
 
     Raises:
-        CheckpointError: the conversion was not finished.
+        CheckpointError: a parameter without its files, or with files of another run.
     """
-    if _TEMPORARY in sizes:
+    save, builder = part.save, Builder(part.folder)
+    main = builder.file(save.main)
+    owned = _list_owned(part)
+    notes: list[str] = []
+    for name in owned.shapes:
+        _add_param(builder, part, name, owned)
+    _add_steps(builder, part, owned, notes)
+    notes += tell_copies(part)
+    aliases, dropped = add_rest(builder, part, set(owned.shapes), notes)
+    _check_states(part, owned)
+    atoms = builder.finish_atoms({})
+    model = save.model(0)
+    client = tuple(builder.record(main, blob) for blob in model.others)
+    zero = model.config.get("zero_optimization") or {}
+    masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
+    return AtomicIndex(
+        stored=StoredAtoms(
+            files=tuple(builder.files),
+            records=tuple(builder.records),
+            atoms=atoms,
+        ),
+        run=RunState(
+            scalars=builder.scalars,
+            groups=_make_groups(part, owned, notes),
+            counters=model.counters,
+            scaler=part.optim.scaler,
+            clip_grad=part.optim.clip_grad,
+            state_file=save.path(save.main),
+            topology=Topology(
+                zero_stage=part.stage or int(zero.get("stage") or 0),
+                wrapper=ATOMIC,
+                precision=find_precision(save, model, atoms, {}),
+                master=masters[0] if masters else "float32",
+                offload=describe_offload(zero),
+            ),
+            optimizer=name_optimizer(model.config),
+            client_records=client,
+            scalar_dtypes=builder.scalar_dtypes,
+        ),
+        model=ModelInfo(
+            aliases=aliases,
+            buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
+            hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
+            recorded=_record_cuts(part, owned),
+        ),
+        limits=Limits(
+            irregular=builder.irregular,
+            unreadable=builder.unreadable,
+            dropped=dropped,
+        ),
+    ), notes
+
+
+def _list_owned(part: UniversalHeaders) -> _Owned:
+    """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
+    owned, total = _Owned(), sum(map(len, part.optim.params))
+    for mp in range(len(part.save.models)):
+        groups = part.save.model(mp).param_shapes
+        if groups is None:
+            raise CheckpointError(
+                f"{part.save.path(part.save.models[mp][0])}: has no param_shapes, so that the parameters of its param "
+                "groups are not known. It is no checkpoint that ds_to_universal converts."
+            )
+        for index, group in enumerate(groups):
+            for raw, shape in group:
+                name = strip_compiled(raw)
+                owned.shapes.setdefault(name, {})[mp % part.save.tp] = tuple(shape)
+                owned.flats.setdefault(name, index if len(groups) == total else None)
+    return owned
+
+
+def _add_param(builder: Builder, part: UniversalHeaders, name: str, owned: _Owned) -> None:
+    shapes, held = owned.shapes[name], part.params.get(name, {})
+    master = held.get(MASTER)
+    if master is None and not any(count(shape) for shape in shapes.values()):
+        nothing = Piece(FileRecord("", 0, 0, None), 0, (0,), "float32")
+        builder.add(Seat(), name, MASTER, shapes[min(shapes)], builder.file(part.save.main), nothing)
+        return
+    if master is None or master.piece is None:
         raise CheckpointError(
-            f"{folder}: holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
-            "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
+            f"{part.folder}/zero/{name}/{MASTER}.pt is missing, {part.save.main.name} lists the parameter. The "
+            "conversion by ds_to_universal was interrupted, or the copy is not complete; convert or copy again."
         )
-    try:
-        with os.scandir(os.path.join(folder, ZERO)) as entries:
-            found = sorted(entry.name for entry in entries if entry.is_dir())
-    except OSError as error:
-        raise CheckpointError(f"{folder}/{ZERO}: cannot be listed ({error.strerror or error}).") from error
-    if not found or not os.path.isfile(os.path.join(folder, OPTIMIZER)):
-        lacking = OPTIMIZER if found else "every parameter's folder"
+    shape = _find_shape(part, master, master.piece, shapes)
+    for state, header in held.items():
+        if state == _STEP:
+            continue
+        if header.piece is None or header.piece.numel != count(shape):
+            found = header.piece.shape if header.piece else "a number"
+            raise CheckpointError(
+                f"{part.folder}/{header.file.name}: holds {found}, {name} has shape {shape}. The file is of "
+                "another run."
+            )
+        builder.add(Seat(), name, state, shape, builder.file(header.file), replace(header.piece, shape=shape))
+
+
+def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
+    """A parameter's logical shape. Stage 3 without tensor parallelism is written flat, a vocabulary without padding."""
+    local = shapes[min(shapes)]
+    if part.save.tp > 1 or piece.shape == local:
+        return piece.shape
+    if header.keys.get("vocab_tensor") and piece.shape[1:] == local[1:] and piece.shape[0] <= local[0]:
+        return piece.shape
+    if piece.shape == (count(local),):
+        return local
+    raise CheckpointError(
+        f"{part.folder}/{header.file.name}: has shape {piece.shape}, {part.save.main.name} says {local}. The file "
+        "belongs to another run."
+    )
+
+
+def _check_states(part: UniversalHeaders, owned: _Owned) -> None:
+    """Parameters of one flat buffer have the same states; a group that no gradient has reached has none at all.
+
+    Raises:
+        CheckpointError: some lack files that others have, or a folder with states is no parameter's.
+    """
+    groups: dict[int | None, list[str]] = {}
+    for name, flat in owned.flats.items():
+        if any(count(shape) for shape in owned.shapes[name].values()):
+            groups.setdefault(flat, []).append(name)
+    for names in groups.values():
+        everything = set().union(*(part.params.get(name, {}) for name in names))
+        lacking = [
+            f"{name}/{state}.pt" for name in names for state in sorted(everything - set(part.params.get(name, {})))
+        ]
+        if lacking:
+            raise CheckpointError(
+                f"{part.folder}/zero: {shorten(lacking)} missing, other parameters of the same param group have such "
+                "files. The conversion by ds_to_universal was interrupted, or the copy is not complete; convert or "
+                "copy again."
+            )
+    strangers = [name for name, held in part.params.items() if set(held) - {MASTER} and name not in owned.shapes]
+    if strangers:
         raise CheckpointError(
-            f"{folder}: {lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
-            "complete. Convert or copy again."
+            f"{part.folder}/zero: {shorten(strangers)} have optimizer states, but {part.save.main.name} does not list "
+            "them. The folder holds the files of two runs; convert into a new folder."
         )
+
+
+def _add_steps(builder: Builder, part: UniversalHeaders, owned: _Owned, notes: list[str]) -> None:
+    """The optimizer's scalars: of files below stage 3, of rank 0's states there."""
+    trained = [name for name in owned.shapes if set(part.params.get(name, {})) - {MASTER}]
+    file = builder.file(part.save.main)
+    for name in trained:
+        if part.is_sharded:
+            flat = owned.flats[name]
+            _add_sharded(builder, part, name, 0 if flat is None else flat, file)
+        elif header := part.params[name].get(_STEP):
+            if header.value is None:
+                builder.irregular.setdefault(f"{name}.{_STEP}", "a tensor of several elements")
+            else:
+                builder.add_scalars(ParamKey(name), {_STEP: header.value}, builder.file(header.file))
+                if header.dtype:
+                    builder.scalar_dtypes.setdefault(_STEP, header.dtype)
+    if trained and not builder.scalars and not any(_STEP in hyper for hyper in part.optim.groups):
+        counters = part.save.model(0).counters
+        step = int(counters.get("global_steps", 0)) - int(counters.get("skipped_steps", 0))
+        builder.scalars.update({ParamKey(name): {_STEP: step} for name in trained})
+        notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
+
+
+def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int, file: int) -> None:
+    holders = part.optim.holders
+    if flat >= len(holders):
+        raise CheckpointError(
+            f"{part.folder}/zero/optimizer_state.pt: has states of {len(holders)} sub-groups, {part.save.main.name} "
+            "says more. The file belongs to another run."
+        )
+    holder = holders[flat]
+    builder.add_scalars(ParamKey(name), dict(holder.scalars), file)
+    for scalar, piece in holder.zero_dim.items():
+        builder.scalar_dtypes.setdefault(scalar, piece.dtype)
+    for state, kind in holder.other.items():
+        builder.irregular.setdefault(f"{name}.{state}", kind)
+
+
+def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tuple[GroupInfo, ...]:
+    """Param groups with their parameters; none where a pipeline's stages have different ones."""
+    hypers = part.optim.groups
+    if len(hypers) > 1 and None in owned.flats.values():
+        differing = sorted({key for hyper in hypers for key in hyper if any(o.get(key) != hyper[key] for o in hypers)})
+        notes.append(
+            "the converter kept the param groups of the first pipeline stage alone, other stages have others: the "
+            f"hyper-parameters of this run are kept (the saved groups differ in {shorten(differing) or 'nothing'})"
+        )
+        return ()
+    owner = {flat: group for group, flats in enumerate(part.optim.params) for flat in flats}
+    members: list[list[ParamKey]] = [[] for _ in hypers]
+    for name, index in owned.flats.items():
+        members[0 if index is None else owner.get(index, 0)].append(ParamKey(name))
+    return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
+
+
+def _record_cuts(part: UniversalHeaders, owned: _Owned) -> dict[str, dict[str, Any]]:
+    """How the converter joined tensor-parallel shards, where its files say so; without any it says nothing."""
+    if part.save.tp == 1:
+        return {}
+    found = {}
+    for name in owned.shapes:
+        master = part.params.get(name, {}).get(MASTER)
+        if master is not None and master.piece is not None and "cat_dim" in master.keys:
+            found[name] = record_pattern(_read_cut(master.keys, master.piece.shape))
     return found
 
 
-def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
-    """The headers of a parameter's files by state."""
-    try:
-        files = sorted(os.listdir(os.path.join(folder, ZERO, name)))
-    except OSError as error:
-        raise CheckpointError(f"{folder}/{ZERO}/{name}: cannot be listed ({error.strerror or error}).") from error
-    if f"{MODULE}.pt" in files:
-        raise CheckpointError(
-            f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "
-            "it last. Copy the whole folder, or convert again."
-        )
-    return {file[:-3]: read_param_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
-
-
-def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
-    """The copied model states of every rank, each header read by one rank.
-
-    Raises:
-        CheckpointError: some are missing or belong to another run.
-    """
-    listing = comm.run(lambda: _sort(folder, sizes, stage))
-    first = comm.once(lambda: read_file(folder, _first_name(listing, stage)))
-    names = comm.run(lambda: name_model_files(listing, first))
-    parts = comm.each(lambda: [read_file(folder, name) for name in names[comm.rank :: comm.size]])
-    by_name = {header.name: header for part in parts for header in part}
-    save = arrange(listing, [first, *(by_name[name] for name in names)])
-    error = make_error(find_strangers(save))
-    if error is not None:
-        raise error
-    return save
-
-
-def _sort(folder: str, sizes: dict[str, int], stage: int) -> Listing:
-    listing = sort_files(folder, sizes)
-    if (stage == 3 and (0, 0) not in listing.model_zero3) or (stage < 3 and 0 not in listing.model):
-        wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-        raise CheckpointError(
-            f"{folder}: {wanted} is missing, which a checkpoint converted from stage {stage} has. The conversion was "
-            "interrupted, or the copy is not complete. Convert or copy again."
-        )
-    return listing
-
-
-def _first_name(listing: Listing, stage: int) -> str:
-    return listing.model_zero3[0, 0] if stage == 3 else listing.model[0]
+def _read_cut(keys: Mapping[str, Any], shape: Shape) -> Pattern:
+    dim, parts = int(keys["cat_dim"]), int(keys.get("param_n_sub_params", 1))
+    vocab = shape[0] if keys.get("vocab_tensor") and shape else None
+    if parts > 1:
+        return ShardNC(parts=(1,) * parts, dim=dim, vocab=vocab)
+    return ShardV(vocab=vocab) if dim == 0 else ShardH(dim=dim, vocab=vocab)

@@ -1,0 +1,211 @@
+"""Headers of a folder that DeepSpeed's converter (``deepspeed/checkpoint/ds_to_universal.py``) wrote.
+
+It writes a folder per parameter (tensor-parallel shards united, ZeRO's partitions joined), the optimizer's param groups
+as rank 0 had them, and copies the model states. It leaves a pipeline's layer files behind, and with them buffers and
+frozen parameters; below stage 3 it puts 32-bit copies of the first tensor-parallel rank's into ``zero``, which are
+passed over: the model states have the originals.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...atoms import MODULE, strip_compiled
+from ...comm import Comm
+from ...errors import CheckpointError, UnsupportedError
+from ...torchsave.objects import TensorRef, to_member
+from ...torchsave.torchfile import TorchFile, read_header
+from ..family import Save, arrange, find_strangers, name_model_files
+from ..files import MANIFEST, ZERO, Listing, sort_files
+from ..findings import make_error
+from ..headers import FileHeader, OptimHeader, Piece
+from ..reading import HeaderReader, explain_damage, read_file
+
+OPTIMIZER = f"{ZERO}/optimizer_state.pt"
+PARAM = "param"
+_TEMPORARY = "tmp"
+_EXPERT = "is_expert_param"
+_KEYS = ("cat_dim", "param_n_sub_params", "vocab_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class ParamHeader:
+    """One file of a parameter's folder.
+
+    Attributes:
+        file: the file itself; its name is relative to the checkpoint's folder.
+        piece: its tensor; None in ``step.pt``.
+        value, dtype: its number, with the dtype where it is a 0-dim tensor.
+        keys: how the converter says that it united the tensor.
+    """
+
+    file: FileHeader
+    piece: Piece | None = None
+    value: Any = None
+    dtype: str = ""
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalHeaders:
+    """What a converted folder's headers say.
+
+    Attributes:
+        save: the copied model states, without optimizer files.
+        optim: the optimizer's param groups, of stage 3 with data-parallel rank 0's states.
+        stage: ZeRO stage of the source.
+        params: per folder in ``zero`` its files by state.
+    """
+
+    folder: str
+    save: Save
+    optim: OptimHeader
+    stage: int
+    params: dict[str, dict[str, ParamHeader]]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the source was of ZeRO 3."""
+        return self.stage == 3
+
+
+def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHeaders:
+    """All headers of a converted folder, each read by one rank; collective.
+
+    Args:
+        folder: the checkpoint's folder.
+        sizes: what it holds.
+        comm: the ranks that load.
+
+    Raises:
+        CheckpointError: half-made, damaged, or of several runs.
+        UnsupportedError: a kind that is not covered.
+    """
+    names = comm.once(lambda: _list_params(folder, sizes))
+    params = comm.share(names, lambda name: _read_param(folder, name))
+    optim, stage = comm.once(lambda: _read_optimizer(folder))
+    save = _read_models(folder, sizes, stage, comm)
+    return UniversalHeaders(folder, save, optim, stage, dict(zip(map(strip_compiled, names), params, strict=True)))
+
+
+def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
+    """The parameters' folders.
+
+    Raises:
+        CheckpointError: the conversion was not finished.
+    """
+    if _TEMPORARY in sizes:
+        raise CheckpointError(
+            f"{folder}: holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
+            "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
+        )
+    try:
+        with os.scandir(os.path.join(folder, ZERO)) as entries:
+            found = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{ZERO}: cannot be listed ({error.strerror or error}).") from error
+    if not found or not os.path.isfile(os.path.join(folder, OPTIMIZER)):
+        lacking = OPTIMIZER if found else "every parameter's folder"
+        raise CheckpointError(
+            f"{folder}: {lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
+            "complete. Convert or copy again."
+        )
+    return found
+
+
+def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
+    """The headers of a parameter's files by state."""
+    try:
+        files = sorted(os.listdir(os.path.join(folder, ZERO, name)))
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{ZERO}/{name}: cannot be listed ({error.strerror or error}).") from error
+    if f"{MODULE}.pt" in files:
+        raise CheckpointError(
+            f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "
+            "it last. Copy the whole folder, or convert again."
+        )
+    return {file[:-3]: _read_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
+
+
+def _read_file(folder: str, name: str) -> ParamHeader:
+    """The header of a parameter's file.
+
+    Raises:
+        CheckpointError: damaged, or no tensor.
+        UnsupportedError: an expert's parameter.
+    """
+    path = os.path.join(folder, name)
+    with explain_damage(path):
+        return _describe(read_header(path), name)
+
+
+def _describe(file: TorchFile, name: str) -> ParamHeader:
+    tree, header = file.tree, FileHeader(name, file.size, crc=file.crc)
+    if isinstance(tree, dict):
+        if tree.get(_EXPERT):
+            raise UnsupportedError(f"{file.path}: an expert's parameter; mixture-of-experts models are not covered.")
+        if PARAM not in tree:
+            raise CheckpointError(f"{file.path}: has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.")
+        keys = {key: tree[key] for key in _KEYS if isinstance(tree.get(key), int)}
+        return ParamHeader(header, HeaderReader(file).piece(tree[PARAM], name), keys=keys)
+    if isinstance(tree, TensorRef):  # a step, or of stage 3 without tensor parallelism: flat, without a dict
+        piece = HeaderReader(file).piece(tree, name)
+        value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
+        return ParamHeader(header, piece, value, dtype)
+    if isinstance(tree, (int, float)):
+        return ParamHeader(header, value=tree)
+    raise CheckpointError(f"{file.path}: holds a {type(tree).__name__}, neither a tensor nor a number.")
+
+
+def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
+    """The optimizer's part of a converted checkpoint, and the ZeRO stage that it came from.
+
+    Stage 3's still has all of data-parallel rank 0's states; of the others the param groups remain.
+
+    Raises:
+        CheckpointError: damaged, or of another kind.
+    """
+    path = os.path.join(folder, OPTIMIZER)
+    with explain_damage(path):
+        file = read_header(path)
+        tree = file.tree
+        if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
+            raise CheckpointError(f"{path}: has no param_groups; it is no optimizer state of ds_to_universal.")
+        reader = HeaderReader(file)
+        if "fp32_flat_groups" in tree:
+            return reader.read_optim(tree), 3
+        state = {**tree, "optimizer_state_dict": {"param_groups": tree["param_groups"]}}
+        kind = "zero12" if "zero_stage" in tree else "bf16"
+        return reader.read_flat(state, kind, []), int(to_member(tree.get("zero_stage", 0)))
+
+
+def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
+    """The copied model states of every rank.
+
+    Raises:
+        CheckpointError: some are missing or belong to another run.
+    """
+    listing, main = comm.run(lambda: _find_main(folder, sizes, stage))
+    first = comm.once(lambda: read_file(folder, main))
+    names = comm.run(lambda: name_model_files(listing, first))
+    save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name))])
+    error = make_error(find_strangers(save))
+    if error is not None:
+        raise error
+    return save
+
+
+def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing, str]:
+    """What the folder holds, and the model states of the first rank."""
+    listing = sort_files(folder, sizes)
+    main = listing.model_zero3.get((0, 0)) if stage == 3 else listing.model.get(0)
+    if main is None:
+        wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        raise CheckpointError(
+            f"{folder}: {wanted} is missing, which a checkpoint converted from stage {stage} has. The conversion was "
+            "interrupted, or the copy is not complete. Convert or copy again."
+        )
+    return listing, main
