@@ -34,14 +34,14 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
 from deepspeed_ucp.forecast.target import cut_sub_groups
-from deepspeed_ucp.load.census import check_alike, find_renamed, read_rules, settle_layouts, take_census
-from deepspeed_ucp.load.negotiate import BLOCK, negotiate
+from deepspeed_ucp.load.census import check_alike, find_renamed, settle_layouts, take_census
 from deepspeed_ucp.load.prepare import make_work
-from deepspeed_ucp.patterns import copy_runs
-from deepspeed_ucp.plan import Blocks, Want, address_claims, locate, make_claims
+from deepspeed_ucp.load.transfer import negotiate
+from deepspeed_ucp.patterns import copy_runs, from_config
+from deepspeed_ucp.plan import Blocks, ReadSizes, Want, address_claims, locate, make_claims
 from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance
-from deepspeed_ucp.plan.resolve import MIN_DIRECT
+from deepspeed_ucp.plan.rounds import BLOCK, MIN_DIRECT
 from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
 from deepspeed_ucp.targets.base import Target
@@ -260,12 +260,12 @@ class Planner:
 
     def relate(self, index: AtomicIndex, target: Target, comm: Comm) -> tuple[Match, Layouts]:
         census = take_census(target, [], comm)
-        rules = read_rules(self.grid.patterns)
-        live = census.live(find_renamed(index, census, rules, tell=False), with_extras=True)
+        rules = from_config(self.grid.patterns)
+        live = replace(census, renamed=find_renamed(index, census, rules, tell=False))
         match = match_parameters(index, live, strict=True, with_states=True)
-        check_alike(census, target, [])
+        check_alike(live, target, [])
         match_groups(index, target.group_members(), match)
-        return match, settle_layouts(index, census, match, rules, tell=False)
+        return match, settle_layouts(index, live, match, rules, tell=False)
 
 
 def list_targets(grid: Grid) -> Callable[[int], FakeTarget]:
@@ -413,7 +413,8 @@ def plan_one(script: Script) -> Planned:
         with planner.phase("wants"):
             work = make_work(index, target, match, [], layouts, with_states=True)
         with planner.phase("claims, judgement, plan"):
-            plan = negotiate(work.wants.wants, work.into.sinks, index, answers.comm(), WINDOW)
+            fresh = [sink.fresh for sink in work.into.sinks]
+            plan = negotiate(work.wants, fresh, index, answers.comm(), ReadSizes.within(WINDOW))
     peak, busy = peak_resident_bytes() - before, time.process_time() - began
     gathered = sum(map(len, script.headers)) + sum(map(len, script.returns))
     return Planned(

@@ -22,7 +22,7 @@ from .errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .load import LoadReport
+    from .load.job import LoadReport
 
 __all__ = [
     "CheckpointError",
@@ -38,7 +38,7 @@ __all__ = [
     "uninstall",
 ]
 
-_LAZY = {"LoadReport": ".load"}
+_LAZY = {"LoadReport": ".load.job"}
 """Public names that are imported when they are asked for, and where they are."""
 
 

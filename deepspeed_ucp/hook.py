@@ -18,8 +18,9 @@ from .attach import is_default_on
 from .comm import connect
 from .config import UniversalConfig, adapt_batch, check_batch, fit_batch, parse_config
 from .errors import UcpError
-from .load import LoadArguments, read_rules
+from .load.job import LoadArguments
 from .load.resume import resume
+from .patterns import from_config
 from .sources.open import seal_folder
 from .sources.seal import remove_seal
 
@@ -47,7 +48,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     config.ucp_config = options
     if options is not None:
         show_decisions()
-        read_rules(options.patterns)  # what is wrong with them is told here, not hours later
+        from_config(options.patterns)  # what is wrong with them is told here, not hours later
         _fit_batch_sizes(config, options)
     original(config)
 

@@ -24,11 +24,12 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
-from deepspeed_ucp.load import has_masters, join_groups
+from deepspeed_ucp.load.census import join_groups
+from deepspeed_ucp.load.destinations import TensorSink
+from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.prepare import Work, prepare
-from deepspeed_ucp.load.sinks import TensorSink
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.plan import LoadPlan, Part, Request, locate
+from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import Extra, Flat, Target
 from deepspeed_ucp.targets.base import hold_whole
@@ -222,8 +223,8 @@ class Loaded:
         return self.transfer.plan if self.transfer else None
 
     @property
-    def requests(self) -> tuple[Request, ...]:
-        return self.plan.requests if self.plan else ()
+    def requests(self) -> list[Request]:
+        return self.plan.requests if self.plan else []
 
     def count(self, tensor: torch.Tensor) -> np.ndarray:
         """Writes of checkpoint bytes per element of a tensor."""
@@ -256,6 +257,10 @@ class Options:
     strict: bool = True
     config: UniversalConfig = PATIENT
     order: tuple[int, ...] | None = None
+
+    @property
+    def sizes(self) -> ReadSizes:
+        return ReadSizes.within(self.window, self.chunk, self.min_direct)
 
 
 def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
@@ -299,8 +304,7 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> None:
     """Plan, and the first pass; collective."""
     options = options or Options()
-    sizes = {"window": options.window, "block": options.chunk, "min_direct": options.min_direct}
-    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, **sizes)
+    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes)
     checks, plan = rank.transfer.read(), rank.transfer.plan
     assert sum(check.nbytes for check in checks) == plan.nbytes == sum(request.nbytes for request in plan.requests)
     assert len(checks) == len(plan.requests)

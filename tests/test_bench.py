@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import count
-from deepspeed_ucp.load.negotiate import BLOCK
 from deepspeed_ucp.load.prepare import make_work
 from deepspeed_ucp.plan import address_claims, locate, make_claims
+from deepspeed_ucp.plan.rounds import BLOCK
 
 RANK = 5
 

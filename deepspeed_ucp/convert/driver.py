@@ -22,7 +22,7 @@ from ..io.memory import Scratch
 from ..io.staging import MANIFEST, Staging, write_latest
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
-from ..plan.limits import describe_irregular, refuse_unreadable
+from ..plan.settling import describe_irregular, refuse_unreadable
 from ..sources import open_checkpoint
 from ..sources.atomic.folder import list_expected, look_at
 from ..sources.atomic.manifest import (

@@ -20,7 +20,7 @@ from ..io.disk import explain_full
 from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
-from ..plan.limits import describe_irregular
+from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport
 from .chunks import Planner, Writer, deal
 from .output import stage_export, verify_source

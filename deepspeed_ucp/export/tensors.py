@@ -12,8 +12,7 @@ from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..patterns import Pattern, Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
-from ..plan.limits import refuse_unreadable
-from ..plan.settling import list_weights
+from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.united import UnitedAtom, unite_atoms
 

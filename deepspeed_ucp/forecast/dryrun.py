@@ -14,17 +14,15 @@ from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
 from ..errors import ConfigError, MismatchError
 from ..patterns import RuleSet
-from ..plan.claims import list_claims
-from ..plan.limits import describe_irregular, describe_unreadable
-from ..plan.locate import Want
-from ..plan.resolve import BLOCK, MIN_DIRECT, find_share
-from ..plan.wants import Wants
+from ..plan import ReadSizes, Want, list_claims
+from ..plan.rounds import plan_ranks
+from ..plan.settling import describe_irregular, describe_unreadable
+from ..plan.wants import Wants, is_replicated
 from ..sources.files import MANIFEST, list_sizes
 from ..topology import find_differences
 from ..torchsave.torchfile import read_header
 from .degrees import Degrees
-from .estimate import LoadTotals, RankFigures, measure_plan, measure_sampled
-from .ranks import plan_ranks
+from .estimate import LoadTotals, RankFigures, measure_plan
 from .sample import Sampler
 from .target import ForecastTarget, foretell_target
 
@@ -181,37 +179,44 @@ def measure(
     *,
     exact: bool | None = None,
     samples: int | None = None,
-    block: int = BLOCK,
-    min_direct: int = MIN_DIRECT,
+    sizes: ReadSizes | None = None,
 ) -> None:
-    """Fill in the figures of ranks and the totals."""
+    """Fill in the figures of ranks and the totals.
+
+    Args:
+        sizes: None takes those for the configured window.
+    """
     window = config.window_mb << 20
-    share = find_share(window, block)
-    threads = min(config.threads or 32, max(window // (4 * BLOCK), 1))
-    sampler = Sampler(index, target, block, min_direct)
-    wants = list_all_wants(target, exact, block)
+    sizes = sizes or ReadSizes.within(window)
+    threads = min(config.threads or 32, max(window // (4 * sizes.block), 1))
+    sampler = Sampler(index, target, sizes)
+    wants = list_all_wants(target, exact, sizes.block)
     run.exact = bool(wants)
     if wants:
-        run.ranks = _measure_all(index, target, wants, share, threads, block, min_direct)
+        claims = [list_claims(each.wants, each.is_fresh, sizes.block) for each in wants.values()]
+        files = [record.file for record in index.stored.records]
+        plans = plan_ranks(claims, index.stored.records, sizes)
+        found = {rank: measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans)}
     else:
-        each = max(sampler.count_bytes() // block // target.ranks, 1)
-        for rank in choose_ranks(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES)):
-            found = measure_sampled(sampler.sample(rank), threads, share)
-            run.ranks.append(_place(target, rank, found))
+        each = max(sampler.count_bytes() // sizes.block // target.ranks, 1)
+        chosen = choose_ranks(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES))
+        wants = {rank: target.wants(rank) for rank in chosen}
+        found = {rank: sampler.measure(rank, wants[rank], threads) for rank in chosen}
+    run.ranks = [_place(target, rank, wants[rank], figures) for rank, figures in found.items()]
     run.totals = _sum_up(index, target, run, sampler)
 
 
-def list_all_wants(target: ForecastTarget, exact: bool | None, block: int = BLOCK) -> list[Wants]:
+def list_all_wants(target: ForecastTarget, exact: bool | None, block: int) -> dict[int, Wants]:
     """What every rank wants; empty where only a sample of them is planned (``exact`` None: where all take long)."""
     if exact is False or (exact is None and target.ranks > MOST_RANKS):
-        return []
-    found: list[Wants] = []
+        return {}
+    found: dict[int, Wants] = {}
     claims = 0
     for rank in range(target.ranks):
-        found.append(target.wants(rank))
-        claims += _count_claims(found[-1].wants, block)
+        found[rank] = target.wants(rank)
+        claims += _count_claims(found[rank].wants, block)
         if exact is None and claims > MOST_CLAIMS:
-            return []
+            return {}
     return found
 
 
@@ -227,34 +232,9 @@ def choose_ranks(world: int, samples: int) -> list[int]:
     return sorted({at * (world - 1) // max(count - 1, 1) for at in range(count)})
 
 
-def _measure_all(
-    index: AtomicIndex,
-    target: ForecastTarget,
-    wants: Sequence[Wants],
-    share: int,
-    threads: int,
-    block: int,
-    min_direct: int,
-) -> list[RankFigures]:
-    claims = [list_claims(each.wants, each.is_fresh, block) for each in wants]
-    stage = max(len(each.sinks) for each in wants)
-    plans = plan_ranks(claims, index.stored.records, block=block, share=share, min_direct=min_direct, stage=stage)
-    files = [record.file for record in index.stored.records]
-    found = (measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans))
-    return [_place(target, rank, figures) for rank, figures in enumerate(found)]
-
-
-def _place(target: ForecastTarget, rank: int, found: Mapping[str, int]) -> RankFigures:
-    stage, dp_rank, tp_rank = target.place(rank)
-    return RankFigures(
-        rank=rank,
-        stage=stage,
-        dp_rank=dp_rank,
-        tp_rank=tp_rank,
-        needed=target.measure_needed(rank),
-        engine=target.measure_engine(rank),
-        **found,
-    )
+def _place(target: ForecastTarget, rank: int, wants: Wants, figures: Mapping[str, int]) -> RankFigures:
+    needed = sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants.wants)
+    return RankFigures(rank, *target.place(rank), needed=needed, engine=target.measure_engine(rank), **figures)
 
 
 def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> LoadTotals:
@@ -266,7 +246,7 @@ def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sa
         files=len(sizes),
         state=sum(atom.nbytes for param in sampler.users for atom in target.atoms[param]),
         read=sampler.count_bytes(),
-        needed=sum(target.measure_needed(rank) for rank in range(target.ranks)),
+        needed=target.count_needed(),
         exchanged=exchanged,
         replicas=_count_replicas(target, sampler.users),
         headers=_count_headers(index, len(sizes), target.ranks),
@@ -281,7 +261,7 @@ def _count_headers(index: AtomicIndex, files: int, world: int) -> int:
 
 
 def list_checkpoint(index: AtomicIndex) -> list[int]:
-    """Sizes of the checkpoint's files."""
+    """ReadSizes of the checkpoint's files."""
     if index.run.topology.wrapper == "atomic":
         return [file.size for file in index.stored.files]
     return [size for size in list_sizes(os.path.dirname(index.run.state_file)).values() if size >= 0]
@@ -293,6 +273,6 @@ def _count_replicas(target: ForecastTarget, params: Iterable[ParamKey]) -> int:
     for param in params:
         layouts = target.layouts.get(param.name)
         for atom in target.atoms[param]:
-            if layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1:
+            if is_replicated(atom, layouts):
                 total += 2 * (len(atom.shards) - 1) * count(atom.shape) * ITEMSIZE[atom.dtype]
     return total

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plan.load import LoadPlan, Round
-from ..plan.requests import Request
-from .sample import Sampled
+from ..plan import LoadPlan, Request, Round
 
 GIGA = 1_000_000_000
 """Bandwidths are in GB/s of 10^9 bytes."""
@@ -168,7 +166,7 @@ def measure_exchange(rounds: Sequence[Round], rank: int) -> int:
 
 
 def _measure_step(each: Round, rank: int, fresh: bool, step: int) -> int:
-    """Bytes packed and received in one step (``load.reader``: peers take turns by their distance)."""
+    """Bytes packed and received in one step (``load.exchange``: peers take turns by their distance)."""
     size = len(each.sends)
     total = 0
     for peer in range(size):
@@ -177,18 +175,3 @@ def _measure_step(each: Round, rank: int, fresh: bool, step: int) -> int:
         if (rank - peer) % size * each.steps // size == step:
             total += sum(claim.nbytes for claim in each.receives[peer] if claim.fresh == fresh)
     return total
-
-
-def measure_sampled(found: Sampled, threads: int, share: int) -> dict[str, int]:
-    """The same of a rank whose reads alone are known; rounds and memory follow from ``share`` bytes per round."""
-    rounds = -(-max(found.staged, found.sent, found.received) // share)
-    moved = sum(min(nbytes, share) for nbytes in (found.staged, found.sent, found.received))
-    return {
-        "read": found.read,
-        "requests": found.requests,
-        "files": found.files,
-        "received": found.received,
-        "sent": found.sent,
-        "rounds": rounds,
-        "peak": max(min(threads, found.requests) * found.largest, moved),
-    }

@@ -10,19 +10,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey
 from ..flat import FlatBuffer
 from ..patterns import Run, copy_runs
-from ..plan.claims import GRANTED, Blocks, Claim, list_claims, make_claims
-from ..plan.claims import address_claims as address
+from ..plan import OwnerPlan, ReadSizes, Request, Round, decide
+from ..plan.claims import GRANTED, Blocks, Claim, address_claims, list_claims, make_claims
 from ..plan.locate import Extent, Want, cut_blocks, find_shards, locate
-from ..plan.resolve import MIN_DIRECT, Service, Span, decide
-from ..plan.wants import view_shards
+from ..plan.wants import Wants, view_shards
+from .estimate import measure_scratch
 from .target import ForecastTarget, ModelRank
 
 LIVE, FRESH = 0, 1
@@ -32,58 +31,8 @@ Block = tuple[int, int]
 """(record, number of the block in it)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What one rank does.
-
-    Attributes:
-        read: bytes that it asks storage for.
-        requests: reads.
-        files: files that it opens.
-        largest: bytes of the largest read.
-        received, sent: bytes that come from other ranks, and go to them.
-        staged: bytes that it reads for others, or as an owner, in rounds of exchange.
-    """
-
-    read: int
-    requests: int
-    files: int
-    largest: int
-    received: int
-    sent: int
-    staged: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """What some blocks' owner decides, to one rank.
-
-    Attributes:
-        granted: the rank's claims that it reads for itself.
-        spans: what the owner reads.
-        staged: bytes that it stages.
-        sent, kept: bytes that it sends to anybody, and to that rank.
-    """
-
-    granted: list[Claim]
-    spans: list[Span]
-    staged: int
-    sent: int
-    kept: int
-
-
 _ENDLESS = 1 << 62
 """Bytes of a round where everything goes into one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen(Blocks):
-    """The blocks of all records, of which a few are judged, whoever owns them."""
-
-    chosen: tuple[Block, ...] = ()
-
-    def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[Block]:
-        return self.chosen
 
 
 class Sampler:
@@ -92,13 +41,11 @@ class Sampler:
     Args:
         index: the checkpoint.
         target: of any number of ranks.
-        block: bytes per block.
-        min_direct: see :func:`~deepspeed_ucp.plan.resolve.decide`.
     """
 
-    def __init__(self, index: AtomicIndex, target: ForecastTarget, block: int, min_direct: int = MIN_DIRECT) -> None:
-        self.index, self.target, self.block, self.min_direct = index, target, block, min_direct
-        self.blocks = Blocks.of(index.stored.records, block, target.ranks)
+    def __init__(self, index: AtomicIndex, target: ForecastTarget, sizes: ReadSizes) -> None:
+        self.index, self.target, self.sizes, self.block = index, target, sizes, sizes.block
+        self.blocks = Blocks.of(index.stored.records, sizes.block, target.ranks)
         self.users = self._find_users()
         self.homes = [_find_homes(held) for held in target.model_ranks]
         self.held = self._list_fragments()
@@ -149,31 +96,38 @@ class Sampler:
         """Bytes that all ranks together read: those of every record of which some rank wants something."""
         return int(self.blocks.nbytes[self.touched].sum())
 
-    def sample(self, rank: int) -> Sampled:
-        """What a rank does, exactly."""
-        wants = self.target.wants(rank)
+    def measure(self, rank: int, wants: Wants, threads: int) -> dict[str, int]:
+        """Figures of a rank as of :func:`~.estimate.measure_plan`: exact, but for rounds and memory, which are bounds.
+
+        Args:
+            wants: of the rank.
+            threads: reading threads.
+        """
         mine = list_claims(wants.wants, wants.is_fresh, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
-        decided = self._decide(owned, rank)
-        elsewhere = self._decide(self._choose_others(mine, set(owned), rank), rank)
-        granted = [*decided.granted, *elsewhere.granted]
-        reads = [(c.record, c.nbytes) for c in granted] + [(s.record, s.high - s.low) for s in decided.spans]
-        return Sampled(
-            read=sum(nbytes for _, nbytes in reads),
-            requests=len(reads),
-            files=len({self.index.stored.records[record].file for record, _ in reads}),
-            largest=max((nbytes for _, nbytes in reads), default=0),
-            received=sum(claim.nbytes for claim in mine) - sum(claim.nbytes for claim in granted) - decided.kept,
-            sent=decided.sent - decided.kept,
-            staged=decided.staged,
-        )
+        granted, own, serving, kept = self._decide(owned, rank)
+        granted += self._decide(self._choose_others(mine, set(owned), rank), rank)[0]
+        reads = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in granted]
+        reads += own.unclaimed + serving.reads
+        sent = serving.sent - kept
+        received = sum(claim.nbytes for claim in mine) - sum(claim.nbytes for claim in granted) - kept
+        moved, share = (serving.staged, sent, received), self.sizes.share
+        return {
+            "read": sum(request.nbytes for request in reads),
+            "requests": len(reads),
+            "files": len({self.index.stored.records[request.record].file for request in reads}),
+            "received": received,
+            "sent": sent,
+            "rounds": -(-max(moved) // share),
+            "peak": max(measure_scratch(reads, threads), sum(min(nbytes, share) for nbytes in moved)),
+        }
 
     def _choose_others(self, mine: Iterable[Claim], owned: set[Block], rank: int) -> list[Block]:
         """Other owners' blocks of which something may be granted: of short claims only where nobody else claims."""
         long: dict[Block, bool] = {}
         for claim in mine:
             key = claim.record, claim.offset // self.block
-            direct = claim.count == 1 and claim.run >= self.min_direct
+            direct = claim.count == 1 and claim.run >= self.sizes.min_direct
             long[key] = long.get(key, False) or direct
         blocks = (block for block in sorted(long) if block not in owned)
         return [block for block in blocks if long[block] or not self._is_shared(block, rank)]
@@ -188,23 +142,22 @@ class Sampler:
             piece.run.src * piece.itemsize // self.block == block[1] for piece in cut_blocks(whole, self.block)
         )
 
-    def _decide(self, chosen: list[Block], rank: int) -> _Decided:
-        """What the owners of some blocks, as if they were one rank, decide; and what that is to a rank."""
+    def _decide(self, chosen: list[Block], rank: int) -> tuple[list[Claim], OwnerPlan, Round, int]:
+        """What the owners of some blocks, as if they were one rank, decide.
+
+        Returns:
+            A rank's claims that are granted; the whole plan; its one round; the bytes that the rank gets in that.
+        """
         claims = self._claim(chosen)
         claims.setdefault(rank, [])
         one = Blocks(self.blocks.first, self.blocks.nbytes, self.block, 1)
-        tables = [address(held, one)[0][0] for held in claims.values()]
-        some = _Chosen(self.blocks.first, self.blocks.nbytes, self.block, self.target.ranks, tuple(chosen))
-        decision = decide(tables, some, self.touched, rank, share=_ENDLESS, min_direct=self.min_direct)
+        tables = [address_claims(held, one)[0][0] for held in claims.values()]
+        plan = decide(tables, self.blocks, chosen, replace(self.sizes, share=_ENDLESS))
         at = list(claims).index(rank)
-        service = decision.services[0] if decision.services else Service()
-        return _Decided(
-            granted=[c for c, told in zip(claims[rank], decision.answers[at].tolist(), strict=True) if told == GRANTED],
-            spans=[*decision.unclaimed, *service.spans],
-            staged=service.staged,
-            sent=service.sent,
-            kept=sum(send.nbytes for _, send in service.sends.get(at, ())),
-        )
+        told = plan.answers[at].tolist()
+        granted = [claim for claim, answer in zip(claims[rank], told, strict=True) if answer == GRANTED]
+        serving = plan.rounds[0] if plan.rounds else Round.idle(len(claims))
+        return granted, plan, serving, sum(send.nbytes for send in serving.sends[at])
 
     def _claim(self, chosen: Iterable[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""
@@ -288,7 +241,7 @@ class Sampler:
 
 def _find_homes(held: ModelRank) -> dict[ParamKey, tuple[FlatBuffer, int]]:
     """Per parameter where a model-parallel rank holds it: a buffer and the place in it."""
-    buffers = (*held.flats, *held.tensors)
+    buffers = [each.buffer for each in held.buffers]
     return {held.match.params[name]: (each, at) for each in buffers for at, name in enumerate(each.names)}
 
 

@@ -7,13 +7,12 @@ stages as saved or of near equal bytes (:mod:`.split`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
-from ..patterns import Layout, RuleSet
+from ..patterns import RuleSet
 from ..plan.match import Match, pick_instance
 from ..plan.settling import Shapes, list_weights, settle_index
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_states, list_wants
@@ -33,15 +32,16 @@ class ModelRank:
 
     Attributes:
         match: its parameters, of several pipeline stages' the instance that this one takes.
-        flats: buffers that the optimizer owns.
-        states: per flat buffer the optimizer states, with their dtypes.
-        tensors: what no optimizer owns, a buffer each.
+        layout: as the first of them holds it; the others hold other partitions.
     """
 
     match: Match
-    flats: tuple[FlatBuffer, ...]
-    states: tuple[Mapping[str, str], ...]
-    tensors: tuple[FlatBuffer, ...]
+    layout: TargetLayout
+
+    @property
+    def buffers(self) -> tuple[HeldBuffer, ...]:
+        """All buffers."""
+        return (*self.layout.flats, *self.layout.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,6 @@ class ForecastTarget:
         model_ranks: by model-parallel rank ``stage * tp + tp_rank``.
         layouts: how source and target cut each parameter, by name; empty where neither cuts any.
         atoms: what is taken of each parameter, the weight first.
-        weights: bytes per element of each parameter over its states; every replica whose mean is taken counts.
         assumed: what only the live model tells, and what was assumed instead.
         origin: what settled the patterns → how many parameters.
     """
@@ -64,7 +63,6 @@ class ForecastTarget:
     model_ranks: tuple[ModelRank, ...]
     layouts: Layouts
     atoms: Mapping[ParamKey, tuple[Atom, ...]]
-    weights: Mapping[ParamKey, int]
     assumed: tuple[str, ...]
     origin: Mapping[str, int]
 
@@ -84,40 +82,41 @@ class ForecastTarget:
         stage, _, tp_rank = self.place(rank)
         return self.model_ranks[stage * self.degrees.tp + tp_rank]
 
-    def lay_out(self, rank: int) -> TargetLayout:
-        """What a rank holds."""
-        held, (_, dp_rank, tp_rank) = self.model_rank(rank), self.place(rank)
-        flats = [
-            HeldBuffer(flat, flat.find_part(dp_rank), self.degrees.master, states)
-            for flat, states in zip(held.flats, held.states, strict=True)
-        ]
-        tensors = [HeldBuffer(each, each.find_part(dp_rank), self.find_dtype(held, each)) for each in held.tensors]
-        return TargetLayout(tp_rank, flats, tensors)
-
-    def find_dtype(self, held: ModelRank, tensor: FlatBuffer) -> str:
-        """Of a tensor that no optimizer owns: as saved."""
-        return self.atoms[held.match.params[tensor.names[0]]][0].dtype
-
     def wants(self, rank: int) -> Wants:
         """What a rank wants of the checkpoint."""
-        match = self.model_rank(rank).match
-        return list_wants(self.index, self.lay_out(rank), match, self.layouts, with_states=True)
-
-    def measure_needed(self, rank: int) -> int:
-        """Bytes of the checkpoint that a rank needs: those of its wants."""
         held, (_, dp_rank, _) = self.model_rank(rank), self.place(rank)
-        cuts = (cut for buffer in (*held.flats, *held.tensors) for cut in buffer.cuts(buffer.find_part(dp_rank)))
-        return sum(cut.numel * self.weights[held.match.params[cut.name]] for cut in cuts)
+        flats, tensors = (
+            [replace(each, part=each.buffer.find_part(dp_rank)) for each in buffers]
+            for buffers in (held.layout.flats, held.layout.tensors)
+        )
+        return list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
+
+    def count_needed(self) -> int:
+        """Bytes of the checkpoint that all ranks together hold afterwards, replicas included."""
+        return sum(
+            count(shape) * self._weigh(held.match.params[name]) * (self.degrees.shards // each.buffer.parts)
+            for held in self.model_ranks
+            for each in held.buffers
+            for name, shape in zip(each.buffer.names, each.buffer.shapes, strict=True)
+        )
+
+    def _weigh(self, param: ParamKey) -> int:
+        """Bytes per element of a parameter over its states; every replica whose mean is taken counts."""
+        layouts = self.layouts.get(param.name)
+        times = len(layouts[0].shards) if layouts is not None and layouts[0].mean else 1
+        return sum(ITEMSIZE[atom.dtype] for atom in self.atoms[param]) * times
 
     def measure_engine(self, rank: int) -> int:
         """Bytes of the engine's own buffers on a rank: masters, optimizer states, the model's copies, other tensors."""
         held, degrees = self.model_rank(rank), self.degrees
-        total = sum(tensor.partition * ITEMSIZE[self.find_dtype(held, tensor)] for tensor in held.tensors)
-        for flat, states in zip(held.flats, held.states, strict=True):
-            total += flat.partition * sum(ITEMSIZE[dtype] for dtype in (degrees.master, *states.values()))
-            if degrees.wrapper != "torch":
-                whole = flat.partition if flat.by_parameter else flat.partition * flat.parts
-                total += whole * ITEMSIZE[degrees.precision]
+        total = sum(
+            each.buffer.partition * sum(ITEMSIZE[dtype] for dtype in (each.dtype, *each.states.values()))
+            for each in held.buffers
+        )
+        if degrees.wrapper != "torch":
+            buffers = [each.buffer for each in held.layout.flats]
+            copies = sum(each.partition * (1 if each.by_parameter else each.parts) for each in buffers)
+            total += copies * ITEMSIZE[degrees.precision]
         return total
 
 
@@ -139,41 +138,37 @@ def foretell_target(
     Raises:
         MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers.
     """
-    groups, others = list_groups(index), list_others(index)
+    groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others
     local, layouts, origin = _settle(index, degrees, names, rules, shapes)
     assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
     if stages is None:
-        stages, how = place_stages(index, names, _weigh_all(index, names), degrees.pp)
+        weights = {name: sum(atom.nbytes for atom in atoms[ParamKey(name)]) for name in names}
+        stages, how = place_stages(index, names, weights, degrees.pp)
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
-    lay_out = partial(_lay_model_rank, index, degrees, groups, others, stages, list_states(index))
-    held = tuple(
-        lay_out(stage, {name: shapes[tp_rank] for name, shapes in local.items()})
-        for stage in range(degrees.pp)
-        for tp_rank in range(degrees.tp)
-    )
-    atoms = _list_atoms(index)
-    weights = {param: _weigh(taken, layouts.get(param.name)) for param, taken in atoms.items()}
-    return ForecastTarget(index, degrees, held, layouts, atoms, weights, (*assumed, ORDER), origin)
+    states = list_states(index)
+
+    def lay_out(stage: int, lane: int) -> ModelRank:
+        shapes = {name: held[lane] for name, held in local.items() if stage in stages[name]}
+        match = Match({name: _pick_instance(index, name, stages[name], stage) for name in shapes})
+        flats = [
+            HeldBuffer(flat, 0, lane, degrees.master, join_states(flat, match, states))
+            for number, group in enumerate(groups)
+            for flat in _lay_group(number, group, shapes, degrees)
+        ]
+        tensors = [
+            HeldBuffer(_lay_tensor(name, shapes[name], index, degrees), 0, lane, atoms[match.params[name]][0].dtype)
+            for name in others
+            if name in shapes
+        ]
+        return ModelRank(match, TargetLayout(flats, tensors))
+
+    held = tuple(lay_out(stage, lane) for stage in range(degrees.pp) for lane in range(degrees.tp))
+    return ForecastTarget(index, degrees, held, layouts, atoms, (*assumed, ORDER), origin)
 
 
-def _lay_model_rank(
-    index: AtomicIndex,
-    degrees: Degrees,
-    groups: Sequence[Sequence[str]],
-    others: Sequence[str],
-    stages: Stages,
-    states: Mapping[ParamKey, Mapping[str, str]],
-    stage: int,
-    shapes: Mapping[str, Shape],
-) -> ModelRank:
-    """What a model-parallel rank holds, whose tensor-parallel rank has parameters of these ``shapes``."""
-    local = {name: shape for name, shape in shapes.items() if stage in stages[name]}
-    params = {name: pick_instance(index, name, stages[name].index(stage), len(stages[name])) for name in local}
-    flats = [flat for number, names in enumerate(groups) for flat in _lay_group(number, names, local, degrees)]
-    tensors = [_lay_tensor(name, local[name], index, degrees) for name in others if name in local]
-    match = Match(params)
-    return ModelRank(match, tuple(flats), tuple(join_states(flat, match, states) for flat in flats), tuple(tensors))
+def _pick_instance(index: AtomicIndex, name: str, stages: Sequence[int], stage: int) -> ParamKey:
+    return pick_instance(index, name, stages.index(stage), len(stages))
 
 
 def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees) -> FlatBuffer:
@@ -190,20 +185,6 @@ def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
         if key.state != COPY and not (key.state == MODULE and index.find(key.name, MASTER, key.instance)):
             found.setdefault(key.param, []).append(atom)
     return {param: tuple(sorted(held, key=lambda atom: atom.state != MASTER)) for param, held in found.items()}
-
-
-def _weigh(atoms: Iterable[Atom], layouts: tuple[Layout, Layout] | None) -> int:
-    times = len(layouts[0].shards) if layouts is not None and layouts[0].mean else 1
-    return sum(ITEMSIZE[atom.dtype] for atom in atoms) * times
-
-
-def _weigh_all(index: AtomicIndex, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of each parameter and its states."""
-    weights = dict.fromkeys(names, 0)
-    for key, atom in index.stored.atoms.items():
-        if key.state != COPY and key.instance == 0 and key.name in weights:
-            weights[key.name] += atom.nbytes
-    return weights
 
 
 def _settle(

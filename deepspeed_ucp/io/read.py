@@ -11,7 +11,7 @@ import numpy as np
 from isal import isal_zlib
 
 from ..atoms import FileRef, Record
-from ..plan.requests import DISCARD, Part, Request
+from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .memory import Scratch
 from .store import StoredFile, allow_open_files

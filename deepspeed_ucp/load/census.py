@@ -11,135 +11,89 @@ from typing import Any
 from ..atoms import MASTER, MODULE, AtomicIndex
 from ..comm import Comm
 from ..errors import MismatchError, shorten
-from ..patterns import (
-    Layout,
-    RuleSet,
-    find_idle,
-    from_attributes,
-    from_config,
-    from_universal_info,
-    rename_names,
-)
-from ..plan.match import Live, Match, Shape
-from ..plan.settling import settle_index
+from ..flat import Shape
+from ..patterns import RuleSet, find_idle, from_attributes, from_universal_info, rename_names
+from ..plan.match import Live, Match
+from ..plan.settling import Shapes, settle_index
+from ..plan.wants import Layouts
 from ..sources.naming import CHANGING
 from ..targets import Extra, Target
 from ..targets.parallel import live_attributes, live_universal_info
 
 logger = logging.getLogger("deepspeed_ucp")
 
-Layouts = Mapping[str, tuple[Layout, Layout]]
-"""By saved name: how source and target cut a tensor."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Return:
-    """What one model-parallel rank tells the others (those of data-parallel rank 0 do)."""
-
-    tp_rank: int
-    owned: dict[str, Shape]
-    extras: dict[str, Shape]
-    buffers: frozenset[str]
-    aliases: dict[str, str]
-    ordinals: dict[str, tuple[int, int]]
-    attributes: dict[str, dict[str, Any]]
-    info: dict[str, Any] | None
-
-
-@dataclass(slots=True)
-class Census:
-    """All ranks' tensors by name.
-
-    Attributes:
-        tp: tensor-parallel degree.
-        owned, extras: local shapes per tensor-parallel rank.
-        buffers: which of the extras are buffers.
-        aliases: live tied names → the name that holds the data.
-        ordinals: of this rank's parameters that several stages hold.
-        everyone: (name, ordinal, count) of every stage's.
-        attributes: Megatron's attributes of the parameters.
-        info: the live model's own ``universal_checkpoint_info``.
-    """
-
-    tp: int
-    owned: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
-    extras: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)
-    aliases: dict[str, str] = field(default_factory=dict)
-    ordinals: dict[str, tuple[int, int]] = field(default_factory=dict)
-    everyone: set[tuple[str, int, int]] = field(default_factory=set)
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    info: dict[str, Any] | None = None
-
-    def live(self, renamed: Mapping[str, str], *, with_extras: bool) -> Live:
-        """For :func:`~deepspeed_ucp.plan.match.match_parameters`."""
-        return Live(self.owned, self.extras if with_extras else None, self.aliases, self.ordinals, renamed)
-
-
-def take_census(target: Target, extras: Iterable[Extra], comm: Comm) -> Census:
+def take_census(target: Target, extras: Sequence[Extra], comm: Comm) -> Live:
     """Ask every model-parallel rank what it holds; collective.
 
     Raises:
         MismatchError: tensor-parallel ranks of one stage hold different tensors.
     """
-    place, found = target.place, list(extras)
+    place = target.place
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
-    census = Census(place.tp, ordinals=ordinals)
 
-    def tell() -> _Return | None:
+    def tell() -> tuple[int, Live] | None:
+        """This rank's own tensors; data-parallel rank 0 speaks for the others."""
         if place.dp_rank:
             return None
-        return _Return(
-            place.tp_rank,
-            target.owned_shapes(),
-            {extra.name: extra.shape for extra in found},
-            frozenset(extra.name for extra in found if extra.is_buffer),
+        return place.tp_rank, Live(
+            {name: (shape,) for name, shape in target.owned_shapes().items()},
+            {extra.name: (extra.shape,) for extra in extras},
             target.aliases,
-            ordinals,
-            live_attributes(target.engine),
-            live_universal_info(target.engine),
+            counts={name: total for name, (_, total) in ordinals.items()},
+            attributes=live_attributes(target.engine),
+            info=live_universal_info(target.engine),
         )
 
-    returns = [each for each in comm.each(tell) if each is not None]
-    comm.run(lambda: _count(census, returns))
-    return census
+    parts = [each for each in comm.each(tell) if each is not None]
+    return comm.run(lambda: _join(parts, ordinals, place.tp))
 
 
-def check_alike(census: Census, target: Target, extras: Iterable[Extra]) -> None:
+def _join(parts: Sequence[tuple[int, Live]], ordinals: Mapping[str, tuple[int, int]], tp: int) -> Live:
+    """What all model-parallel ranks hold, from what each of them does with its tensor-parallel rank."""
+    aliases: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    attributes: dict[str, Mapping[str, Any]] = {}
+    for _, part in parts:
+        aliases.update(part.aliases)
+        counts.update(part.counts)
+        attributes.update(part.attributes)
+    return Live(
+        _order([(rank, part.owned) for rank, part in parts], tp),
+        _order([(rank, part.extras or {}) for rank, part in parts], tp),
+        aliases,
+        ordinals,
+        counts=counts,
+        attributes=attributes,
+        info=next((part.info for _, part in parts if part.info), None),
+        tp=tp,
+    )
+
+
+def _order(parts: Iterable[tuple[int, Shapes]], tp: int) -> Shapes:
+    found: dict[str, dict[int, Shape]] = {}
+    for tp_rank, shapes in parts:
+        for name, (shape,) in shapes.items():
+            found.setdefault(name, {})[tp_rank] = shape
+    partial = [name for name, held in found.items() if len(held) != tp]
+    if partial:
+        raise MismatchError(
+            f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks."
+        )
+    return {name: tuple(held[rank] for rank in range(tp)) for name, held in found.items()}
+
+
+def check_alike(live: Live, target: Target, extras: Iterable[Extra]) -> None:
     """Hold this rank's tensors against those that data-parallel rank 0 told of.
 
     Raises:
         MismatchError: it holds others.
     """
-    counted, tp_rank = {**census.owned, **census.extras}, target.place.tp_rank
+    counted, tp_rank = live.shapes, target.place.tp_rank
     mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
     odd = [f"{name} {shape}" for name, shape in mine.items() if name not in counted or counted[name][tp_rank] != shape]
     if odd:
         raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
-
-
-def _count(census: Census, returns: Iterable[_Return]) -> None:
-    owned: dict[str, dict[int, Shape]] = {}
-    extras: dict[str, dict[int, Shape]] = {}
-    for each in returns:
-        for found, told in ((owned, each.owned), (extras, each.extras)):
-            for name, shape in told.items():
-                found.setdefault(name, {})[each.tp_rank] = shape
-        census.buffers |= each.buffers
-        census.aliases.update(each.aliases)
-        census.everyone |= {(name, *place) for name, place in each.ordinals.items()}
-        census.attributes.update(each.attributes)
-        census.info = census.info or each.info
-    census.owned, census.extras = _order(owned, census.tp), _order(extras, census.tp)
-
-
-def _order(found: Mapping[str, Mapping[int, Shape]], tp: int) -> dict[str, tuple[Shape, ...]]:
-    partial = [name for name, shapes in found.items() if len(shapes) != tp]
-    if partial:
-        raise MismatchError(
-            f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks."
-        )
-    return {name: tuple(shapes[rank] for rank in range(tp)) for name, shapes in found.items()}
 
 
 @dataclass(slots=True)
@@ -185,7 +139,7 @@ def join_groups(target: Target, comm: Comm) -> LiveGroups:
     return joined
 
 
-def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:
+def find_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:
     """Live name → saved name, by the user's ``rename`` rules.
 
     A rule counts where the engine does not know the saved name and knows the new one, so that one set of rules serves
@@ -194,17 +148,14 @@ def find_renamed(index: AtomicIndex, census: Census, rules: Sequence[RuleSet], *
     renames = tuple(rename for each in rules for rename in each.renames)
     if not renames:
         return {}
-    live = {*census.owned, *census.extras, *census.aliases}
+    known = {*live.shapes, *live.aliases}
     saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
-    foreign = sorted(saved - live)
     if tell and (idle := find_idle(saved, renames)):
         logger.info("patterns: %s", shorten(idle))
-    return {new: old for old, new in rename_names(foreign, renames, live).items() if new in live}
+    return {new: old for old, new in rename_names(sorted(saved - known), renames, known).items() if new in known}
 
 
-def settle_layouts(
-    index: AtomicIndex, census: Census, match: Match, rules: Sequence[RuleSet], *, tell: bool
-) -> dict[str, tuple[Layout, Layout]]:
+def settle_layouts(index: AtomicIndex, live: Live, match: Match, rules: Sequence[RuleSet], *, tell: bool) -> Layouts:
     """How source and target cut each matched tensor, by saved name; without tensor parallelism only those of
     another number of rows, which a vocabulary's padding makes.
 
@@ -215,13 +166,13 @@ def settle_layouts(
     Raises:
         MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
     """
-    whole = index.run.topology.tp == census.tp == 1
+    whole = index.run.topology.tp == live.tp == 1
     if whole and not match.resized:
         return {}
-    target = {saved: census.owned.get(live) or census.extras[live] for live, saved in match.saved.items()}
-    names = [match.params[live].name for live in match.resized] if whole else None
-    live = list_live_rules(census, match.saved)
-    settled = settle_index(index, rules, target, live, names=names).require()
+    shapes = live.shapes
+    target = {saved: shapes[name] for name, saved in match.saved.items()}
+    names = [match.params[name].name for name in match.resized] if whole else None
+    settled = settle_index(index, rules, target, list_live_rules(live, match.saved), names=names).require()
     if tell and not whole:
         for text in settled.notes:
             logger.info("%s", text)
@@ -230,24 +181,13 @@ def settle_layouts(
     return settled.pairs
 
 
-def list_live_rules(census: Census, saved: Mapping[str, str]) -> list[RuleSet]:
+def list_live_rules(live: Live, saved: Mapping[str, str]) -> list[RuleSet]:
     """What the live engine tells of its parameters: AutoTP's maps, then Megatron's attributes.
 
     Args:
         saved: live name → the name that the checkpoint has for it; attributes of others are left out.
     """
-    found: list[RuleSet] = []
-    if census.info:
-        found.append(from_universal_info(census.info, by="target"))
-    if census.attributes:
-        found.append(from_attributes({saved[n]: told for n, told in census.attributes.items() if n in saved}))
+    found = [from_universal_info(live.info, by="target")] if live.info else []
+    if live.attributes:
+        found.append(from_attributes({saved[n]: told for n, told in live.attributes.items() if n in saved}))
     return found
-
-
-def read_rules(patterns: Any) -> tuple[RuleSet, ...]:
-    """The user's ``patterns``.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    return from_config(patterns)

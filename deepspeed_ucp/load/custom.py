@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
@@ -16,6 +13,7 @@ from ..stream.checks import Checks
 from ..stream.reader import AtomReader
 from ..targets import Target
 from .exchange import default_threads
+from .job import LoadJob
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
@@ -31,7 +29,8 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     for state in (MASTER, COPY, MODULE):  # later ones win
         weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
     tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
-    sinks = [_make_sink(tensor) for tensor in tensors.values()]
+    memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
+    sinks = [MemorySink(each, tensor.element_size()) for each, tensor in zip(memory, tensors.values(), strict=True)]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
     checks, threads = Checks(), config.threads or default_threads()
     with AtomReader(index, checksum=config.verify == "crc") as reader:
@@ -42,26 +41,16 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     return tensors
 
 
-def _make_sink(tensor: torch.Tensor) -> MemorySink:
-    return MemorySink(memoryview(tensor.view(-1).view(torch.uint8).numpy()), tensor.element_size())
-
-
-def run_custom_load(
-    load_fn: Callable[..., Any],
-    index: AtomicIndex,
-    target: Target,
-    comm: Comm,
-    config: UniversalConfig,
-    *,
-    masters_follow: bool,
-) -> None:
-    """Call ``load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
+def run_custom_load(job: LoadJob, index: AtomicIndex, target: Target, *, masters_follow: bool) -> None:
+    """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
 
     Args:
         masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
     """
-    source = comm.run(lambda: assemble_module(index, config))
-    with target.whole_parameters():
-        comm.run(lambda: load_fn(src=source, dst=target.engine.module))
+    source = job.comm.run(lambda: assemble_module(index, job.config))
+    load_fn = job.arguments.custom_load_fn
+    if load_fn is not None:
+        with target.whole_parameters():
+            job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
     if masters_follow:
         target.refresh_masters()

@@ -1,15 +1,125 @@
-"""What a rank wants, bound to tensors: where bytes go, what is zeroed, what is averaged."""
+"""Tensors as destinations of bytes: what a rank wants, bound to memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from ..flat import Span, find_gaps
 from ..io.cast import average
+from ..io.memory import allocate
+from ..plan import Part
 from ..plan.wants import Home, Mean, Wants
-from .sinks import Buffer, TensorSink
+
+
+class Buffer:
+    """A destination tensor, and the 1-D memory that is filled for it.
+
+    The memory is the tensor's own, or memory apart that :meth:`commit` brings to the tensor: where the tensor is not
+    flat, and where it is part of the engine and has to stay as it is until every rank has agreed.
+
+    Args:
+        tensor: the destination, any shape and device.
+        fresh: it is not part of the engine yet, so that it may be filled before all is verified.
+        spans: ranges of elements [low, high) that will be filled.
+
+    Attributes:
+        fresh: the same of ``memory``.
+    """
+
+    def __init__(self, tensor: torch.Tensor, fresh: bool, spans: Iterable[Span] = ()) -> None:
+        is_flat = tensor.dim() == 1 and tensor.is_contiguous()
+        self.tensor, self.fresh, self.spans = tensor, fresh or not is_flat, spans
+        self._memory = tensor if is_flat else None
+        self._bytes: memoryview | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What is filled; the elements that nothing fills have the tensor's values."""
+        if self._memory is None:
+            self._memory = self._allocate()
+        return self._memory
+
+    @property
+    def bytes(self) -> memoryview:
+        """The bytes of the memory, which is the host's."""
+        if self._bytes is None:
+            self._bytes = memoryview(self.memory.view(torch.uint8).numpy())
+        return self._bytes
+
+    def set_apart(self) -> None:
+        """Fill other memory, of the host, instead of the tensor's own."""
+        self._memory, self._bytes, self.fresh = None, None, True
+
+    def _allocate(self) -> torch.Tensor:
+        memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
+        for low, high in find_gaps(self.spans, self.tensor.numel()):
+            memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
+        return memory
+
+    def commit(self) -> None:
+        """Bring what was filled to the tensor, and give the memory apart back; a copy of memory, nothing else."""
+        if self._memory is not None and self._memory is not self.tensor:
+            self.tensor.copy_(self._memory.view(self.tensor.shape))
+            self._memory = self._bytes = None
+
+
+def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor of host memory that goes back to the system once it is freed."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype)
+
+
+class TensorSink:
+    """A buffer whose bytes come as dtype ``stored``: straight into its memory, or converted on the way.
+
+    Args:
+        buffer: the destination.
+        stored: dtype of the bytes in the file, as ``float32``.
+    """
+
+    def __init__(self, buffer: Buffer, stored: str) -> None:
+        self.buffer, self.stored = buffer, getattr(torch, stored)
+        self.itemsize = buffer.tensor.element_size()
+
+    @property
+    def fresh(self) -> bool:
+        """The memory is not part of the engine (yet)."""
+        return self.buffer.fresh
+
+    def view(self, position: int, nbytes: int) -> memoryview | None:
+        """The tensor's memory from element ``position`` on, or None where bytes must be converted or moved."""
+        tensor = self.buffer.tensor
+        if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
+            return None
+        low = position * self.itemsize
+        return self.buffer.bytes[low : low + nbytes]
+
+    def store(self, part: Part, data: memoryview) -> None:
+        """Convert and copy a part's bytes to the elements from ``part.position`` on, row by row where it has rows."""
+        values, tensor = torch.frombuffer(data, dtype=self.stored), self.buffer.memory
+        if not part.run:
+            tensor.narrow(0, part.position, values.numel()).copy_(values)
+            return
+        rows = values.view(-1, part.run // self.stored.itemsize)
+        base = tensor.storage_offset() + part.position
+        tensor.as_strided(rows.shape, (part.stride, 1), base).copy_(rows)
+
+    def take(self, part: Part, data: memoryview) -> None:
+        """Copy a part's bytes from other memory."""
+        view = None if part.run else self.view(part.position, part.nbytes)
+        if view is None:
+            self.store(part, data)
+        else:
+            view[:] = data
 
 
 @dataclass(slots=True)
@@ -49,16 +159,10 @@ def bind(wants: Wants, tensors: Mapping[Home, torch.Tensor]) -> Destinations:
     Args:
         tensors: the live ones, and fresh ones for states; memory that is not among them is made.
     """
-    buffers = [
-        Buffer(tensors[spec.home] if spec.home in tensors else make_tensor(spec.numel, spec.dtype), spec.fresh)
-        for spec in wants.buffers
-    ]
-    for buffer, spans in zip(buffers, wants.list_spans(), strict=True):
-        buffer.spans += spans
+    buffers = []
+    for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):
+        known = tensors.get(spec.home)
+        tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
+        buffers.append(Buffer(tensor, spec.fresh, spans))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
     return Destinations(buffers, sinks, wants.blanks, wants.means)
-
-
-def make_tensor(numel: int, dtype: str) -> torch.Tensor:
-    """Memory of the host."""
-    return torch.empty(numel, dtype=getattr(torch, dtype))

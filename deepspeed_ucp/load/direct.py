@@ -5,15 +5,14 @@ Pass 1 reads every byte that is needed once, with its checksum. What goes to mem
 have agreed that every record is what training wrote, pass 2 fills the live buffers, from the page cache that pass 1
 has warmed. So a damaged file leaves the engine as it was, without a second copy of anything in memory. Should a file
 fail in pass 2 for good, the engine is marked as one that must not be used. One that has trained has something to lose:
-where there is memory for it, its buffers are filled apart (``apart``), and pass 2 is a copy of memory.
+where there is memory for it, its buffers are filled apart (``transfer``), and pass 2 is a copy of memory.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ import torch
 from ..atoms import AtomicIndex, strip_compiled
 from ..collection import pause_collection
 from ..comm import Comm
-from ..config import UniversalConfig
-from ..errors import CheckpointError, MismatchError, UnsupportedError
+from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError
 from ..stream.checks import Checks
 from ..targets import Target
 from ..targets.finish import (
@@ -34,55 +32,29 @@ from ..targets.finish import (
     restore_rates,
     restore_scaler,
 )
-from .apart import guard_engine
+from ..targets.guard import BROKEN, HALF_STATES, release, seal
 from .client import EXTRA_STATES, read_client_objects, read_objects
 from .custom import run_custom_load
+from .job import LoadArguments, LoadJob
 from .prepare import prepare
-from .report import LoadReport
 from .transfer import Transfer
 
-logger = logging.getLogger("deepspeed_ucp")
 
-
-@dataclass(frozen=True, slots=True)
-class LoadArguments:
-    """The arguments of ``engine.load_checkpoint`` that change what is loaded."""
-
-    load_module_strict: bool = True
-    load_optimizer_states: bool = True
-    load_lr_scheduler_states: bool = True
-    load_module_only: bool = False
-    custom_load_fn: Callable[..., Any] | None = None
-
-    @property
-    def with_states(self) -> bool:
-        """Optimizer states are wanted."""
-        return self.load_optimizer_states and not self.load_module_only
-
-
-def load_direct(
-    engine: Any,
-    index: AtomicIndex,
-    target: Target,
-    comm: Comm,
-    config: UniversalConfig,
-    arguments: LoadArguments,
-    report: LoadReport,
-) -> dict[str, Any]:
+def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Fill a live engine from a checkpoint of any topology; collective.
 
     Args:
-        engine: its optimizer's ``checkpoint_event_prologue`` has been called.
+        job: the engine's optimizer's ``checkpoint_event_prologue`` has been called; the report gets phases and counts.
         index: the checkpoint.
         target: the engine's buffers.
-        report: filled with phases and counts.
 
     Returns:
         The client state, as DeepSpeed's load returns it.
 
     Raises:
-        UcpError: the same on every rank. The engine is as it was, or marked (``apart.BROKEN``) and the message says so.
+        UcpError: the same on every rank. The engine is as it was, or marked (``guard.BROKEN``) and the message says so.
     """
+    engine, comm, config, arguments, report = job.engine, job.comm, job.config, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
     custom = arguments.custom_load_fn is not None
     comm.run(lambda: _refuse(index, target, custom=custom))
@@ -92,7 +64,7 @@ def load_direct(
         # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
         transfer = Transfer(index, work, comm, config, apart=engine.global_steps > 0)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
-    saved = _read_saved(index, target, comm, config, arguments)
+    saved = _read_saved(job, index, target)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
     with report.phase("read"):
@@ -114,9 +86,9 @@ def load_direct(
     with guard_engine(engine, with_states=with_states):
         with report.phase("finish"):  # others' code, which may fail: before the buffers change
             comm.run(restore_others)
-        if arguments.custom_load_fn is not None:
+        if custom:
             with report.phase("custom"):
-                run_custom_load(arguments.custom_load_fn, index, target, comm, config, masters_follow=not work.touched)
+                run_custom_load(job, index, target, masters_follow=not work.touched)
         with report.phase("fill"):
             again = transfer.fill()
         with report.phase("copies"):
@@ -139,6 +111,41 @@ def load_direct(
 def has_masters(target: Target, comm: Comm) -> bool:
     """Whether some rank's optimizer owns parameters (a pipeline stage may have none); collective."""
     return any(comm.gather(bool(target.flats)))
+
+
+@contextmanager
+def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
+    """Inside, the engine changes: an error marks it as one that must not be used, success takes the mark away.
+
+    Args:
+        with_states: its optimizer's states change as well.
+
+    Raises:
+        UcpError: the error with the mark's text; one that is not ours as a CheckpointError.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = type(error) if isinstance(error, UcpError) else CheckpointError
+        told = kind(_mark(engine, error, with_states))
+        told.shared, told.echo = getattr(error, "shared", False), getattr(error, "echo", False)
+        raise told from error
+    except BaseException as interrupt:
+        _mark(engine, interrupt, with_states)
+        raise
+    release(engine)
+
+
+def _mark(engine: Any, error: BaseException, with_states: bool) -> str:
+    reason = str(error) or type(error).__name__
+    told = (
+        f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
+        "used. Load again (this tag or another one), or build the engine anew."
+    )
+    setattr(engine, BROKEN, told)
+    setattr(engine, HALF_STATES, with_states or getattr(engine, HALF_STATES, False))
+    seal(engine)
+    return told
 
 
 def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
@@ -168,9 +175,7 @@ def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArgum
     return {plain[key]: live[key] for key in live if key in plain}
 
 
-def _read_saved(
-    index: AtomicIndex, target: Target, comm: Comm, config: UniversalConfig, arguments: LoadArguments
-) -> dict[str, Any]:
+def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Everything of the state file but the model's tensors, checked; collective.
 
     At the saved tensor- and pipeline-parallel degrees every rank gets what its own file holds (Megatron's random
@@ -179,17 +184,18 @@ def _read_saved(
     Raises:
         CheckpointError: it is damaged, or no save of an engine.
     """
-    if config.verify == "crc":
+    comm, checked = job.comm, job.config.verify == "crc"
+    if checked:
         checks = Checks()
         checks.touch(index.run.client_records if comm.rank == 0 else ())
         checks.verify(index, comm)
-    options = {"trust_pickle": config.trust_pickle, "checked": config.verify == "crc"}
+    options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
     saved = read_client_objects(index.run.state_file, comm, **options)
     own = _find_own_file(index, target)
 
     def take() -> dict[str, Any]:
         held = saved if own is None else read_objects(own, **options)
-        if "global_steps" not in held and not arguments.load_module_only:
+        if "global_steps" not in held and not job.arguments.load_module_only:
             raise CheckpointError(
                 f"{own or index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For "
                 "its weights use load_module_only=True."

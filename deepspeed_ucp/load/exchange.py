@@ -21,9 +21,9 @@ from ..io.memory import Scratch
 from ..io.read import MemorySink, RecordReader, Sink
 from ..io.threads import count_threads
 from ..plan import Claim, LoadPlan, Request, Round, Send
+from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from .destinations import Destinations
-from .negotiate import BLOCK
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -146,7 +146,7 @@ class CollectiveReader:
         if self.pinned:  # the threads copy on the default stream
             torch.cuda.synchronize()
         sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
-        return reader.read_parallel(requests, [*sinks, stage], self.threads)
+        return reader.read_parallel(requests, [*sinks, stage, None], self.threads)  # STAGE and DISCARD are the last
 
     def _pick_step(self, each: Round, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
         """What is sent to each rank and comes from it in one of a round's steps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -13,12 +13,23 @@ from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import shorten
-from ..plan.limits import refuse_unreadable
-from ..plan.match import Match, match_groups, match_parameters
-from ..plan.wants import REPLICA, HeldBuffer, Home, Layouts, TargetLayout, Wants, list_touched, list_wants
+from ..patterns import from_config
+from ..plan.match import Live, Match, match_groups, match_parameters
+from ..plan.settling import refuse_unreadable
+from ..plan.wants import (
+    REPLICA,
+    HeldBuffer,
+    Home,
+    Layouts,
+    TargetLayout,
+    Wants,
+    is_replicated,
+    list_touched,
+    list_wants,
+)
 from ..targets import Extra, Target
 from ..targets.base import dtype_name
-from .census import Census, check_alike, find_renamed, read_rules, settle_layouts, take_census
+from .census import check_alike, find_renamed, settle_layouts, take_census
 from .destinations import Destinations, bind
 from .replicas import check_instances
 from .states import OptimizerMatch, States, list_tensors
@@ -75,13 +86,14 @@ def prepare(
     tell = comm.rank == 0
 
     def hold_against() -> tuple[Work, Layouts]:
-        rules = read_rules(config.patterns)
-        live = census.live(find_renamed(index, census, rules, tell=tell), with_extras=with_extras)
+        rules = from_config(config.patterns)
+        renamed = find_renamed(index, census, rules, tell=tell)
+        live = replace(census, renamed=renamed, extras=census.extras if with_extras else None)
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
-        check_alike(census, target, extras)
+        check_alike(live, target, extras)
         if with_states:
             match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
-        layouts = settle_layouts(index, census, match, rules, tell=tell)
+        layouts = settle_layouts(index, live, match, rules, tell=tell)
         return make_work(index, target, match, extras, layouts, with_states=with_states), layouts
 
     work, layouts = comm.run(hold_against)
@@ -148,33 +160,29 @@ def tell_rounding(wants: Wants) -> list[str]:
 
 def describe_target(target: Target, extras: Sequence[Extra], states: Sequence[States]) -> TargetLayout:
     """What this rank holds; ``states`` of its flat buffers, or none."""
-    flats = []
+    flats, lane = [], target.place.tp_rank
     for flat, each in zip_longest(target.flats, states):
         dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
         live = each.live if each else ()
-        flats.append(HeldBuffer(flat.buffer, flat.part, dtype_name(flat.master.dtype), dtypes, live))
-    tensors = [HeldBuffer(extra.buffer, extra.part, dtype_name(extra.tensor.dtype)) for extra in extras]
-    return TargetLayout(target.place.tp_rank, flats, tensors)
+        flats.append(HeldBuffer(flat.buffer, flat.part, lane, dtype_name(flat.master.dtype), dtypes, live))
+    tensors = [HeldBuffer(extra.buffer, extra.part, lane, dtype_name(extra.tensor.dtype)) for extra in extras]
+    return TargetLayout(flats, tensors)
 
 
-def _share(index: AtomicIndex, census: Census, layouts: Layouts, work: Work, comm: Comm) -> None:
+def _share(index: AtomicIndex, census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
     everyone = comm.gather((work.touched, work.wants.grown, work.match.notes))
     work.touched = sorted({key for touched, _, _ in everyone for key in touched})
-    work.replicated = [key for key in work.touched if _is_replicated(layouts, index, key)]
+    atoms = index.stored.atoms
+    work.replicated = [key for key in work.touched if is_replicated(atoms[key], layouts.get(key.name))]
 
     def tell() -> None:  # rank 0 alone: every rank would read the same elements
         for text in dict.fromkeys(text for _, _, notes in everyone for text in notes):
             logger.warning("%s", text)
         _tell(work.match, index.limits.dropped, {item for _, grown, _ in everyone for item in grown.items()})
-        check_instances(index, census.everyone, work.touched)
+        check_instances(index, census.counts, work.touched)
 
     comm.once(tell)
-
-
-def _is_replicated(layouts: Layouts, index: AtomicIndex, key: AtomKey) -> bool:
-    found = layouts.get(key.name)
-    return found is not None and found[0].replicated and not found[0].mean and len(index.stored.atoms[key].shards) > 1
 
 
 def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,15 +18,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _CHUNK = 4 << 20
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Gap:
-    """The largest difference found between two replicas: in which atom, how large, of which rank, at which element."""
-
-    name: str
-    state: str
-    size: float
-    rank: int
-    element: int
+_Difference = tuple[AtomKey, float, int, int]
+"""The largest one between parts of two replicas: of which atom, how large, which rank's, at which element."""
 
 
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
@@ -37,14 +29,15 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
         MismatchError: naming the parameter, the ranks and the largest difference.
     """
 
-    def compare_share() -> list[_Gap]:
+    def compare_share() -> list[_Difference]:
         with AtomReader(index, checksum=False) as reader:
             parts = _list_parts(atoms)[comm.rank :: comm.size]
-            return _keep_largest([gap for part in parts for gap in _compare(*part, reader)])
+            found = sorted(each for part in parts for each in _compare(*part, reader))
+        return list({each[0]: each for each in found}.values())  # one per atom: what is told to the others stays short
 
-    gaps = sorted(gap for part in comm.each(compare_share) for gap in part)
-    if gaps:  # the same on every rank
-        comm.run(lambda: _refuse(max(g for g in gaps if (g.name, g.state) == (gaps[0].name, gaps[0].state))))
+    differences = sorted(each for part in comm.each(compare_share) for each in part)
+    if differences:  # the same on every rank
+        comm.run(lambda: _refuse(*max(each for each in differences if each[0] == differences[0][0])))
 
 
 def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
@@ -57,44 +50,35 @@ def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
     return parts
 
 
-def _compare(atom: Atom, rank: int, low: int, high: int, reader: AtomReader) -> list[_Gap]:
+def _compare(atom: Atom, rank: int, low: int, high: int, reader: AtomReader) -> list[_Difference]:
     first, other = (reader.read_elements(atom, shard, low, high) for shard in (0, rank))
     if first == other:
         return []
     dtype = getattr(torch, atom.dtype)
     gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
-    return [_Gap(atom.name, atom.state, float(gap.max()), rank, low + int(gap.argmax()))]
+    return [(atom.key, float(gap.max()), rank, low + int(gap.argmax()))]
 
 
-def _keep_largest(gaps: Sequence[_Gap]) -> list[_Gap]:
-    """One per atom: what is told to the other ranks stays short."""
-    largest: dict[tuple[str, str], _Gap] = {}
-    for gap in sorted(gaps):
-        largest[gap.name, gap.state] = gap
-    return list(largest.values())
-
-
-def _refuse(gap: _Gap) -> None:
+def _refuse(key: AtomKey, size: float, rank: int, element: int) -> None:
     raise MismatchError(
-        f"{gap.name} ({gap.state}) is replicated over tensor-parallel ranks, but ranks 0 and {gap.rank} saved "
-        f"different values: the largest difference is {gap.size:.3e} at element {gap.element}. If the mean is what "
-        f'counts, say so: "patterns": {{"rules": [{{"match": "{gap.name}", "pattern": "partial"}}]}}.'
+        f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved different "
+        f"values: the largest difference is {size:.3e} at element {element}. If the mean is what counts, say so: "
+        f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
     )
 
 
-def check_instances(index: AtomicIndex, live: Iterable[tuple[str, int, int]], touched: Iterable[AtomKey]) -> None:
+def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey]) -> None:
     """What several pipeline stages saved under one name: equal copies, or values of their own.
 
     DeepSpeed ties only ``tied_weight_attr``; a tied module's other parameters live on apart in every stage.
 
     Args:
-        live: (name, ordinal, count) of parameters that several stages of the live engine hold.
+        counts: how many stages of the live engine hold a parameter, of those that several do.
 
     Raises:
         CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
     """
     loaded = {key.name for key in touched}
-    counts = {name: count for name, _, count in live}
     parted = [name for name in index.model.instances if name in loaded and not stages_agree(name, index)]
     for name in parted:
         if "tied_modules." not in name:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..atoms import AtomicIndex
+from ..atoms import MODULE, AtomicIndex, ParamKey
 from ..collection import pause_collection
 from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host
-from ..patterns import RuleSet
+from ..patterns import RuleSet, from_config
+from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import is_atomic
 from ..sources.ownfiles import compare_own_files, list_own_globals
@@ -24,13 +25,13 @@ from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load
-from ..targets.guard import check_states, release, seal
+from ..targets.guard import check_states, release
+from ..targets.optimizer import find_other_kind
 from ..topology import ATOMIC, find_differences
-from .census import Census, find_renamed, join_groups, list_live_rules, read_rules, take_census
+from .census import find_renamed, join_groups, list_live_rules, take_census
 from .client import check_trusted
-from .direct import LoadArguments, has_masters, load_direct
-from .report import LoadReport
-from .sameness import find_unnoticed
+from .direct import has_masters, load_direct
+from .job import LoadArguments, LoadJob, LoadReport
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -82,9 +83,9 @@ def resume(
             logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
         return own()
     comm.run(lambda: check_states(engine, with_states=arguments.with_states))
-    folder = os.path.join(load_dir, found)
+    folder, job = os.path.join(load_dir, found), LoadJob(engine, comm, config, arguments, report)
     with report.phase("index"), pause_collection():
-        decision = decide(engine, folder, comm, arguments, config, upstream=upstream)
+        decision = decide(job, folder, upstream=upstream)
     report.reason, report.direct = decision.reason, decision.index is not None
     if comm.rank == 0:
         logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", decision.reason)
@@ -94,12 +95,11 @@ def resume(
         loaded = own()
         if decision.target is not None:
             refresh_after_own_load(decision.target, with_states=arguments.with_states)
-    elif unknown:
+        release(engine)
+        return loaded
+    if unknown:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
-    else:
-        loaded = _load(engine, folder, decision.index, decision.target, comm, config, arguments, report)
-    release(engine)
-    return loaded
+    return _load(job, folder, decision.index, decision.target)
 
 
 def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False) -> str | None:
@@ -128,15 +128,7 @@ def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False) ->
     return tags[0]
 
 
-def decide(
-    engine: Any,
-    folder: str,
-    comm: Comm,
-    arguments: LoadArguments,
-    config: UniversalConfig,
-    *,
-    upstream: bool = False,
-) -> LoaderChoice:
+def decide(job: LoadJob, folder: str, *, upstream: bool = False) -> LoaderChoice:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Args:
@@ -145,30 +137,29 @@ def decide(
     Raises:
         UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
     """
-    if upstream and comm.run(lambda: is_atomic(folder)):
-        if not config.trust_pickle:
-            comm.run(lambda: check_trusted(list_own_globals(folder, comm.rank, comm.size)))
+    if upstream and job.comm.run(lambda: is_atomic(folder)):
+        if not job.config.trust_pickle:
+            job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
         return LoaderChoice("load_universal is on and this is an atomic checkpoint")
-    if engine.use_node_local_storage():
+    if job.engine.use_node_local_storage():
         why = "every node keeps its own files (use_node_local_storage)"
         advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
-        return _trust_own_files(engine, folder, comm, config, why, advice)
+        return _trust_own_files(job, folder, why, advice)
     try:
-        target = comm.run(lambda: open_target(engine))
+        target = job.comm.run(lambda: open_target(job.engine))
     except UnknownLayoutError as error:
-        return _trust_own_files(engine, folder, comm, config, str(error), "Resume in the topology that saved it")
-    return _compare(engine, folder, target, comm, arguments, config, upstream=upstream)
+        return _trust_own_files(job, folder, str(error), "Resume in the topology that saved it")
+    return _compare(job, folder, target, upstream=upstream)
 
 
-def _trust_own_files(
-    engine: Any, folder: str, comm: Comm, config: UniversalConfig, why: str, advice: str
-) -> LoaderChoice:
+def _trust_own_files(job: LoadJob, folder: str, why: str, advice: str) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
 
     Raises:
         UnsupportedError: they tell another one.
         CheckpointError: they hold classes that are not known to be harmless.
     """
+    engine, comm = job.engine, job.comm
     found = comm.each(lambda: compare_own_files(*describe_own_files(engine, folder)))
     differences = dict.fromkeys(text for part in found for text in part)
     if differences:
@@ -176,7 +167,7 @@ def _trust_own_files(
             f"{folder}: {why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
             f"alone. Here differ: {shorten(differences, 4)}. {advice}. {OWN_LOAD}"
         )
-    if not config.trust_pickle:
+    if not job.config.trust_pickle:
         # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
         comm.run(lambda: _check_own_files(folder, viewers, comm.rank))
@@ -195,17 +186,9 @@ def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: i
     check_trusted(list_own_globals(folder, viewers[:rank].count(own), viewers.count(own)))
 
 
-def _compare(
-    engine: Any,
-    folder: str,
-    target: Target,
-    comm: Comm,
-    arguments: LoadArguments,
-    config: UniversalConfig,
-    *,
-    upstream: bool,
-) -> LoaderChoice:
+def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> LoaderChoice:
     """Hold the checkpoint's index against the live engine's layout; collective."""
+    comm, arguments = job.comm, job.arguments
     weights_only = not (arguments.with_states and has_masters(target, comm))
     live = join_groups(target, comm)
     index = open_checkpoint(folder, comm, live.names, live.hyper, weights_only=weights_only)
@@ -214,7 +197,7 @@ def _compare(
     if upstream:
         everyone.append("load_universal is on, this is a normal checkpoint")
     if not everyone:
-        if not config.trust_pickle:
+        if not job.config.trust_pickle:
             comm.run(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
@@ -227,28 +210,65 @@ def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArgumen
     return found or find_unnoticed(index, target, arguments)
 
 
-def _load(
-    engine: Any,
-    folder: str,
-    index: AtomicIndex,
-    target: Target,
-    comm: Comm,
-    config: UniversalConfig,
-    arguments: LoadArguments,
-    report: LoadReport,
-) -> Loaded:
+def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:
+    """What differs although the topologies are equal, and DeepSpeed's own load would not notice, in words.
+
+    Ours runs then, which restores or refuses it.
+
+    Args:
+        index: of the whole checkpoint.
+        target: this rank's, of an equal topology.
+    """
+    found: list[str] = []
+    if target.wrapper == "zero3":
+        found += _find_fresh(index, target) if arguments.load_module_strict else []
+        # Of these DeepSpeed's own load takes the latest tag's, whichever it was given, or with load_module_only none.
+        found += [] if arguments.with_states else ["weights alone of ZeRO 3"]
+    if arguments.with_states and target.optimizer is not None:
+        found += dict.fromkeys(_find_other_kinds(index, target))
+    return found
+
+
+def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
+    """ZeRO-3 parameters in no optimizer, which DeepSpeed restores where they were frozen alone, and by their size."""
+    for name in sorted(target.params.keys() - target.owned):
+        saved = index.find(index.resolve(name), MODULE)
+        if saved is None and name not in index.limits.unreadable:
+            yield f"{name} is not in the checkpoint as a parameter without optimizer"
+        elif saved is not None and saved.shards[target.place.tp_rank].shape != target.shape_of(name):
+            yield f"{name} has another shape"
+
+
+def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
+    """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
+    states = list_states(index)
+    for name in index.limits.irregular:
+        param, _, state = name.rpartition(".")
+        states.setdefault(ParamKey(param), {})[state] = "of no known dtype"
+    groups = {param: group.hyper for group in index.run.groups for param in group.members}
+    for flat in target.flats:
+        params = [ParamKey(index.resolve(name)) for name in flat.names]
+        saved = set().union(*(states.get(param, ()) for param in params))
+        hyper = next((groups[param] for param in params if param in groups), {})
+        if flat.holder is not None and saved:
+            scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
+            told = find_other_kind(target.optimizer, target.param_group(flat), hyper, saved, flat.holder, scalars)
+            yield from [told] if told else []
+
+
+def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
     # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
-    if config.mode == "atomic" and index.run.topology.wrapper != ATOMIC and arguments.with_states:
-        with report.phase("convert"):
-            index, report.converted = convert_first(index, target, folder, comm, config)
+    if job.config.mode == "atomic" and index.run.topology.wrapper != ATOMIC and job.arguments.with_states:
+        with job.report.phase("convert"):
+            index, job.report.converted = convert_first(index, target, folder, job.comm, job.config)
+    engine = job.engine
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
     target.prepare()
     try:
-        return index.run.state_file, load_direct(engine, index, target, comm, config, arguments, report)
+        return index.run.state_file, load_direct(job, index, target)
     finally:
-        seal(engine)
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
 
@@ -257,9 +277,14 @@ def convert_first(
     index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
 ) -> tuple[AtomicIndex, OutputReport]:
     """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
-    rules = read_rules(config.patterns)
+    rules = from_config(config.patterns)
     census = take_census(target, (), comm)
-    live = comm.run(lambda: list_live_rules(census, _find_saved_names(index, census, rules)))
+
+    def tell() -> list[RuleSet]:
+        renamed = find_renamed(index, census, rules, tell=False)
+        return list_live_rules(census, {name: renamed.get(name, name) for name in census.attributes})
+
+    live = comm.run(tell)
     parent, tag = os.path.split(os.path.abspath(folder))
     destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
     options = ConvertOptions(
@@ -270,9 +295,3 @@ def convert_first(
         done = "taken as it is" if converted.reused else f"{converted.tensors} atoms written"
         logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted
-
-
-def _find_saved_names(index: AtomicIndex, census: Census, rules: Sequence[RuleSet]) -> dict[str, str]:
-    """Live name → saved name, of the parameters that carry attributes."""
-    renamed = find_renamed(index, census, rules, tell=False)
-    return {name: renamed.get(name, name) for name in census.attributes}

@@ -10,8 +10,8 @@ import torch
 
 from ..atoms import AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
-from ..plan.limits import describe_irregular
 from ..plan.match import Match
+from ..plan.settling import describe_irregular
 from ..plan.wants import Home, join_states, list_states
 from ..sources.headers import Unread
 from ..targets import Flat, Target

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
-from ..plan.resolve import BLOCK, MIN_DIRECT
+from ..io.memory import identify_host, measure_available
+from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
+from ..plan.wants import Wants
 from ..stream.samples import check_samples
 from ..targets import Target
-from .apart import set_apart
+from .destinations import Buffer
 from .exchange import CollectiveReader
-from .negotiate import negotiate
 from .prepare import Work
 from .replicas import check_replicas
 from .states import attach_states
+
+logger = logging.getLogger("deepspeed_ucp")
+
+SHARE = 0.75
+"""Of a machine's free memory that a load may use for what it reads, fresh optimizer states included."""
 
 
 class Transfer:
@@ -22,8 +34,7 @@ class Transfer:
 
     Args:
         apart: fill live buffers apart where there is memory for it, so that one pass over the files is enough.
-        window: bytes of staging memory; None takes the configured.
-        block, min_direct: see ``plan``.
+        sizes: None takes those for the configured window.
     """
 
     def __init__(
@@ -34,16 +45,13 @@ class Transfer:
         config: UniversalConfig,
         *,
         apart: bool = False,
-        window: int | None = None,
-        block: int = BLOCK,
-        min_direct: int = MIN_DIRECT,
+        sizes: ReadSizes | None = None,
     ) -> None:
-        window = window or config.window_mb << 20
+        window = config.window_mb << 20
         self.index, self.work, self.comm = index, work, comm
         self.apart = apart and set_apart(work.into.buffers, window, comm)
-        self.plan = negotiate(
-            work.wants.wants, work.into.sinks, index, comm, window, block=block, min_direct=min_direct
-        )
+        fresh = [sink.fresh for sink in work.into.sinks]
+        self.plan = negotiate(work.wants, fresh, index, comm, sizes or ReadSizes.within(window))
         self.reader = CollectiveReader(index, work.into, self.plan, comm, config)
 
     def read(self) -> list[Checked]:
@@ -76,3 +84,53 @@ class Transfer:
     def attach(self, target: Target) -> None:
         """Hand states, scalars and hyper-parameters to the optimizer; of this rank alone."""
         attach_states(target, self.work.states, self.work.match)
+
+
+def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
+    """Let all live buffers be filled apart where every machine has the memory; collective, the same on every rank.
+
+    What is read for them goes into memory of its own in the one pass over the files, and reaches the engine by copies
+    of memory when every rank has agreed: what fails while files are read changes no engine.
+
+    Args:
+        buffers: all of this rank's.
+        window: bytes of memory that reading needs besides.
+    """
+    hosted = [buffer for buffer in buffers if not buffer.fresh or buffer.tensor.device.type == "cpu"]
+    told = comm.gather((identify_host(), sum(buffer.nbytes for buffer in hosted) + window, measure_available()))
+    needed: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for host, nbytes, available in told:
+        needed[host] += nbytes
+        free[host] = min(available, free.get(host, available))
+    if any(needed[host] > SHARE * free[host] for host in needed):
+        if comm.rank == 0:
+            logger.info("not enough free memory to fill the engine's buffers apart: they are read in a second pass")
+        return False
+    for buffer in buffers:
+        if not buffer.fresh:
+            buffer.set_apart()
+    return True
+
+
+def negotiate(wants: Wants, fresh: Sequence[bool], index: AtomicIndex, comm: Comm, sizes: ReadSizes) -> LoadPlan:
+    """Ranks tell each other what they want and agree who reads it; collective.
+
+    Args:
+        wants: of this rank.
+        fresh: which of its sinks are not part of the engine (yet).
+
+    Raises:
+        UcpError: a want cannot be located; the same on every rank.
+    """
+    records = index.stored.records
+    claims = comm.run(lambda: list_claims(wants.wants, fresh.__getitem__, sizes.block))
+    mask = np.zeros(len(records), np.bool_)
+    mask[[claim.record for claim in claims]] = True
+    touched = np.flatnonzero(comm.any_of(mask))
+    blocks = Blocks.of(records, sizes.block, comm.size)
+    tables, addressed = address_claims(claims, blocks)
+    decision = decide(comm.swap_tables(tables), blocks, blocks.owned(comm.rank, touched), sizes)
+    answers = comm.swap_tables(decision.answers)
+    plan = make_plan(addressed, answers, decision, comm.rank, [record.file for record in records])
+    return plan.agree(comm.gather(plan.count_steps(sizes.share)))

@@ -1,10 +1,8 @@
 """Pure planning: which byte ranges go where. No torch, no files, no processes."""
 
-from .claims import Blocks, Claim, address_claims, list_claims, make_claims
-from .load import LoadPlan, Round, make_plan
+from .claims import DISCARD, Blocks, Claim, Part, Request, address_claims, list_claims, make_claims
 from .locate import Extent, View, Want, locate
-from .requests import DISCARD, Part, Request
-from .resolve import OwnerPlan, Send, decide
+from .rounds import LoadPlan, OwnerPlan, ReadSizes, Round, Send, decide, make_plan
 
 __all__ = [
     "DISCARD",
@@ -14,6 +12,7 @@ __all__ = [
     "LoadPlan",
     "OwnerPlan",
     "Part",
+    "ReadSizes",
     "Request",
     "Round",
     "Send",

@@ -18,7 +18,13 @@ import numpy.typing as npt
 
 from ..atoms import Record
 from .locate import Extent, Want, cut_blocks, locate
-from .requests import MAX_PARTS, Part, Request
+
+DISCARD, STAGE = -1, -2
+"""Buffer numbers of bytes that are read for their checksum alone (padding, replicas), and of an owner's staging memory:
+those of a load's sinks that count from the end."""
+
+MAX_PARTS = 512
+"""Parts per request; the kernel takes 1024 buffers in one ``preadv``."""
 
 Table = npt.NDArray[np.int64]
 """Claims as rows (record, offset, run, step, count, fresh)."""
@@ -29,6 +35,30 @@ _ENDLESS = 1 << 62
 
 GRANTED = -1
 """Answer to a claim: read it yourself. Other answers are the round in which the owner sends the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``nbytes`` bytes go to ``buffer`` from element ``position`` on.
+
+    With ``run`` they are rows of ``run`` bytes each, and the buffer's rows begin ``stride`` elements apart.
+    """
+
+    nbytes: int
+    buffer: int
+    position: int
+    run: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One contiguous read: bytes [offset, offset + nbytes) of a record, scattered over parts in order."""
+
+    record: int
+    offset: int
+    nbytes: int
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +82,6 @@ class Claim:
     def nbytes(self) -> int:
         """Bytes claimed."""
         return self.run * self.count
-
-    @property
-    def end(self) -> int:
-        """Where the last run ends."""
-        return self.offset + (self.count - 1) * self.step + self.run
 
 
 def make_claims(pieces: Iterable[Extent], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:

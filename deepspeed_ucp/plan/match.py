@@ -8,10 +8,8 @@ from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
-
-Shape = tuple[int, ...]
-Shapes = Mapping[str, tuple[Shape, ...]]
-"""Per name the local shape on each tensor-parallel rank."""
+from ..flat import Shape
+from .settling import Shapes
 
 FIRST = (0, 1)
 
@@ -54,13 +52,26 @@ class Live:
         aliases: tied names → the name that holds the data.
         ordinals: for parameters that several pipeline stages hold, (this stage's place among them, how many).
         renamed: live name → the name that the checkpoint has for it, where they differ.
+        counts: how many pipeline stages hold a parameter, of those that several do; of any stage.
+        attributes: Megatron's attributes of the parameters.
+        info: the model's own ``universal_checkpoint_info``.
+        tp: tensor-parallel degree.
     """
 
-    owned: Shapes
-    extras: Shapes | None
+    owned: Shapes = field(default_factory=dict)
+    extras: Shapes | None = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     ordinals: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    info: Mapping[str, Any] | None = None
+    tp: int = 1
+
+    @property
+    def shapes(self) -> Shapes:
+        """Local shapes of all of it."""
+        return {**(self.extras or {}), **self.owned}
 
 
 def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_states: bool) -> Match:

@@ -1,13 +1,13 @@
-"""How tensor parallelism cuts every parameter of a checkpoint: what is settled, what is open, what is wrong."""
+"""What of a checkpoint can be had, and how tensor parallelism cuts every parameter: settled, open, wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
-from ..errors import CheckpointError, MismatchError
+from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
+from ..flat import Shape
 from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
-from ..patterns.layout import Shape
 
 Shapes = Mapping[str, tuple[Shape, ...]]
 """Per name the local shape on each tensor-parallel rank."""
@@ -84,3 +84,40 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
         (shard.shape, shard.fragments[0], index.stored.records[shard.fragments[0].record]) for shard in atom.shards
     )
     return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in pieces)
+
+
+def describe_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> str:
+    """Tensors whose bytes cannot be cut; empty where there are none.
+
+    Args:
+        states: which states are wanted.
+    """
+    faults = sorted(index.limits.unreadable.items())
+    listed = [f"{name}: {fault}" for name, fault in faults if states(name.split("(")[-1][:-1])]
+    if not listed:
+        return ""
+    return (
+        f"{index.run.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology that "
+        "saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
+    )
+
+
+def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> None:
+    """Raise where something that is wanted cannot be cut.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    if text := describe_unreadable(index, states):
+        raise UnsupportedError(text)
+
+
+def describe_irregular(index: AtomicIndex) -> str:
+    """Optimizer states that cannot be cut for another topology; empty where there are none."""
+    listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
+    if not listed:
+        return ""
+    return (
+        f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or not in the files, "
+        f"and cannot be united or cut for another topology: {shorten(listed)}."
+    )

@@ -29,6 +29,7 @@ class HeldBuffer:
     Attributes:
         buffer: how parameters lie in it, over all ranks; a tensor is a buffer of one parameter.
         part: the partition that the rank holds.
+        lane: which of its atoms' shards it is cut from (see :class:`~deepspeed_ucp.atoms.Atom`).
         dtype: of the masters, or of the tensor.
         states: optimizer states that are loaded, with the dtypes that they have here.
         live: which of these are there already.
@@ -36,6 +37,7 @@ class HeldBuffer:
 
     buffer: FlatBuffer
     part: int
+    lane: int
     dtype: str
     states: Mapping[str, str] = field(default_factory=dict)
     live: Collection[str] = ()
@@ -46,12 +48,10 @@ class TargetLayout:
     """What one rank of a target holds.
 
     Attributes:
-        tp_rank: its tensor-parallel rank.
         flats: buffers that the optimizer owns.
         tensors: frozen and unoptimized parameters, and the module's buffers.
     """
 
-    tp_rank: int
     flats: Sequence[HeldBuffer]
     tensors: Sequence[HeldBuffer]
 
@@ -130,7 +130,7 @@ def list_wants(index: AtomicIndex, layout: TargetLayout, match: Match, layouts: 
         layouts: how both sides cut each of these.
         with_states: optimizer states are loaded as well.
     """
-    lister = _Lister(index, layout.tp_rank, match, layouts, with_states)
+    lister = _Lister(index, match, layouts, with_states)
     for number, held in enumerate(layout.flats):
         lister.add_flat(number, held)
     for number, held in enumerate(layout.tensors):
@@ -150,6 +150,11 @@ def list_touched(index: AtomicIndex, layout: TargetLayout, match: Match, *, with
     return [atom.key for atom in found if atom]
 
 
+def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
+    """Whether the source's shards are replicas that have to be equal."""
+    return layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1
+
+
 def list_states(index: AtomicIndex) -> dict[ParamKey, dict[str, str]]:
     """Optimizer states that the checkpoint has of each parameter, with their dtypes."""
     found: dict[ParamKey, dict[str, str]] = defaultdict(dict)
@@ -167,19 +172,18 @@ def join_states(buffer: FlatBuffer, match: Match, states: Mapping[ParamKey, Mapp
     return dict(sorted(found.items()))
 
 
-def view_shards(layouts: tuple[Layout, Layout] | None, tp_rank: int) -> tuple[View | None, ...]:
+def view_shards(layouts: tuple[Layout, Layout] | None, lane: int) -> tuple[View | None, ...]:
     """How a target shard is made from the source's: in one view; of a mean, in one per replica."""
     if layouts is None:
         return (None,)
     if layouts[0].mean:
-        return tuple(View(*layouts, tp_rank, (shard,)) for shard in range(len(layouts[0].shards)))
-    return (View(*layouts, tp_rank, find_shards(*layouts, tp_rank)),)
+        return tuple(View(*layouts, lane, (shard,)) for shard in range(len(layouts[0].shards)))
+    return (View(*layouts, lane, find_shards(*layouts, lane)),)
 
 
 @dataclass(slots=True)
 class _Lister:
     index: AtomicIndex
-    tp_rank: int
     match: Match
     layouts: Layouts
     with_states: bool
@@ -189,13 +193,14 @@ class _Lister:
         whole = held.buffer.cuts(held.part)
         cuts = [(cut, self.match.params[cut.name]) for cut in whole if cut.name in self.match.params]
         buffer = self._add_buffer((MASTER, number), held, held.dtype, fresh=False)
-        self._fill(buffer, [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts])
+        weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
+        self._fill(buffer, held.lane, weights)
         spans = ((cut.offset, cut.offset + cut.numel) for cut in whole)
         self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, held.buffer.partition)]
         for state, dtype in held.states.items():
             buffer = self._add_buffer((state, number), held, dtype, fresh=state not in held.live)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
-            self._fill(buffer, filled)
+            self._fill(buffer, held.lane, filled)
             # Of a state that some parameters lack nothing may be left to chance, in live memory neither.
             spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
             self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, held.buffer.partition)]
@@ -204,24 +209,24 @@ class _Lister:
         if param := self.match.params.get(held.buffer.names[0]):
             atom = pick_weight(self.index, param, False, self.with_states)
             buffer = self._add_buffer((MODULE, number), held, held.dtype, fresh=False)
-            self._fill(buffer, [(cut, atom) for cut in held.buffer.cuts(held.part)])
+            self._fill(buffer, held.lane, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
     def _add_buffer(self, home: Home, held: HeldBuffer, dtype: str, *, fresh: bool) -> int:
         return self.wants.add_buffer(BufferSpec(home, dtype, held.buffer.partition, fresh))
 
-    def _fill(self, buffer: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
+    def _fill(self, buffer: int, lane: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
         """Let atoms fill their cuts of a buffer."""
         sinks: dict[str, int] = {}
         for cut, atom in filled:
             if atom is not None:
                 if atom.dtype not in sinks:
                     sinks[atom.dtype] = self.wants.add_sink(buffer, atom.dtype)
-                self._want(atom, cut, sinks[atom.dtype])
+                self._want(atom, cut, lane, sinks[atom.dtype])
 
-    def _want(self, atom: Atom, cut: Cut, sink: int) -> None:
-        """Want a part of this rank's shard of an atom."""
+    def _want(self, atom: Atom, cut: Cut, lane: int, sink: int) -> None:
+        """Want a part of a shard of an atom."""
         layouts = self.layouts.get(atom.name)
-        views = view_shards(layouts, self.tp_rank)
+        views = view_shards(layouts, lane)
         if layouts is not None and layouts[0].mean:
             self._want_mean(atom, cut, sink, views)
             return

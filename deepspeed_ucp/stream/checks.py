@@ -13,7 +13,7 @@ from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.checksum import Checked, merge_checks
 from ..io.read import RecordReader
-from ..plan.requests import DISCARD, Part, Request
+from ..plan.claims import DISCARD, Part, Request
 
 CHUNK = 4 << 20
 

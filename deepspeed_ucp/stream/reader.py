@@ -16,7 +16,7 @@ from ..io.memory import Scratch
 from ..io.read import MemorySink, RecordReader, Sink
 from ..plan.claims import list_requests
 from ..plan.locate import Want
-from ..plan.resolve import BLOCK
+from ..plan.rounds import BLOCK
 from .united import UnitedAtom
 
 

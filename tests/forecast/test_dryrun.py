@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.forecast import dryrun
 from deepspeed_ucp.forecast.degrees import Degrees, parse_degrees
 from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, measure
 from deepspeed_ucp.forecast.estimate import measure_plan
 from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
 from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.plan.resolve import find_share
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
 from tests.reshard import (
@@ -38,7 +35,7 @@ from tests.reshard import (
     read,
     temporary_folder,
 )
-from tests.reshard3d import Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
+from tests.reshard3d import Held, Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 WRAPPERS = {"raw": "torch", "fused": "fp16_fused", "unfused": "fp16_unfused", "bf16": "bf16"}
@@ -69,55 +66,40 @@ def degrees_of(topology: Topology) -> Degrees:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Small:
-    """How to load."""
-
-    chunk: int = 64
-    window: int = 2048
-    min_direct: int = 16
-
-
-def choose_blocks(case: int) -> Small:
+def choose_blocks(case: int, config: UniversalConfig = PATIENT) -> Options:
     """Small blocks with many rounds, or larger ones of which hardly any part is granted."""
-    return (Small(), Small(512, 16384, 64), Small(1024, 65536, 1 << 20))[case % 3]
+    chunk, window, min_direct = ((64, 2048, 16), (512, 16384, 64), (1024, 65536, 1 << 20))[case % 3]
+    return Options(chunk, window, min_direct, config=config)
 
 
-def predict(index: AtomicIndex, target: ForecastTarget, small: Small, monkeypatch: pytest.MonkeyPatch) -> DryRun:
+def predict(index: AtomicIndex, target: ForecastTarget, options: Options) -> DryRun:
     run = DryRun(target.degrees)
-    share = find_share(small.window, small.chunk)
-    monkeypatch.setattr(dryrun, "find_share", lambda _window, _block: share)
-    config = UniversalConfig(threads=1)
-    measure(index, target, run, config, exact=True, block=small.chunk, min_direct=small.min_direct)
+    measure(index, target, run, UniversalConfig(threads=1), exact=True, sizes=options.sizes)
     return run
 
 
-def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: ForecastTarget, small: Small) -> None:
+def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: ForecastTarget, options: Options) -> None:
     """What the loader did is what was foretold, rank by rank, by the plan of all and by samples."""
     files = [record.file for record in index.stored.records]
-    sampler = Sampler(index, target, small.chunk, small.min_direct)
+    sampler = Sampler(index, target, options.sizes)
     assert len(ranks) == len(run.ranks) == target.ranks
     for number, (rank, foretold) in enumerate(zip(ranks, run.ranks, strict=True)):
         assert rank.plan is not None
         done = measure_plan(rank.plan, number, files, 1)
         assert {key: getattr(foretold, key) for key in done} == done, rank.target.label
         assert foretold.needed == count_wanted(rank), rank.target.label
-        sampled = sampler.sample(number)
-        told = (sampled.read, sampled.requests, sampled.files, sampled.received, sampled.sent)
-        assert told == tuple(getattr(foretold, key) for key in ("read", "requests", "files", "received", "sent")), (
-            rank.target.label
-        )
+        sampled = sampler.measure(number, target.wants(number), 1)
+        assert sampled.keys() == done.keys()
+        for key in ("read", "requests", "files", "received", "sent"):
+            assert sampled[key] == done[key], rank.target.label
     assert run.totals is not None
     assert run.totals.read == sum(rank.plan.nbytes for rank in ranks if rank.plan)
     assert run.totals.state == sum(index.stored.atoms[key].nbytes for key in ranks[0].work.touched)
     assert run.totals.exchanged == sum(rank.received for rank in run.ranks) == sum(rank.sent for rank in run.ranks)
 
 
-def load(
-    folder: Path, targets: Sequence[FakeTarget], small: Small, config: UniversalConfig = PATIENT
-) -> tuple[AtomicIndex, list[Loaded]]:
+def load(folder: Path, targets: Sequence[FakeTarget], options: Options) -> tuple[AtomicIndex, list[Loaded]]:
     """Open, plan and read on every rank with the loader's own code, which counts what it reads."""
-    options = Options(small.chunk, small.window, small.min_direct, config=config)
 
     def work(number: int, comm: Comm) -> tuple[AtomicIndex, Loaded]:
         index = open_for(folder, targets[number], comm)
@@ -153,16 +135,14 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda topology: topology.label)
-def test_it_foretells_what_every_rank_does(
-    source: Topology, target: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = choose_blocks(PAIRS.index((source, target)))
+def test_it_foretells_what_every_rank_does(source: Topology, target: Topology, tmp_path: Path) -> None:
+    options = choose_blocks(PAIRS.index((source, target)))
     state = random_state(MODEL, 1, precision=source.precision)
     folder = write_checkpoint(tmp_path, MODEL, state, source)
     targets = make_targets(MODEL, target)
-    index, ranks = load(folder, targets, small)
+    index, ranks = load(folder, targets, options)
     virtual = foretell_target(index, degrees_of(target))
-    compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
+    compare(index, ranks, predict(index, virtual, options), virtual, options)
 
 
 BLOCKS = [("column", "norm", "row", "qkv"), ("column", "gate_up", "bias"), ("column", "router", "experts"), ("column",)]
@@ -189,30 +169,28 @@ def label_pair(value: Any) -> str:
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS_3D, ids=label_pair)
 def test_it_foretells_what_every_rank_of_a_3d_target_does(
-    model: Model, source: Topology, target: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, source: Topology, target: Topology, tmp_path: Path
 ) -> None:
-    small = choose_blocks(PAIRS_3D.index((model, source, target)))
     held = draw_state(model, source)
     wanted = expect(held, target)
-    targets = wanted.make_targets()
-    config = make_config(model)
-    index, ranks = load(held.write(tmp_path), targets, small, config)
-    rules = from_config(config.patterns)
-    shapes, stages = live_shapes(targets), live_stages(targets)
+    compare_trip(held, wanted.make_targets(), target, tmp_path, PAIRS_3D.index((model, source, target)))
+
+
+def compare_trip(held: Held, targets: Sequence[FakeTarget], target: Topology, folder: Path, case: int) -> None:
+    """With the live model's own shapes and stages."""
+    config = make_config(held.model)
+    options = choose_blocks(case, config)
+    index, ranks = load(held.write(folder), targets, options)
+    rules, shapes, stages = from_config(config.patterns), live_shapes(targets), live_stages(targets)
     virtual = foretell_target(index, degrees_of(target), rules, shapes=shapes, stages=stages)
-    compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
+    compare(index, ranks, predict(index, virtual, options), virtual, options)
 
 
 @examples(10)
 @given(trips(), st.integers(0, 2))
 def test_it_foretells_any_trip(trip: Trip, case: int) -> None:
-    small, config = choose_blocks(case), make_config(trip.source.model)
-    with temporary_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
-        targets = expect(trip.source, trip.target).make_targets()
-        index, ranks = load(trip.source.write(folder), targets, small, config)
-        rules, shapes, stages = from_config(config.patterns), live_shapes(targets), live_stages(targets)
-        virtual = foretell_target(index, degrees_of(trip.target), rules, shapes=shapes, stages=stages)
-        compare(index, ranks, predict(index, virtual, small, monkeypatch), virtual, small)
+    with temporary_folder() as folder:
+        compare_trip(trip.source, expect(trip.source, trip.target).make_targets(), trip.target, folder, case)
 
 
 def live_shapes(targets: Sequence[FakeTarget]) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -235,12 +213,12 @@ def live_stages(targets: Sequence[FakeTarget]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
 
-def test_a_part_of_the_work_goes_through_rounds_in_these_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_work_goes_through_rounds_in_these_cases(tmp_path: Path) -> None:
     """Else the comparison would say little about them."""
     source, target = Topology(2, 3, "fp16"), Topology(0, 2, "fp16")
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision="fp16"), source)
     index = open_checkpoint(str(folder), Comm())
-    run = predict(index, foretell_target(index, degrees_of(target)), Small(), monkeypatch)
+    run = predict(index, foretell_target(index, degrees_of(target)), choose_blocks(0))
     assert all(rank.rounds > 3 and rank.received and rank.sent for rank in run.ranks)
 
 

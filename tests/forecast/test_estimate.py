@@ -11,16 +11,11 @@ from deepspeed_ucp.forecast.estimate import (
     RankFigures,
     measure_exchange,
     measure_plan,
-    measure_sampled,
     measure_scratch,
     spread,
     tell_times,
 )
-from deepspeed_ucp.forecast.sample import Sampled
-from deepspeed_ucp.plan.claims import Claim
-from deepspeed_ucp.plan.load import LoadPlan, Round
-from deepspeed_ucp.plan.requests import Part, Request
-from deepspeed_ucp.plan.resolve import Send
+from deepspeed_ucp.plan import Claim, LoadPlan, Part, Request, Round, Send
 
 
 def make_figures(rank: int, **told: int) -> RankFigures:
@@ -74,18 +69,18 @@ def test_scratch_is_of_the_largest_read_per_thread() -> None:
 
 
 def test_a_step_of_exchange_takes_what_is_packed_and_received_in_it() -> None:
-    sends = ((make_send(5),), (make_send(7),), (make_send(11, False),))
-    receives = ((make_claim(5),), (make_claim(13),), ())
-    each = Round((), 100, sends, receives)
-    assert measure_exchange([each], 0) == 100 + 5 + 7 + 5 + 13
+    sends = [[make_send(5)], [make_send(7)], [make_send(11, False)]]
+    receives = [[make_claim(5)], [make_claim(13)], []]
+    assert measure_exchange([Round(sends, receives, staged=100)], 0) == 100 + 5 + 7 + 5 + 13
     # Distances 0 and 1 fall to the first of two steps: rank 0 sends to 0 and 1, and receives from 0 and 2.
-    assert measure_exchange([Round((), 100, sends, receives, 2)], 0) == 100 + 5 + 7 + 5
+    assert measure_exchange([Round(sends, receives, staged=100, steps=2)], 0) == 100 + 5 + 7 + 5
 
 
 def test_a_plans_figures_leave_out_what_a_rank_sends_itself() -> None:
-    sends = ((make_send(5),), (make_send(7),))
-    receives = ((make_claim(5),), (make_claim(13),))
-    plan = LoadPlan((make_read(0, 40), make_read(1, 50)), (Round((make_read(2, 10),), 10, sends, receives),), 100)
+    sends = [[make_send(5)], [make_send(7)]]
+    receives = [[make_claim(5)], [make_claim(13)]]
+    rounds = [Round(sends, receives, [make_read(2, 10)], staged=10)]
+    plan = LoadPlan([make_read(0, 40), make_read(1, 50)], rounds)
     assert measure_plan(plan, 0, [0, 0, 1], 1) == {
         "read": 100,
         "requests": 3,
@@ -95,9 +90,3 @@ def test_a_plans_figures_leave_out_what_a_rank_sends_itself() -> None:
         "rounds": 1,
         "peak": max(50, 10 + 5 + 7 + 5 + 13),
     }
-
-
-def test_rounds_and_memory_of_a_sampled_rank_are_bounds() -> None:
-    sampled = Sampled(read=900, requests=9, files=3, largest=100, received=250, sent=20, staged=310)
-    found = measure_sampled(sampled, 2, 100)
-    assert (found["rounds"], found["peak"]) == (4, max(200, 100 + 20 + 100))

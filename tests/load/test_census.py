@@ -9,7 +9,9 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, ModelInfo, RunState, Shard, StoredAtoms
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.census import Census, check_alike, find_renamed, join_groups, read_rules
+from deepspeed_ucp.load.census import check_alike, find_renamed, join_groups
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.plan.match import Live
 from deepspeed_ucp.targets.parallel import Place
 from deepspeed_ucp.topology import Topology
 from tests.ranks import run_ranks
@@ -49,8 +51,7 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
 
 
 def rename(index: AtomicIndex, *live: str) -> dict[str, str]:
-    census = Census(1, owned=dict.fromkeys(live, ((2,),)))
-    return find_renamed(index, census, read_rules(BOTH_WAYS), tell=False)
+    return find_renamed(index, Live(dict.fromkeys(live, ((2,),))), from_config(BOTH_WAYS), tell=False)
 
 
 def test_one_set_of_rules_serves_both_directions() -> None:
@@ -72,9 +73,9 @@ def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
 
 
 def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    rules = read_rules({"rename": [{"from": "nothing", "to": "something"}]})
+    rules = from_config({"rename": [{"from": "nothing", "to": "something"}]})
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
-        assert find_renamed(make_index("w"), Census(1), rules, tell=True) == {}
+        assert find_renamed(make_index("w"), Live(), rules, tell=True) == {}
     assert "'nothing' matches no parameter" in caplog.text
 
 
@@ -110,8 +111,8 @@ def test_the_same_parameter_in_two_stages_is_named_once() -> None:
 
 def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
     stage: Any = Stage(0, [(0.1, ["a", "b"])], dp_rank=1)
-    check_alike(Census(1, owned={"a": ((2,),), "b": ((2,),)}), stage, [])
+    check_alike(Live({"a": ((2,),), "b": ((2,),)}), stage, [])
     with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):
-        check_alike(Census(1, owned={"a": ((2,),), "b": ((3,),)}), stage, [])
+        check_alike(Live({"a": ((2,),), "b": ((3,),)}), stage, [])
     with pytest.raises(MismatchError, match=r"here a \(2,\), b \(2,\)"):
-        check_alike(Census(1), stage, [])
+        check_alike(Live(), stage, [])

@@ -17,13 +17,16 @@ from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
-from deepspeed_ucp.load import LoadArguments, LoadReport, apart, exchange, load_direct, transfer
+from deepspeed_ucp.load import exchange, transfer
 from deepspeed_ucp.load.destinations import Destinations
+from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader, default_threads
-from deepspeed_ucp.load.negotiate import BLOCK, negotiate
+from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.prepare import Work
-from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.plan import LoadPlan
+from deepspeed_ucp.load.transfer import Transfer, negotiate
+from deepspeed_ucp.plan import LoadPlan, ReadSizes
+from deepspeed_ucp.plan.rounds import BLOCK
+from deepspeed_ucp.targets.guard import BROKEN, HALF_STATES
 from tests.covering import cover, params
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.ranks import World, run_ranks
@@ -91,9 +94,8 @@ def run_load(
 ) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
     engine, report = engine or FakeEngine(target), LoadReport(True, "test")
     engine.module = module or engine.module
-    options = LoadArguments(**arguments)
-    client = load_direct(engine, index, target, comm or Comm(), config or UniversalConfig(), options, report)
-    return engine, report, client
+    job = LoadJob(engine, comm or Comm(), config or UniversalConfig(), LoadArguments(**arguments), report)
+    return engine, report, load_direct(job, index, target)
 
 
 def check_loaded(targets: list[FakeTarget], state: State) -> None:
@@ -102,7 +104,7 @@ def check_loaded(targets: list[FakeTarget], state: State) -> None:
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
     """So that the buffers of an engine that has trained are filled apart, or in a second pass."""
-    monkeypatch.setattr(apart, "measure_available", lambda: 1 << 40 if much else 0)
+    monkeypatch.setattr(transfer, "measure_available", lambda: 1 << 40 if much else 0)
 
 
 def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
@@ -389,7 +391,7 @@ def test_a_file_that_changes_between_two_passes_is_noticed(
     after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
     with pytest.raises(CheckpointError, match=r"states.pt: was written to .* must not be used") as caught:
         run_load(index, rank, engine=engine)
-    assert getattr(engine, apart.BROKEN) == str(caught.value)
+    assert getattr(engine, BROKEN) == str(caught.value)
 
 
 class FailingReads:
@@ -442,7 +444,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         texts = {str(result) for result in results}
         assert len(texts) == 1 and "states.pt: cannot be read at byte" in texts.pop()
         same = all(now.equal(then) for now, then in zip(keep_values(targets), before, strict=True))
-        told = [getattr(engine, apart.BROKEN, None) for engine in engines]
+        told = [getattr(engine, BROKEN, None) for engine in engines]
         assert same if told == [None, None] else told == [str(result) for result in results]
         marked += not same
     check_loaded(targets, state)
@@ -475,10 +477,10 @@ def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
         after_verification(patch, failing.arm)
         with pytest.raises(CheckpointError, match="must not be used"):
             run_load(index, rank, engine=engine)
-    assert getattr(engine, apart.HALF_STATES)
+    assert getattr(engine, HALF_STATES)
     run_load(index, rank, engine=engine)
-    assert getattr(engine, apart.BROKEN) is None
-    assert not getattr(engine, apart.HALF_STATES)
+    assert getattr(engine, BROKEN, None) is None
+    assert not getattr(engine, HALF_STATES, False)
     check_loaded([rank], state)
 
 
@@ -493,7 +495,7 @@ def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkey
     monkeypatch.setattr(rank, "refresh_copies", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_load(index, rank, engine=engine)
-    assert "must not be used" in getattr(engine, apart.BROKEN)
+    assert "must not be used" in getattr(engine, BROKEN)
 
 
 def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
@@ -611,7 +613,7 @@ def test_one_rank_without_memory_for_its_buffers_ends_all_ranks(
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-NO_PLAN = LoadPlan((), (), 0)
+NO_PLAN = LoadPlan([], [])
 
 
 @pytest.mark.parametrize("window_mb", [16, 64, 256])
@@ -633,8 +635,8 @@ def test_a_load_never_sees_a_whole_large_parameter_twice(
     """Requests are bounded by the block and rounds by the window, whatever the parameter's size."""
     plans: list[LoadPlan] = []
 
-    def plan_finely(*args: Any, **_: Any) -> LoadPlan:
-        plans.append(negotiate(*args[:-1], 40_000, block=4096, min_direct=1024))
+    def plan_finely(*args: Any) -> LoadPlan:
+        plans.append(negotiate(*args[:-1], ReadSizes.within(40_000, 4096, 1024)))
         return plans[-1]
 
     monkeypatch.setattr(transfer, "negotiate", plan_finely)

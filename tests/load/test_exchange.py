@@ -18,10 +18,9 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     """So many bytes to and from each rank."""
-    sends = tuple((Send(0, nbytes, nbytes, 1, True),) if nbytes else () for nbytes in sent)
-    parts = [(Part(nbytes, 0, 0),) for nbytes in received]
-    claims = [Claim(0, 0, n, n, 1, True, part) for n, part in zip(received, parts, strict=True)]
-    return Round((), 0, sends, tuple((claim,) if claim.nbytes else () for claim in claims))
+    sends = [[Send(0, nbytes, nbytes, 1, True)] if nbytes else [] for nbytes in sent]
+    receives = [[Claim(0, 0, n, n, 1, True, (Part(n, 0, 0),))] if n else [] for n in received]
+    return Round(sends, receives, sent=sum(sent))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,9 @@ def test_what_many_replicas_want_travels_in_parts(
 
 def test_only_reads_of_which_something_is_sent_are_wanted() -> None:
     """Three blocks of 10 bytes: one for fresh memory, one for live buffers, one for both."""
-    reads = tuple(Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20))
-    sends = ((Send(2, 3, 3, 1, True), Send(12, 2, 4, 2, False)), (Send(20, 5, 5, 1, True), Send(25, 5, 5, 1, False)))
-    each = Round(reads, 30, sends, ((), ()))
+    reads = [Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20)]
+    sends = [[Send(2, 3, 3, 1, True), Send(12, 2, 4, 2, False)], [Send(20, 5, 5, 1, True), Send(25, 5, 5, 1, False)]]
+    each = Round(sends, [[], []], reads, 30)
     assert _pick_reads(each, fresh=True) == [reads[0], reads[2]]
     assert _pick_reads(each, fresh=False) == [reads[1], reads[2]]
-    assert _pick_reads(Round(reads, 30, ((), ()), ((), ())), fresh=True) == []
+    assert _pick_reads(Round([[], []], [[], []], reads, 30), fresh=True) == []

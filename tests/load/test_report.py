@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.load import LoadReport
+from deepspeed_ucp.load.job import LoadReport
 
 
 def test_phases_add_up_also_when_they_fail() -> None:

@@ -16,7 +16,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import ConvertOptions
 from deepspeed_ucp.convert.driver import convert_index
 from deepspeed_ucp.errors import CheckpointError, MismatchError
-from deepspeed_ucp.load import read_rules
+from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.load.test_reshard import AWKWARD
 from tests.ranks import run_ranks
@@ -53,7 +53,7 @@ def convert(source: Path, targets: list[FakeTarget], config: UniversalConfig = P
     """Convert a checkpoint whose parameters live ranks name, where it needs that; its index, and the output."""
     index = run_ranks(len(targets), lambda rank, comm: open_for(source, targets[rank], comm))[0]
     out = source.parent / "atomic"
-    convert_index(index, str(source), str(out), Comm(), ConvertOptions(workers=1), rules=read_rules(config.patterns))
+    convert_index(index, str(source), str(out), Comm(), ConvertOptions(workers=1), rules=from_config(config.patterns))
     return index, out
 
 

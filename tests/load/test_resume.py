@@ -11,7 +11,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.load import LoadArguments
+from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import decide, find_tag, resume
 from deepspeed_ucp.targets.guard import HALF_STATES
 from tests.ranks import run_ranks
@@ -80,9 +80,13 @@ class UpstreamEngine:
         return False
 
 
+def make_job(engine: object, comm: Comm, **options: bool) -> LoadJob:
+    return LoadJob(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
+
+
 def test_an_atomic_checkpoint_is_deepspeeds_where_the_script_says_load_universal(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
-    decision = decide(UpstreamEngine(), str(tmp_path), Comm(), LoadArguments(), UniversalConfig(), upstream=True)
+    decision = decide(make_job(UpstreamEngine(), Comm()), str(tmp_path), upstream=True)
     assert decision.index is decision.target is None
     assert "load_universal" in decision.reason
 
@@ -135,8 +139,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: 
     torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
 
     def choose(comm: Comm, **options: bool) -> str:
-        config = UniversalConfig(**options)
-        return decide(NodeLocalEngine(), str(tmp_path), comm, LoadArguments(), config).reason
+        return decide(make_job(NodeLocalEngine(), comm, **options), str(tmp_path)).reason
 
     for ranks in (1, 2):
         with pytest.raises(CheckpointError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
@@ -154,12 +157,7 @@ def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "0" / "layer_1_expert_0_mp_rank_00_model_states.pt")
     torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / "0" / STATES)
     with pytest.raises(CheckpointError, match=f"{STATES}.*Harmful"):
-        run_ranks(
-            2,
-            lambda rank, comm: decide(
-                NodeLocalEngine(), str(tmp_path / str(rank)), comm, LoadArguments(), UniversalConfig()
-            ),
-        )
+        run_ranks(2, lambda rank, comm: decide(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
 
 
 @pytest.mark.parametrize("name", [STATES, "zero/optimizer_state.pt", "zero/layer.weight/fp32.pt"])
@@ -168,8 +166,7 @@ def test_code_in_an_atomic_checkpoint_is_refused_before_deepspeed_loads_it(name:
     torch.save({"client": Harmful()}, tmp_path / name)
 
     def choose(comm: Comm, **options: bool) -> str:
-        config = UniversalConfig(**options)
-        return decide(NodeLocalEngine(), str(tmp_path), comm, LoadArguments(), config, upstream=True).reason
+        return decide(make_job(NodeLocalEngine(), comm, **options), str(tmp_path), upstream=True).reason
 
     for ranks in (1, 2):
         with pytest.raises(CheckpointError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.load import LoadArguments
-from deepspeed_ucp.load.sameness import find_unnoticed
+from deepspeed_ucp.load.job import LoadArguments
+from deepspeed_ucp.load.resume import find_unnoticed
 from tests.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 

@@ -9,9 +9,8 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
-from deepspeed_ucp.load import apart
-from deepspeed_ucp.load.destinations import Destinations
-from deepspeed_ucp.load.sinks import Buffer, TensorSink
+from deepspeed_ucp.load import transfer
+from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.plan import Part
 from deepspeed_ucp.plan.wants import Mean
 from tests.ranks import run_ranks
@@ -110,8 +109,7 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
     whole = torch.arange(6.0).view(3, 2)
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
-        buffer = Buffer(tensor, fresh=False)
-        buffer.spans += [(4, 5), (0, 2)]
+        buffer = Buffer(tensor, fresh=False, spans=[(4, 5), (0, 2)])
         buffer.set_apart()
         buffer.memory[0:2] = torch.tensor([7.0, 8.0])
         buffer.memory[4] = 9.0
@@ -122,8 +120,7 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
 
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
-    buffer = Buffer(whole.t(), fresh=False)
-    buffer.spans.append((0, 6))
+    buffer = Buffer(whole.t(), fresh=False, spans=[(0, 6)])
     replicas = [Buffer(torch.tensor(values), fresh=True) for values in ([1.0, 2.0], [3.0, 4.0])]
     into = Destinations([buffer, *replicas], [], [(0, 0, 4)], [Mean(0, 4, 6, (1, 2))])
     into.zero_blanks(fresh=True)
@@ -138,9 +135,9 @@ def test_memory_that_is_left_counts_for_all_of_a_machine(monkeypatch: pytest.Mon
 
     def decide(rank: int, comm: Comm) -> bool:
         buffer = Buffer(torch.zeros(10), fresh=False)
-        monkeypatch.setattr(apart, "identify_host", lambda: hosts[comm.rank])
-        monkeypatch.setattr(apart, "measure_available", lambda: free[hosts[comm.rank]])
-        return apart.set_apart([buffer], 10, comm) == buffer.fresh and buffer.fresh
+        monkeypatch.setattr(transfer, "identify_host", lambda: hosts[comm.rank])
+        monkeypatch.setattr(transfer, "measure_available", lambda: free[hosts[comm.rank]])
+        return transfer.set_apart([buffer], 10, comm) == buffer.fresh and buffer.fresh
 
     assert run_ranks(3, decide) == [True] * 3
     free["a"] = 133

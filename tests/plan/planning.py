@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
-from deepspeed_ucp.forecast.ranks import plan_ranks
-from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, Want, locate, make_claims
-
-STAGE = 1000
-"""Buffer number of the staging memory."""
+from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
+from deepspeed_ucp.plan.claims import STAGE
+from deepspeed_ucp.plan.rounds import plan_ranks
 
 
 def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
@@ -41,7 +39,7 @@ def plan_pieces(
 ) -> Planned:
     """The plans of as many ranks as there are lists of pieces."""
     claims = [make_claims(mine, is_fresh, block) for mine in pieces]
-    plans = plan_ranks(claims, records, block=block, share=window, min_direct=min_direct, stage=STAGE)
+    plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct))
     return Planned(records, Blocks.of(records, block, len(claims)), claims, plans)
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import Atom, Record
 from deepspeed_ucp.patterns import Run
 from deepspeed_ucp.plan import DISCARD, Claim, Extent, Part, Request, Send, Want
-from deepspeed_ucp.plan.requests import MAX_PARTS
-from tests.plan.planning import STAGE, Planned, carry_out, make_atom, plan_pieces, plan_wants
+from deepspeed_ucp.plan.claims import MAX_PARTS, STAGE
+from tests.plan.planning import Planned, carry_out, make_atom, plan_pieces, plan_wants
 from tests.reshard import examples
 
 
-def requests_of(wants: Sequence[Want], records: Sequence[Record], block: int = 1 << 20) -> tuple[Request, ...]:
+def requests_of(wants: Sequence[Want], records: Sequence[Record], block: int = 1 << 20) -> list[Request]:
     """What one rank alone reads."""
     (plan,) = plan_wants([wants], records, block=block).plans
-    assert plan.rounds == ()
+    assert plan.rounds == []
     assert plan.nbytes == sum(request.nbytes for request in plan.direct)
     return plan.direct
 
@@ -44,7 +44,7 @@ def test_dp4_to_dp3_the_middle_rank_reads_the_end_of_one_file_and_the_start_of_t
         Request(1, 4, 8, (Part(8, 5, 100),)),
         Request(2, 0, 8, (Part(8, 5, 102),)),
     }
-    assert all(plan.rounds == () for plan in plans)
+    assert all(plan.rounds == [] for plan in plans)
 
 
 def test_dp4_to_dp8_every_rank_reads_its_own_part_only() -> None:
@@ -71,9 +71,9 @@ def test_dp4_to_dp1_one_rank_reads_everything_into_consecutive_positions() -> No
 def test_neighbours_in_a_record_become_one_request_for_several_buffers() -> None:
     first, second = make_atom("a", 3, (0, 3, 0, 0)), make_atom("b", 2, (0, 2, 0, 12))
     records = [Record(0, 64, 20, 0)]
-    assert requests_of([Want(second, 0, 2, 1, 7), Want(first, 0, 3, 0, 0)], records) == (
+    assert requests_of([Want(second, 0, 2, 1, 7), Want(first, 0, 3, 0, 0)], records) == [
         Request(0, 0, 20, (Part(12, 0, 0), Part(8, 1, 7))),
-    )
+    ]
 
 
 def test_neighbouring_records_stay_apart() -> None:
@@ -105,33 +105,33 @@ def test_each_rank_begins_at_a_place_of_its_own() -> None:
 
 def test_requests_are_cut_at_blocks() -> None:
     plan = requests_of([Want(make_atom("w", 5, (0, 5, 0, 0)), 0, 5, 0, 3)], [Record(0, 0, 20, 0)], block=8)
-    assert plan == (
+    assert plan == [
         Request(0, 0, 8, (Part(8, 0, 3),)),
         Request(0, 8, 8, (Part(8, 0, 5),)),
         Request(0, 16, 4, (Part(4, 0, 7),)),
-    )
+    ]
 
 
 def test_positions_count_elements_of_any_size() -> None:
     atom = make_atom("w", 6, (0, 6, 0, 2), dtype="bfloat16")
     plan = requests_of([Want(atom, 1, 4, 0, 9)], [Record(0, 0, 14, 0)], block=4)
-    assert plan == (
+    assert plan == [
         Request(0, 0, 4, (Part(4, DISCARD, 0),)),
         Request(0, 4, 4, (Part(4, 0, 9),)),
         Request(0, 8, 4, (Part(4, 0, 11),)),
         Request(0, 12, 2, (Part(2, DISCARD, 0),)),
-    )
+    ]
 
 
 def test_padding_is_read_for_the_checksum() -> None:
     atoms = [make_atom("a", 2, (0, 2, 0, 0)), make_atom("b", 1, (0, 1, 0, 12))]
     wants = [Want(atom, 0, atom.numel, 0, i) for i, atom in enumerate(atoms)]
-    assert requests_of(wants, [Record(0, 64, 20, 0)]) == (
+    assert requests_of(wants, [Record(0, 64, 20, 0)]) == [
         Request(0, 0, 8, (Part(8, 0, 0),)),
         Request(0, 8, 4, (Part(4, DISCARD, 0),)),
         Request(0, 12, 4, (Part(4, 0, 1),)),
         Request(0, 16, 4, (Part(4, DISCARD, 0),)),
-    )
+    ]
 
 
 def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
@@ -161,16 +161,16 @@ def test_a_request_has_no_more_parts_than_the_kernel_takes() -> None:
 
 def test_wanting_nothing_reads_nothing() -> None:
     atom, records = dp4()
-    assert requests_of([], records) == ()
-    assert requests_of([Want(make_atom("e", 0), 0, 0, 0, 0)], records) == ()
-    assert requests_of([Want(atom, 3, 0, 0, 0)], records) == ()
+    assert requests_of([], records) == []
+    assert requests_of([Want(make_atom("e", 0), 0, 0, 0, 0)], records) == []
+    assert requests_of([Want(atom, 3, 0, 0, 0)], records) == []
 
 
 def test_rows_of_a_run_go_to_places_apart() -> None:
     """Contiguous in the record, every other pair of elements in the buffer."""
     plan = plan_pieces([[Extent(0, 7, 4, Run(1, 10, 2, 3, 2, 4))]], [Record(0, 0, 32, 0)]).plans[0]
     assert Request(0, 4, 24, (Part(24, 7, 10, 8, 4),)) in plan.direct
-    assert plan.rounds == ()
+    assert plan.rounds == []
 
 
 # -- exchange ---------------------------------------------------------------------------------------------------------
@@ -181,14 +181,14 @@ def test_what_two_ranks_want_is_read_by_the_owner_and_sent_to_both() -> None:
     wants = [[], [Want(atom, 0, 3, 0, 5)], [Want(atom, 1, 3, 2, 0)]]
     plans = plan_wants(wants, [Record(0, 0, 8, 0), Record(0, 64, 16, 0)]).plans
     owner = plans[1].rounds[0]
-    assert [plan.direct for plan in plans] == [(), (), ()]
-    assert owner.reads == (Request(1, 0, 16, (Part(16, STAGE, 0),)),)
+    assert [plan.direct for plan in plans] == [[], [], []]
+    assert owner.reads == [Request(1, 0, 16, (Part(16, STAGE, 0),))]
     assert owner.staged == 16
-    assert owner.sends == ((), (Send(0, 12, 12, 1, True),), (Send(4, 12, 12, 1, True),))
+    assert owner.sends == [[], [Send(0, 12, 12, 1, True)], [Send(4, 12, 12, 1, True)]]
     assert [each.rounds[0].receives[1] for each in plans] == [
-        (),
-        (Claim(1, 0, 12, 12, 1, True, (Part(12, 0, 5),)),),
-        (Claim(1, 4, 12, 12, 1, True, (Part(12, 2, 0),)),),
+        [],
+        [Claim(1, 0, 12, 12, 1, True, (Part(12, 0, 5),))],
+        [Claim(1, 4, 12, 12, 1, True, (Part(12, 2, 0),))],
     ]
     assert [plan.nbytes for plan in plans] == [0, 16, 0]
 
@@ -197,8 +197,8 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
     """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
     pieces = [[Extent(0, 0, 4, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
     plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
-    assert plans[0].rounds[0].sends == ((Send(0, 8, 16, 2, True),), (Send(8, 8, 16, 2, True),))
-    assert plans[1].rounds[0].receives[0] == (Claim(0, 8, 8, 16, 2, True, (Part(16, 0, 0),)),)
+    assert plans[0].rounds[0].sends == [[Send(0, 8, 16, 2, True)], [Send(8, 8, 16, 2, True)]]
+    assert plans[1].rounds[0].receives[0] == [Claim(0, 8, 8, 16, 2, True, (Part(16, 0, 0),))]
     assert [plan.nbytes for plan in plans] == [32, 0]
 
 
@@ -245,7 +245,7 @@ def test_every_rank_takes_part_in_as_many_rounds() -> None:
     assert [len(plan.rounds) for plan in plans] == [1, 1, 1]
     plans = plan_wants([*wants[1:4]], [Record(0, 0, 64, 0)], block=16, window=16).plans
     assert [len(plan.rounds) for plan in plans] == [2, 2, 2]
-    assert plans[2].rounds[0].receives == ((), (), ())
+    assert plans[2].rounds[0].receives == [[], [], []]
 
 
 # -- random claims ----------------------------------------------------------------------------------------------------

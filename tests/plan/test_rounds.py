@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import Record
-from deepspeed_ucp.plan import Blocks, OwnerPlan, decide
+from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, Request, Send, decide
 from deepspeed_ucp.plan.claims import GRANTED
-from deepspeed_ucp.plan.resolve import Send, Span
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""
@@ -22,11 +21,17 @@ def judge(
     """What rank 0 decides about blocks that are all its own."""
     arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
-    return decide(arrays, blocks, np.array([0]), 0, share=share, min_direct=min_direct)
+    return decide(arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct))
 
 
 def plain(offset: int, nbytes: int) -> Row:
     return (0, offset, nbytes, nbytes, 1)
+
+
+def spans(reads: Sequence[Request]) -> list[tuple[int, int, int]]:
+    """(first byte, behind the last, where it goes)."""
+    assert all(len(read.parts) == 1 and read.parts[0].nbytes == read.nbytes for read in reads)
+    return [(read.offset, read.offset + read.nbytes, read.parts[0].position) for read in reads]
 
 
 def decided(decision: OwnerPlan) -> list[list[bool]]:
@@ -37,29 +42,29 @@ def decided(decision: OwnerPlan) -> list[list[bool]]:
 def test_who_is_alone_in_a_block_reads_for_itself_whatever_the_length(nbytes: int) -> None:
     found = judge([plain(0, nbytes)], [])
     assert decided(found) == [[True], []]
-    assert found.services == []
-    assert found.unclaimed == ([Span(0, nbytes, 100, 0)] if nbytes < 100 else [])
+    assert found.rounds == []
+    assert spans(found.unclaimed) == ([(nbytes, 100, 0)] if nbytes < 100 else [])
 
 
 def test_several_pieces_of_one_rank_are_granted_too() -> None:
     found = judge([plain(10, 5), plain(20, 5)])
     assert decided(found) == [[True, True]]
-    assert found.unclaimed == [Span(0, 0, 10, 0), Span(0, 15, 20, 0), Span(0, 25, 100, 0)]
+    assert spans(found.unclaimed) == [(0, 10, 0), (15, 20, 0), (25, 100, 0)]
 
 
 def test_long_runs_of_several_ranks_are_granted() -> None:
     found = judge([plain(0, 20)], [plain(30, 70)])
     assert decided(found) == [[True], [True]]
-    assert found.unclaimed == [Span(0, 20, 30, 0)]
+    assert spans(found.unclaimed) == [(20, 30, 0)]
 
 
 def test_short_runs_of_several_ranks_are_served() -> None:
     found = judge([plain(0, 19)], [plain(19, 19)])
     assert decided(found) == [[False], [False]]
-    assert found.unclaimed == []
-    (service,) = found.services
-    assert service.spans == [Span(0, 0, 100, 0)]
-    assert {rank: [number for number, _ in sends] for rank, sends in service.sends.items()} == {0: [0], 1: [0]}
+    assert spans(found.unclaimed) == []
+    (served,) = found.rounds
+    assert spans(served.reads) == [(0, 100, 0)]
+    assert [len(sends) for sends in served.sends] == [1, 1]
 
 
 @pytest.mark.parametrize("other", [plain(0, 60), plain(59, 41), plain(10, 30)], ids=["same", "one byte", "inside"])
@@ -85,23 +90,23 @@ def test_runs_apart_are_served_even_to_one_rank() -> None:
 def test_what_is_granted_beside_others_is_not_staged() -> None:
     found = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
     assert decided(found) == [[True], [False], [False]]
-    (service,) = found.services
-    assert service.spans == [Span(0, 0, 10, 0), Span(0, 40, 100, 40)]
-    assert (service.staged, service.sent) == (100, 20)
-    assert dict(service.sends) == {1: [(0, Send(40, 10, 10, 1, True))], 2: [(0, Send(45, 10, 10, 1, True))]}
+    (served,) = found.rounds
+    assert spans(served.reads) == [(0, 10, 0), (40, 100, 40)]
+    assert (served.staged, served.sent) == (100, 20)
+    assert served.sends == [[], [Send(40, 10, 10, 1, True)], [Send(45, 10, 10, 1, True)]]
 
 
 def test_blocks_without_claims_are_read_for_the_checksum() -> None:
     found = judge([plain(50, 25)], [], nbytes=120, block=50)
-    assert found.unclaimed == [Span(0, 0, 50, 0), Span(0, 75, 100, 0), Span(0, 100, 120, 0)]
+    assert spans(found.unclaimed) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
 
 
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
     empty = np.zeros((0, 6), np.int64)
-    found = decide([empty, empty], blocks, np.array([0]), 1, share=1000)
-    assert found.unclaimed == [Span(0, 50, 100, 0), Span(0, 150, 200, 0)]
-    assert decide([empty, empty], blocks, np.zeros(0, np.int64), 1, share=1000).unclaimed == []
+    found = decide([empty, empty], blocks, blocks.owned(1, np.array([0])), ReadSizes(1000))
+    assert spans(found.unclaimed) == [(50, 100, 0), (150, 200, 0)]
+    assert decide([empty, empty], blocks, (), ReadSizes(1000)).unclaimed == []
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -110,7 +115,7 @@ def test_only_blocks_of_this_owner_are_judged() -> None:
 def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     """Blocks per round, four blocks of 50 bytes that all ranks want whole."""
     found = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, share=window)
-    numbers = [[span.low // 50 for span in service.spans] for service in found.services]
+    numbers = [[read.offset // 50 for read in served.reads] for served in found.rounds]
     for number, blocks in enumerate(numbers):
         for answers in found.answers:
             assert all(answers[block] == number for block in blocks)
@@ -131,4 +136,4 @@ def test_a_block_that_is_larger_than_the_window_has_a_round_of_its_own() -> None
 def test_what_is_staged_fills_a_round_even_where_little_of_it_is_sent() -> None:
     """Two ranks want the first byte of each of four blocks."""
     found = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
-    assert [(service.staged, service.sent) for service in found.services] == [(100, 4), (100, 4)]
+    assert [(served.staged, served.sent) for served in found.rounds] == [(100, 4), (100, 4)]

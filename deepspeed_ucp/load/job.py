@@ -1,13 +1,31 @@
-"""What a load did, for logs, tests and benchmarks."""
+"""One load as all its steps see it: the engine, what was asked for, and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..comm import Comm
+from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..stream.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class LoadArguments:
+    """The arguments of ``engine.load_checkpoint`` that change what is loaded."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def with_states(self) -> bool:
+        """Optimizer states are wanted."""
+        return self.load_optimizer_states and not self.load_module_only
 
 
 @dataclass(slots=True)
@@ -35,3 +53,14 @@ class LoadReport(Report):
         """Note what was read for the first time."""
         self.bytes_read += sum(check.nbytes for check in checks)
         self.requests += len(checks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One ``load_checkpoint``: into what, with whom, how, what of it, and what is told of it."""
+
+    engine: Any
+    comm: Comm
+    config: UniversalConfig
+    arguments: LoadArguments
+    report: LoadReport

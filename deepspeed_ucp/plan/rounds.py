@@ -1,0 +1,287 @@
+"""Who reads what, as data: each owner's answers to claims, and one rank's reads and rounds of exchange.
+
+An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. It
+grants a claim that is one run apart from all others, if it is long or its rank is alone in the block; so no byte is
+granted to two ranks, or to one and sent to another. Everything else of a block of which something is sent is staged,
+padding included. A round stages, and sends, no more than a share of the window, or one block. What a rank receives in
+a round is bounded by the steps in which the round's bytes travel.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from ..atoms import Record
+from ..flat import Span, find_gaps
+from .claims import DISCARD, GRANTED, STAGE, Blocks, Claim, Part, Request, Table, address_claims
+
+Answers = npt.NDArray[np.int32]
+"""To each claim ``GRANTED``, or the round in which the owner sends the bytes."""
+
+_Row = tuple[int, int, Sequence[int]]
+"""A claim: its rank, its number in that rank's table, its columns."""
+
+BLOCK = 4 << 20
+"""Bytes per block: the unit of ownership, and the largest read."""
+
+MIN_DIRECT = 256 << 10
+"""Bytes from which on a rank reads a part of a block for itself: below, the pages at its ends would weigh."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSizes:
+    """How large the parts of a load are, in bytes.
+
+    Attributes:
+        share: of the window, per round of exchange: staged, packed, sent and received at once, by a backend with
+            buffers of its own.
+        block: bytes per block.
+        min_direct: from which on a claim can be granted beside others' in one block.
+    """
+
+    share: int
+    block: int = BLOCK
+    min_direct: int = MIN_DIRECT
+
+    @classmethod
+    def within(cls, window: int, block: int = BLOCK, min_direct: int = MIN_DIRECT) -> ReadSizes:
+        """Those for a window of staging memory."""
+        return cls(max(window // 8, block), block, min_direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """``count`` runs of ``run`` bytes, ``step`` apart, from byte ``position`` of the owner's staging memory on."""
+
+    position: int
+    run: int
+    step: int
+    count: int
+    fresh: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent."""
+        return self.run * self.count
+
+
+@dataclass(slots=True)
+class Round:
+    """What one rank does in a round of exchange.
+
+    Attributes:
+        sends: per rank, what of the staged bytes it gets, in the order of its claims.
+        receives: per rank, the claims whose bytes come from it, in order.
+        reads: what this rank stages; the parts' positions are bytes of the staging memory.
+        staged, sent: bytes of staging memory, and of all sends.
+        steps: in how many exchanges the bytes travel, each with a part of the other ranks; the same on every rank.
+    """
+
+    sends: list[list[Send]]
+    receives: list[list[Claim]]
+    reads: list[Request] = field(default_factory=list)
+    staged: int = 0
+    sent: int = 0
+    steps: int = 1
+
+    @classmethod
+    def idle(cls, size: int) -> Round:
+        """A round in which none of ``size`` ranks has a part."""
+        return cls([[] for _ in range(size)], [[] for _ in range(size)])
+
+    def add(self, record: int, block: Span, gaps: Iterable[Span], claims: Iterable[_Row]) -> None:
+        """Stage what is not granted of a block, and send what is claimed of it."""
+        base = self.staged - block[0]
+        self.reads += [_read(record, low, high, STAGE, base + low) for low, high in gaps]
+        self.staged += block[1] - block[0]
+        for rank, _, (_, offset, run, step, count, fresh) in claims:
+            self.sends[rank].append(Send(base + offset, run, step, count, bool(fresh)))
+            self.sent += run * count
+
+    def count_steps(self, share: int) -> int:
+        """Exchanges that this rank needs to send and to receive no more than about ``share`` bytes in each."""
+        received = sum(claim.nbytes for one in self.receives for claim in one)
+        return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
+
+
+@dataclass(slots=True)
+class OwnerPlan:
+    """What an owner decides about the claims on its blocks.
+
+    Attributes:
+        answers: per rank, to each of its claims.
+        rounds: what the owner stages and sends.
+        unclaimed: reads of further bytes that only the checksums need.
+    """
+
+    answers: list[Answers]
+    rounds: list[Round] = field(default_factory=list)
+    unclaimed: list[Request] = field(default_factory=list)
+
+    def serve(self, record: int, block: Span, gaps: Iterable[Span], claims: Sequence[_Row], share: int) -> None:
+        """Send claims on a block in the last round, or in a new one where its share is used up."""
+        staged, sent = block[1] - block[0], sum(row[2] * row[4] for _, _, row in claims)
+        last = self.rounds[-1] if self.rounds else None
+        if last is None or max(last.staged + staged, last.sent + sent) > share:
+            last = Round.idle(len(self.answers))
+            self.rounds.append(last)
+        last.add(record, block, gaps, claims)
+        for rank, number, _ in claims:
+            self.answers[rank][number] = len(self.rounds) - 1
+
+
+def decide(tables: Sequence[Table], blocks: Blocks, owned: Iterable[tuple[int, int]], sizes: ReadSizes) -> OwnerPlan:
+    """Decide about blocks.
+
+    Args:
+        tables: per rank its claims on them, in the order of records and offsets, so that they are sent in it.
+        owned: (record, block of it) of these blocks, ascending.
+    """
+    decision = OwnerPlan([np.full(len(table), GRANTED, np.int32) for table in tables])
+    claimed = _group(tables, blocks.block)
+    for record, number in owned:
+        low = number * blocks.block
+        high = min(low + blocks.block, int(blocks.nbytes[record]))
+        granted, served = _split(claimed.get((record, number), []), low, sizes.min_direct)
+        gaps = find_gaps(granted, high, low)
+        if served:
+            decision.serve(record, (low, high), gaps, served, sizes.share)
+        else:
+            decision.unclaimed += [_read(record, *gap, DISCARD, 0) for gap in gaps]
+    return decision
+
+
+def _read(record: int, low: int, high: int, buffer: int, position: int) -> Request:
+    return Request(record, low, high - low, (Part(high - low, buffer, position),))
+
+
+def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_Row]]:
+    """Claims by (record, block of it)."""
+    claimed: dict[tuple[int, int], list[_Row]] = defaultdict(list)
+    for rank, table in enumerate(tables):
+        for number, row in enumerate(table.tolist()):
+            claimed[row[0], row[1] // block].append((rank, number, row))
+    return claimed
+
+
+def _split(claims: list[_Row], reach: int, min_direct: int) -> tuple[list[Span], list[_Row]]:
+    """Ranges of a block's claims that are granted, and the claims that the owner serves.
+
+    Args:
+        reach: where the block begins; from there on, where the claims so far end.
+    """
+    alone = len({rank for rank, _, _ in claims}) == 1
+    claims = sorted(claims, key=lambda claim: claim[2][1])
+    starts = [row[1] for _, _, row in claims]
+    granted, served = [], []
+    for claim, follower in zip(claims, [*starts[1:], None], strict=bool(claims)):
+        _, low, run, step, count, _ = claim[2]
+        high = low + (count - 1) * step + run
+        apart = low >= reach and (follower is None or follower >= high)
+        if apart and count == 1 and (alone or run >= min_direct):
+            granted.append((low, high))
+        else:
+            served.append(claim)
+        reach = max(reach, high)
+    return granted, served
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank does.
+
+    Attributes:
+        direct: reads for its own buffers, and of bytes that only the checksums need, in the order of reading.
+        rounds: exchange, the same number of rounds on every rank.
+    """
+
+    direct: list[Request]
+    rounds: list[Round]
+
+    @property
+    def requests(self) -> list[Request]:
+        """All reads."""
+        return self.direct + [request for each in self.rounds for request in each.reads]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank reads, each once."""
+        return sum(request.nbytes for request in self.requests)
+
+    def count_steps(self, share: int) -> list[int]:
+        """Exchanges that each round needs here."""
+        return [each.count_steps(share) for each in self.rounds]
+
+    def agree(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
+        """The same in as many rounds and exchanges as the rank that needs the most.
+
+        Args:
+            counts: every rank's :meth:`count_steps`.
+        """
+        steps = list(zip_longest(*counts, fillvalue=1))
+        idle = [Round.idle(len(counts)) for _ in steps[len(self.rounds) :]]
+        pairs = zip([*self.rounds, *idle], steps, strict=True)
+        return replace(self, rounds=[replace(each, steps=max(needed)) for each, needed in pairs])
+
+
+def make_plan(
+    addressed: Sequence[Sequence[Claim]],
+    answers: Sequence[Answers],
+    decision: OwnerPlan,
+    rank: int,
+    files: Sequence[int],
+) -> LoadPlan:
+    """Put a rank's plan together.
+
+    Args:
+        addressed: per owner, this rank's claims.
+        answers: per owner, what it answered to them.
+        decision: this rank's as an owner.
+        files: file of each record; reads are in file order, but each rank starts at a place of its own and wraps
+            around, so that ranks that need neighbouring bytes do not all wait for the same part of the storage.
+    """
+    direct = [
+        Request(claim.record, claim.offset, claim.nbytes, claim.parts)
+        for claims in _pick(addressed, answers, GRANTED)
+        for claim in claims
+    ]
+    direct += decision.unclaimed
+    direct.sort(key=lambda request: (files[request.record], request.record, request.offset))
+    first = len(direct) * rank // len(addressed)
+    count = max([len(decision.rounds), *(int(told.max(initial=GRANTED)) + 1 for told in answers)])
+    idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
+    rounds = [
+        replace(each, receives=_pick(addressed, answers, number))
+        for number, each in enumerate([*decision.rounds, *idle])
+    ]
+    return LoadPlan(direct[first:] + direct[:first], rounds)
+
+
+def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
+    """Per owner the claims that got an answer."""
+    pairs = zip(addressed, answers, strict=True)
+    return [[claims[number] for number in np.flatnonzero(told == wanted).tolist()] for claims, told in pairs]
+
+
+def plan_ranks(claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes) -> list[LoadPlan]:
+    """The plans of as many ranks as there are lists of claims: what they would tell each other is handed on."""
+    ranks = range(len(claims))
+    touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
+    blocks = Blocks.of(records, sizes.block, len(claims))
+    files = [record.file for record in records]
+    sent = [address_claims(mine, blocks) for mine in claims]
+    decisions = [
+        decide([tables[owner] for tables, _ in sent], blocks, blocks.owned(owner, touched), sizes) for owner in ranks
+    ]
+    plans = [
+        make_plan(sent[rank][1], [each.answers[rank] for each in decisions], decisions[rank], rank, files)
+        for rank in ranks
+    ]
+    counts = [plan.count_steps(sizes.share) for plan in plans]
+    return [plan.agree(counts) for plan in plans]
