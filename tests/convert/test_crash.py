@@ -267,33 +267,6 @@ def test_a_second_converter_refuses_and_the_first_gets_through(
 # -- what is there already --------------------------------------------------------------------------------------------
 
 
-def test_an_output_of_the_same_source_is_reused(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
-    root = place("root")
-    assert not convert(root).reused
-    expected = read_bytes(root / DST)
-    stamps = {path: path.stat().st_mtime_ns for path in (root / DST).rglob("*")}
-    (root / LATEST).unlink()
-    report = convert(root, workers=3)
-    assert (report.reused, report.bytes_written) == (True, 0)
-    assert {path: path.stat().st_mtime_ns for path in (root / DST).rglob("*")} == stamps
-    check_done(root, source, expected)
-
-
-def test_an_output_of_another_source_is_replaced_only_where_that_is_asked_for(
-    place: Callable[[object], Path], tmp_path: Path
-) -> None:
-    root = place("root")
-    other = write_source(tmp_path / "other", seed=1)
-    convert(other, root / DST)
-    old = read_bytes(root / DST)
-    with pytest.raises(CheckpointError, match="made of something else or in another way. --overwrite"):
-        convert(root)
-    assert read_bytes(root / DST) == old
-    assert not convert(root, overwrite=True).reused
-    assert read_bytes(root / DST) == make_reference(root, tmp_path)
-    assert not [path for path in root.iterdir() if path.name.startswith(".")]
-
-
 @pytest.mark.parametrize("name", ["zero/layer.bias/exp_avg.pt", "mp_rank_00_model_states.pt", "ucp_manifest.json"])
 @pytest.mark.parametrize("damage", ["removed", "shortened"])
 def test_an_output_that_lost_files_is_not_reused(
@@ -342,31 +315,6 @@ def test_an_attempt_by_other_patterns_is_thrown_away(tmp_path: Path) -> None:
         assert run_dying(lambda name=name: work(WRONG, name), calls * 3 // 4)
     assert work(WRONG, "same") > 0
     assert work(RIGHT, "other") == 0
-
-
-def test_a_folder_of_something_else_is_left_alone(place: Callable[[object], Path]) -> None:
-    root = place("root")
-    (root / DST).mkdir()
-    (root / DST / "thesis.tex").write_text("years")
-    with pytest.raises(CheckpointError, match="is not an atomic checkpoint, so it is left alone"):
-        convert(root, overwrite=True)
-    assert read_bytes(root / DST) == {"thesis.tex": b"years"}
-    with pytest.raises(CheckpointError, match="holds the checkpoint that is read"):
-        convert(root, root, overwrite=True)
-
-
-def test_a_damaged_source_leaves_nothing(place: Callable[[object], Path], source: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    shutil.copytree(source, root)
-    (path,) = (root / "global_step3").glob("*zero_pp_rank_1*")
-    data = bytearray(path.read_bytes())
-    at = data.find(b"data/1") + 300  # within some record's bytes
-    data[at] ^= 1
-    path.write_bytes(bytes(data))
-    names = {path.name for path in root.iterdir()}
-    with pytest.raises(CheckpointError):
-        convert(root)
-    assert {path.name for path in root.iterdir()} == names
 
 
 def test_an_overwriting_attempt_that_was_killed_leaves_nothing_beside_what_is_taken(

@@ -37,7 +37,7 @@ from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, measure
 from tests.ranks import run_ranks
 from tests.reshard import examples
 from tests.reshard3d import VOCAB, draw_state, make_plain
-from tests.stream.test_united import open_held, rules_of
+from tests.stream.test_united import flip_bit, open_held, rules_of
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -134,10 +134,7 @@ def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
 
 def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
-    record = index.stored.records[index.stored.atoms[AtomKey("b.weight", "exp_avg")].shards[0].fragments[0].record]
-    with open(index.stored.files[record.file].path, "r+b") as stream:
-        stream.seek(record.offset + record.nbytes // 2)
-        stream.write(b"\x55\xaa\x55\xaa")
+    flip_bit(index, "b.weight", "exp_avg")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="damaged"):
         export_dcp(index, str(tmp_path / "out"))

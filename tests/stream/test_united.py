@@ -34,6 +34,15 @@ def open_held(held: Held, folder: Path) -> AtomicIndex:
     return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]
 
 
+def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:
+    """Damage a source: in the record of an atom's last fragment, in the middle or at a byte."""
+    record = index.stored.records[index.stored.atoms[AtomKey(name, state)].shards[-1].fragments[-1].record]
+    path = Path(index.stored.files[record.file].path)
+    data = bytearray(path.read_bytes())
+    data[record.offset + (record.nbytes // 2 if offset is None else offset % record.nbytes)] ^= 1
+    path.write_bytes(data)
+
+
 def rules_of(held: Held) -> Any:
     return from_config(make_config(held.model).patterns)
 
@@ -185,15 +194,10 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     held = draw_state(make_plain(("norm",)), Topology(1, 2))
     index = open_held(held, tmp_path)
     whole = unite_atoms(index).atoms[AtomKey("body.norm", MASTER)]
-    fragments = sorted(whole.atom.shards[0].fragments, key=lambda f: f.start)
-    last = fragments[-1]
-    record = index.stored.records[last.record]
-    offset = last.offset if place == "atom" else record.nbytes - 1
-    assert place == "atom" or last.offset + last.numel * 4 < record.nbytes, "the last partition is padded"
-    path = Path(index.stored.files[record.file].path)
-    data = bytearray(path.read_bytes())
-    data[record.offset + offset] ^= 1
-    path.write_bytes(data)
+    last = whole.atom.shards[0].fragments[-1]
+    padded = last.offset + last.numel * 4 < index.stored.records[last.record].nbytes
+    assert place == "atom" or padded, "the last partition is padded"
+    flip_bit(index, "body.norm", MASTER, last.offset if place == "atom" else -1)
     checks = Checks()
     with AtomReader(index) as reader:
         read_whole(reader, whole, checks=checks)
