@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import shutil
 import textwrap
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..patterns import RuleSet
 
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Descriptions and examples as they stand, options beside their help, no wider than can be read."""
+    """Examples as they stand, options beside their help, no wider than can be read."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=find_width())
@@ -38,13 +41,7 @@ def find_width() -> int:
 
 
 def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    *,
-    help: str,
-    description: str,
-    examples: str,
-    general: bool = True,
+    commands: Commands, name: str, *, help: str, description: str, examples: str, general: bool = True
 ) -> argparse.ArgumentParser:
     """Add a command's parser with its examples, and the options that all commands have (``general``).
 
@@ -52,68 +49,45 @@ def add_command(
         help: one line without a full stop, for ``ds_ucp --help``.
         examples: command lines, one a line.
     """
-    lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
+    lines = textwrap.indent(inspect.cleandoc(examples), "  ")
     parser = commands.add_parser(
         name,
         help=help,
-        description=fill_paragraphs(description),
+        description=textwrap.fill(description, find_width()),
         epilog=f"examples:\n{lines}\n",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     if general:
-        add_general_options(parser)
+        output = parser.add_argument_group("output")
+        output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        output.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no warnings")
+        output.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def fill_paragraphs(text: str) -> str:
-    """Text broken at the terminal's width; an empty line separates paragraphs."""
-    return "\n\n".join(textwrap.fill(" ".join(part.split()), find_width()) for part in text.split("\n\n"))
-
-
-def add_general_options(parser: argparse.ArgumentParser) -> None:
-    """``--json``, ``--quiet``, ``--debug``."""
-    general = parser.add_argument_group("output")
-    general.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    general.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no warnings")
-    general.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-
-def add_checkpoint_options(
-    parser: argparse.ArgumentParser, *names: str, help: str = "", patterns: bool = True, groups: bool = True
-) -> None:
-    """Positional checkpoints (``options.checkpoint`` by default), ``--patterns`` and ``--groups``."""
+def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, patterns: bool = True) -> None:
+    """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), ``--groups``, and ``--patterns``."""
     for name in names or ("checkpoint",):
-        metavar = "CKPT" if name == "checkpoint" else name.upper()
-        what = help or "a folder that holds `latest`, the folder of one tag, or an atomic checkpoint"
-        parser.add_argument(name, metavar=metavar, help=what)
+        metavar = name.upper() if names else "CKPT"
+        text = "a folder that holds `latest`, the folder of one tag, or an atomic checkpoint"
+        parser.add_argument(name, metavar=metavar, help=text)
     if patterns:
-        parser.add_argument(
-            "--patterns",
-            metavar="RULES",
-            help="how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON (docs/patterns.md)",
-        )
-    if groups:
-        parser.add_argument(
-            "--groups",
-            metavar="NAMES",
-            help="parameter names of a stage-0 checkpoint's optimizer, which it does not name itself: `module` (it was "
-            "given model.parameters()), or a YAML/JSON file with a list of names per param group",
-        )
+        text = "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON (docs/patterns.md)"
+        parser.add_argument("--patterns", metavar="RULES", help=text)
+    text = (
+        "parameter names of a stage-0 checkpoint's optimizer, which it does not name itself: `module` (it was given "
+        "model.parameters()), or a YAML/JSON file with a list of names per param group"
+    )
+    parser.add_argument("--groups", metavar="NAMES", help=text)
 
 
 def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
     """``--workers`` and ``--window-mb``, which is ``window`` by default."""
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="threads per node (default: from its cores)"
-    )
-    parser.add_argument(
-        "--window-mb",
-        type=int,
-        default=window,
-        metavar="MB",
-        help=f"memory per node for data on its way (default: {window})",
-    )
+    text = "threads per node (default: from its cores)"
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help=text)
+    text = f"memory per node for data on its way (default: {window})"
+    parser.add_argument("--window-mb", type=int, default=window, metavar="MB", help=text)
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
@@ -134,16 +108,12 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
     }
 
 
-def open_index(
-    options: argparse.Namespace, path: str | None = None, comm: Comm | None = None, *, weights_only: bool = False
-) -> AtomicIndex:
-    """The index of ``options.checkpoint`` (or ``path``), named by ``--groups`` where it is given; collective.
+def open_index(options: argparse.Namespace, folder: str, comm: Comm, *, weights_only: bool = False) -> AtomicIndex:
+    """The index of a checkpoint, named by ``--groups`` where it is given; collective.
 
     Raises:
         UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
     """
-    comm = comm or Comm()
-    folder = options.checkpoint if path is None else path
     folder, groups = comm.run(lambda: (resolve(folder), read_groups(options.groups)))
     return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only)
 

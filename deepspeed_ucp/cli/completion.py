@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
 from .common import add_command
 from .printing import OK, write_out
+
+if TYPE_CHECKING:
+    from .common import Commands
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FOLDERS = frozenset({"CKPT", "SOURCE", "DST", "OUT", "A", "B", "DIR"})
 _FILES = frozenset({"FILE", "RULES", "NAMES", "SCRIPT"})
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """The command line."""
     parser = add_command(
         commands,
@@ -34,25 +37,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script.
-
-    Raises:
-        ConfigError: shtab is not installed.
-    """
+    """Print the script."""
     write_out(make_script(options.shell))
     return OK
 
 
 def make_script(shell: str) -> str:
-    """The completion script of a shell (``bash``, ``zsh`` or ``tcsh``).
+    """The completion script of a shell (``bash``, ``zsh`` or ``tcsh``)."""
+    import shtab
 
-    Raises:
-        ConfigError: shtab is not installed.
-    """
-    try:
-        import shtab
-    except ImportError as error:
-        raise ConfigError(f"completion needs shtab ({error}): pip install shtab.") from None
     from .dispatch import build_parser
 
     parser = build_parser()
@@ -61,16 +54,10 @@ def make_script(shell: str) -> str:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.metavar in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    for command, line in _list_commands(parser):
-        command.description = line
-    return str(shtab.complete(parser, shell))
-
-
-def _list_commands(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    """The commands' parsers with their lines in ``ds_ucp --help``, which shells show beside them."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for choice in commands._choices_actions:
-        yield commands.choices[choice.dest], str(choice.help)
+    for choice in commands._choices_actions:  # shells show the lines of ``ds_ucp --help`` beside the commands
+        commands.choices[choice.dest].description = str(choice.help)
+    return str(shtab.complete(parser, shell))
 
 
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

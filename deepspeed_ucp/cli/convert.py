@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..comm import join_launch
 from .common import (
     add_checkpoint_options,
     add_command,
@@ -14,15 +15,15 @@ from .common import (
     read_work_options,
     resolve,
 )
-from .figures import format_bytes, format_duration
-from .printing import OK, emit
+from .printing import OK, emit, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from ..stream.report import OutputReport
+    from .common import Commands
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
+def add_parser(commands: Commands) -> None:
+    """The command line."""
     parser = add_command(
         commands,
         "convert",
@@ -32,27 +33,26 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "engine.load_checkpoint reads normal checkpoints of any topology. It is for moving to another cluster, for "
         'DeepSpeed\'s own "load_universal", and for looking. A conversion that was stopped goes on where it was; the '
         "source is never changed.",
-        examples="""ds_ucp convert checkpoints/
-                    ds_ucp convert checkpoints/global_step1000 /fast/global_step1000_universal --workers 16
-                    ds_ucp convert checkpoints/ --patterns megatron-gpt
-                    mpirun -np 8 --map-by ppr:1:node ds_ucp convert checkpoints/
-                    torchrun --nnodes 8 --nproc-per-node 1 --no-python ds_ucp convert checkpoints/""",
+        examples="""
+            ds_ucp convert checkpoints/
+            ds_ucp convert checkpoints/global_step1000 /fast/global_step1000_universal --workers 16
+            ds_ucp convert checkpoints/ --patterns megatron-gpt
+            mpirun -np 8 --map-by ppr:1:node ds_ucp convert checkpoints/
+            torchrun --nnodes 8 --nproc-per-node 1 --no-python ds_ucp convert checkpoints/
+        """,
     )
-    add_checkpoint_options(parser, "source", help="a folder that holds `latest`, or the folder of one tag")
-    parser.add_argument(
-        "destination", metavar="DST", nargs="?", help="folder to be made (default: the tag's folder + _universal)"
-    )
+    add_checkpoint_options(parser, "source")
+    text = "folder to be made (default: the tag's folder + _universal)"
+    parser.add_argument("destination", metavar="DST", nargs="?", help=text)
     add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace another atomic checkpoint at DST")
     parser.add_argument("--no-latest", action="store_true", help="leave latest_universal as it is")
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare the source's bytes with the checksums stored with them"
-    )
+    text = "do not compare the source's bytes with the checksums stored with them"
+    parser.add_argument("--no-verify", action="store_true", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert; collective under mpirun and torchrun."""
-    from ..comm import join_launch
     from ..convert import ConvertOptions, convert_index, default_destination
 
     how = ConvertOptions(
@@ -66,13 +66,10 @@ def run(options: argparse.Namespace) -> int:
         index = open_index(options, folder, comm)
         destination = options.destination or default_destination(folder)
         report = convert_index(index, folder, destination, comm, how, rules=rules)
-        emit(options, _to_data(report), [_to_text(report)])
+        names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes")
+        data = report.to_data(*names, "nodes", "workers", "phases", "seconds")
+        emit(options, {"atoms": report.tensors, **data}, [_to_text(report)])
     return OK
-
-
-def _to_data(report: OutputReport) -> dict[str, Any]:
-    names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes", "nodes")
-    return {"atoms": report.tensors, **report.to_data(*names, "workers", "phases", "seconds")}
 
 
 def _to_text(report: OutputReport) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from typing import Any
 
 from ..errors import UcpError
-from .figures import count_of, format_bytes, format_table
+from ..sources.files import is_state_file, list_sizes
+from ..sources.headers import OptimHeader
+from ..sources.open import FolderReport
+from ..sources.reading import read_file
+from .printing import count_of, format_bytes, format_table
 from .survey import VERSION
-
-if TYPE_CHECKING:
-    from ..sources.open import FolderReport
 
 _MANY = 40
 """With more files, those that are whole are only counted."""
@@ -23,34 +25,29 @@ def examine_folder(report: FolderReport, error: UcpError | None) -> dict[str, An
         report: of the folder.
         error: why the checkpoint as a whole does not open.
     """
-    from ..sources.files import is_state_file, list_sizes
-
-    folder, sizes = report.folder, list_sizes(report.folder)
-    told: dict[str, list[str]] = {}
+    faults: dict[str, list[str]] = defaultdict(list)
     for finding in report.findings:
         if not finding.warning:
-            told.setdefault(finding.file, []).append(finding.text)
+            faults[finding.file].append(finding.text)
+    missing = sorted({f.file for f in report.findings if f.kind == "missing" and f.file and not f.warning})
     files = [
-        {"name": name, "size": size, **_read_facts(folder, name), "faults": told.pop(name, [])}
-        for name, size in sorted(sizes.items())
+        {"name": name, "size": size, **_read_facts(report.folder, name), "faults": faults.pop(name, [])}
+        for name, size in sorted(list_sizes(report.folder).items())
         if size >= 0 and is_state_file(name)
     ]
-    missing = {f.file for f in report.findings if f.kind == "missing" and f.file and not f.warning}
     return {
         "inspect": VERSION,
-        "folder": folder,
+        "folder": report.folder,
         "error": str(error),
         "kind": type(error).__name__,
         "files": files,
-        "missing": [{"name": name, "text": text} for name in sorted(missing) for text in told.pop(name, [])],
-        "faults": [text for name, texts in told.items() for text in texts if name or text != str(error)],
+        "missing": [{"name": name, "text": text} for name in missing for text in faults.pop(name, [])],
+        "faults": [text for name, texts in faults.items() for text in texts if name or text != str(error)],
     }
 
 
 def _read_facts(folder: str, name: str) -> dict[str, Any]:
-    """What one readable header tells: ``holds`` in words, ``step``, ``optimizer`` kind."""
-    from ..sources.reading import read_file
-
+    """What one readable header tells: what it ``holds`` in words, and its ``step``."""
     try:
         header = read_file(folder, name)
     except UcpError:
@@ -60,37 +57,36 @@ def _read_facts(folder: str, name: str) -> dict[str, Any]:
     optim = header.optim or (header.model.optim if header.model else None)
     parts = []
     if header.model:
-        tensors = count_of(len(header.model.module or {}), "tensor")
-        parts.append(f"{tensors} of the model" if header.model.module else "model states")
+        module = header.model.module
+        parts.append(f"{count_of(len(module), 'tensor')} of the model" if module else "model states")
     if optim:
         parts.append(f"ZeRO-{optim.stage} optimizer states ({optim.kind})" if optim.stage else "optimizer states")
     step = header.model.counters.get("global_steps") if header.model else _find_step(optim)
     return {"holds": ", ".join(parts), "step": step}
 
 
-def _find_step(optim: Any) -> Any:
-    steps = {holder.scalars["step"] for holder in optim.holders if "step" in holder.scalars} if optim else set()
-    return max(steps) if steps else None
+def _find_step(optim: OptimHeader | None) -> Any:
+    return (
+        max((held.scalars["step"] for held in optim.holders if "step" in held.scalars), default=None) if optim else None
+    )
 
 
 def write_damage(data: dict[str, Any]) -> list[str]:
-    """The report's text: first what fails, then all files."""
-    folder = data["folder"]
-    faults = [text for file in data["files"] for text in file["faults"]]
-    faults += [each["text"] for each in data["missing"]] + data["faults"]
-    lines = [folder, "  does not open; what its files tell one by one:", ""]
-    rows, whole = [], 0
-    for file in data["files"]:
+    """The report's text: all files, then what is wrong with them."""
+    folder, files, rows = data["folder"], data["files"], []
+    bad = [file for file in files if file["faults"] or file["holds"] is None]
+    for file in files if len(files) <= _MANY else bad:
         step = "" if file.get("step") is None else f"step {file['step']:g}"
-        bad = bool(file["faults"]) or file["holds"] is None
-        whole += not bad
-        if bad or len(data["files"]) <= _MANY:
-            state = "FAULT" if bad else "ok"
-            rows.append((file["name"], format_bytes(file["size"]), state, file["holds"] or "not readable", step))
+        state = "FAULT" if file in bad else "ok"
+        rows.append((file["name"], format_bytes(file["size"]), state, file["holds"] or "not readable", step))
     rows += [(each["name"], "", "MISSING", "", "") for each in data["missing"]]
+    lines = [folder, "  does not open; what its files tell one by one:", ""]
     lines += [f"  {line}" for line in format_table(rows, right=(1,))]
-    lines += [f"  … and {count_of(whole, 'file')} ok (--json lists them)"] * (len(data["files"]) > _MANY)
-    faults = [text.removeprefix(f"{folder}{os.sep}") for text in dict.fromkeys(faults)]
+    if len(files) > _MANY:
+        lines.append(f"  … and {count_of(len(files) - len(bad), 'file')} ok (--json lists them)")
+    faults = [text for file in files for text in file["faults"]]
+    faults += [each["text"] for each in data["missing"]] + data["faults"]
     if faults:
-        lines += ["", "faults", *(f"  {text}" for text in faults)]
+        shown = (text.removeprefix(f"{folder}{os.sep}") for text in dict.fromkeys(faults))
+        lines += ["", "faults", *(f"  {text}" for text in shown)]
     return lines

@@ -7,28 +7,22 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..comm import join_launch
 from ..errors import ConfigError
-from .common import (
-    add_checkpoint_options,
-    add_command,
-    add_work_options,
-    open_index,
-    read_rules,
-    read_work_options,
-)
-from .figures import format_count, format_table
-from .printing import FAULT, OK, emit
+from .common import add_checkpoint_options, add_command, add_work_options, open_index, read_rules, read_work_options
+from .printing import FAULT, OK, emit, format_count, format_table
 
 if TYPE_CHECKING:
     from ..examine.diff import AtomDifference, Difference
     from ..examine.values import ValueDifference
+    from .common import Commands
 
 ROWS = 20
 """Lines of the table without ``--all``."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``ds_ucp diff A B``."""
+def add_parser(commands: Commands) -> None:
+    """The command line."""
     parser = add_command(
         commands,
         "diff",
@@ -36,25 +30,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Compare two checkpoints, normal or atomic, of any topologies: every parameter and optimizer state "
         "as a logical tensor, to the bit; hyper-parameters, counters, loss scaler, scheduler and client state. "
         "Topology is no difference. Exit code 0: equal (or within --tolerance); 1: different; 2: an error.",
-        examples="""ds_ucp diff run1/global_step1000 run2/global_step1000
-                    ds_ucp diff checkpoints/ checkpoints/global_step1000_universal --json
-                    ds_ucp diff before after --states fp32 --only 'layers\\.0\\.' --tolerance 1e-6""",
+        examples=r"""
+            ds_ucp diff run1/global_step1000 run2/global_step1000
+            ds_ucp diff checkpoints/ checkpoints/global_step1000_universal --json
+            ds_ucp diff before after --states fp32 --only 'layers\.0\.' --tolerance 1e-6
+        """,
     )
     add_checkpoint_options(parser, "a", "b")
     parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose names match somewhere")
-    parser.add_argument(
-        "--states", default="", metavar="NAMES", help="these states of them, such as fp32,exp_avg; nothing but tensors"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="ATOL", help="let values pass that are no further apart"
-    )
+    text = "these states of them, such as fp32,exp_avg; nothing but tensors"
+    parser.add_argument("--states", default="", metavar="NAMES", help=text)
+    text = "let values pass that are no further apart"
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="ATOL", help=text)
     parser.add_argument("--all", action="store_true", help="a line for every atom that differs")
     add_work_options(parser, 64)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry the command out."""
-    from ..comm import join_launch
+    """Compare; collective under mpirun and torchrun."""
     from ..examine.diff import DiffOptions, diff_checkpoints
 
     if not options.tolerance >= 0:
@@ -83,7 +76,7 @@ def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
         "atoms_compared": found.compared,
         "elements_compared": found.numel,
         "atoms_of_two_dtypes": found.converted,
-        "atoms": [_tell_atom(atom) for atom in found.atoms],
+        "atoms": [_describe_atom(atom) for atom in found.atoms],
         "values": [
             {"section": each.section, "key": each.key, "a": each.left, "b": each.right, "parameters": each.names}
             for each in found.values
@@ -93,38 +86,29 @@ def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
     }
 
 
-def _tell_atom(atom: AtomDifference) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "name": atom.name,
-        "instance": atom.instance,
-        "state": atom.state,
-        "kind": atom.kind,
-        "dtypes": atom.dtypes,
-    }
+def _describe_atom(atom: AtomDifference) -> dict[str, Any]:
+    data = {key: getattr(atom, key) for key in ("name", "instance", "state", "kind", "dtypes")}
     if atom.kind == "values":
         for label, tally in (("", atom.tally), ("padding_", atom.padding)):
-            told[f"{label}elements"], told[f"{label}differing"] = tally.numel, tally.differing
-            told[f"{label}largest"], told[f"{label}relative"] = tally.largest, tally.relative
-        told["first"], told["tp_rank"] = atom.index, atom.shard
+            data |= {f"{label}elements": tally.numel, f"{label}differing": tally.differing}
+            data |= {f"{label}largest": tally.largest, f"{label}relative": tally.relative}
+        data |= {"first": atom.index, "tp_rank": atom.shard}
     elif atom.text:
-        told["text"] = atom.text
-    return told
+        data["text"] = atom.text
+    return data
 
 
 def to_text(found: Difference, *, everything: bool = False) -> list[str]:
     """A difference in words."""
     lines = [f"note: {note}" for note in found.notes] + [f"unused: {rule}" for rule in found.unused]
-    rows = (
-        [_make_row([atom]) for atom in found.atoms] if everything else [_make_row(held) for held in fold(found.atoms)]
-    )
-    shown = rows if everything else rows[:ROWS]
+    groups = [[atom] for atom in found.atoms] if everything else fold(found.atoms)
+    shown = groups if everything else groups[:ROWS]
     if shown:
         header = ("atom", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
-        lines += format_table(shown, header, right=(3, 5, 6))
-    if len(shown) < len(rows):
-        lines.append(f"… {len(rows) - len(shown)} more lines; --all shows all, --json too")
-    lines += [_tell_value(each) for each in found.values]
-    return [*lines, _conclude(found)]
+        lines += format_table([_make_row(atoms) for atoms in shown], header, right=(3, 5, 6))
+    if len(shown) < len(groups):
+        lines.append(f"… {len(groups) - len(shown)} more lines; --all shows all, --json too")
+    return [*lines, *map(_describe_value, found.values), _conclude(found)]
 
 
 def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
@@ -143,35 +127,31 @@ def _star(name: str) -> str:
 def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     worst = atoms[0]
     name = worst.label if len(atoms) == 1 else f"{_star(worst.label)} ({len(atoms)}, worst {worst.label})"
-    what = worst.kind if worst.kind != "shape" else worst.text
-    if worst.dtypes[0] != worst.dtypes[1]:
-        what += f" ({worst.dtypes[0]}, {worst.dtypes[1]})"
+    dtypes = f" ({', '.join(worst.dtypes)})" if worst.dtypes[0] != worst.dtypes[1] else ""
     if worst.kind != "values":
-        return (name, worst.state, what, "", "", "", "")
-    tally = worst.tally if worst.tally.differing else worst.padding
-    if not worst.tally.differing:
-        what = "padding rows"
-    differing = sum((atom.tally if tally is worst.tally else atom.padding).differing for atom in atoms)
-    total = sum((atom.tally if tally is worst.tally else atom.padding).numel for atom in atoms)
+        return (name, worst.state, (worst.text or worst.kind) + dtypes, "", "", "", "")
+    in_padding = not worst.tally.differing
+    what = "padding rows" if in_padding else f"values{dtypes}"
+    tallies = [atom.padding if in_padding else atom.tally for atom in atoms]
+    counts = [format_count(sum(values)) for values in zip(*((t.differing, t.numel) for t in tallies), strict=True)]
     place = str(list(worst.index)) + (f" of tp rank {worst.shard}" if worst.shard is not None else "")
-    counts = f"{format_count(differing)} of {format_count(total)}"
-    return (name, worst.state, what, counts, place, f"{tally.largest:.3g}", f"{tally.relative:.3g}")
+    sizes = f"{tallies[0].largest:.3g}", f"{tallies[0].relative:.3g}"
+    return (name, worst.state, what, " of ".join(counts), place, *sizes)
 
 
-def _tell_value(each: ValueDifference) -> str:
-    where = ""
-    if each.names:
-        where = f" ({each.names[0]}{f' and {len(each.names) - 1} more' if len(each.names) > 1 else ''})"
+def _describe_value(each: ValueDifference) -> str:
+    more = f" and {len(each.names) - 1} more" if len(each.names) > 1 else ""
+    where = f" ({each.names[0]}{more})" if each.names else ""
     return f"{each.section} {each.key}: {each.left} ≠ {each.right}{where}"
 
 
 def _conclude(found: Difference) -> str:
-    told = f"{found.compared} atoms ({format_count(found.numel)} elements) compared"
+    compared = f"{found.compared} atoms ({format_count(found.numel)} elements) compared"
     if found.converted:
-        told += f", {found.converted} of two dtypes by value"
+        compared += f", {found.converted} of two dtypes by value"
     if not found.atoms and not found.values:
-        return f"equal: {told}"
+        return f"equal: {compared}"
     parts = [f"{len(found.atoms)} atoms differ"] if found.atoms else []
     parts += [f"{len(found.values)} other values differ"] if found.values else []
     verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
-    return f"{verdict}: {', '.join(parts)}; {told}"
+    return f"{verdict}: {', '.join(parts)}; {compared}"

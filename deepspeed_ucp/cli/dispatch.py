@@ -13,8 +13,9 @@ from types import ModuleType
 
 from ..comm import describe_os_error
 from ..errors import UcpError
+from ..version import __version__
 from .common import HelpFormatter
-from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit_error, find_rank, prepare_streams, tell
+from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
 
 COMMANDS = ("run", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
@@ -39,7 +40,7 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"ds_ucp {_find_version()}")
+    parser.add_argument("--version", action="version", version=f"ds_ucp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name in names:
         load_command(name).add_parser(commands)
@@ -49,12 +50,6 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 def load_command(name: str) -> ModuleType:
     """A command's module; only it is imported, so that the others' needs cost nothing."""
     return importlib.import_module(f".{name}", __package__)
-
-
-def _find_version() -> str:
-    from .. import __version__
-
-    return __version__
 
 
 def split_launcher_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,7 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.launcher = launcher
         return int(load_command("run").run(options))
     prepare_streams()
-    return _guard(ours)
+    try:
+        return _run_command(_parse(ours))
+    except KeyboardInterrupt:
+        tell(f"ds_ucp: interrupted\n{traceback.format_exc()}".rstrip() if "--debug" in ours else "ds_ucp: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -87,8 +88,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return build_parser(names or COMMANDS).parse_args(argv)
 
 
-def _run_command(argv: Sequence[str]) -> int:
-    options = _parse(argv)
+def _run_command(options: argparse.Namespace) -> int:
     with _show_warnings(quiet=getattr(options, "quiet", False)):
         try:
             return int(load_command(options.command).run(options))
@@ -103,9 +103,9 @@ def _report(error: Exception, options: argparse.Namespace) -> None:
     """An error as a line on stderr (``--debug``: behind its traceback), and as JSON where that is wanted."""
     if options.debug:
         tell(traceback.format_exc().rstrip())
+    elif isinstance(error, UcpError) and error.echo:
+        return
     if isinstance(error, UcpError):
-        if error.echo and not options.debug:
-            return
         text = str(error)
     elif isinstance(error, OSError):
         text = describe_os_error(error)
@@ -113,18 +113,8 @@ def _report(error: Exception, options: argparse.Namespace) -> None:
         hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
         text = f"{type(error).__name__}: {error}{hint}"
     tell(f"ds_ucp: error: {text}")
-    emit_error(options, error, text)
-
-
-def _guard(argv: Sequence[str]) -> int:
-    """Run a command whose output may be cut off, and which may be interrupted."""
-    try:
-        return _run_command(argv)
-    except KeyboardInterrupt:
-        tell(f"ds_ucp: interrupted\n{traceback.format_exc()}".rstrip() if "--debug" in argv else "ds_ucp: interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        return BROKEN_PIPE
+    if getattr(options, "json", False):
+        emit(options, {"error": text, "kind": type(error).__name__}, ())
 
 
 @contextmanager

@@ -5,25 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..comm import join_launch
 from ..errors import ConfigError
-from .common import (
-    add_checkpoint_options,
-    add_command,
-    add_work_options,
-    open_index,
-    read_rules,
-    read_work_options,
-)
-from .figures import format_bytes, format_count, format_duration
-from .printing import OK, emit
+from .common import add_checkpoint_options, add_command, add_work_options, open_index, read_rules, read_work_options
+from .printing import OK, emit, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..comm import Comm
     from ..export.tensors import ExportOptions
     from ..stream.report import OutputReport
+    from .common import Commands
 
 DTYPES = {
     "fp32": "float32",
@@ -38,8 +32,8 @@ DTYPES = {
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
+def add_parser(commands: Commands) -> None:
+    """The command line."""
     parser = add_command(
         commands,
         "export",
@@ -48,82 +42,56 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "and optimizer state for torch.distributed.checkpoint (dcp), which FSDP2 and torchtitan load. Weights come "
         "from the fp32 masters, straight from the files of all ranks, with bounded memory; every byte is held against "
         "the checksum that training wrote. OUT is a new folder; it appears when it is complete.",
-        examples="""ds_ucp export checkpoints/ weights/ --dtype bf16
-                    ds_ucp export checkpoints/global_step1000 weights/ --hf-dir my-model/ --max-shard-size 2GB
-                    ds_ucp export checkpoints/ weights/ --rename '(?P<n>\\d+)\\.(?P<rest>.*)=h.{n-2}.{rest}'
-                    ds_ucp export checkpoints/ step-1000/ --format dcp --torchtitan
-                    mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/""",
+        examples=r"""
+            ds_ucp export checkpoints/ weights/ --dtype bf16
+            ds_ucp export checkpoints/global_step1000 weights/ --hf-dir my-model/ --max-shard-size 2GB
+            ds_ucp export checkpoints/ weights/ --rename '(?P<n>\d+)\.(?P<rest>.*)=h.{n-2}.{rest}'
+            ds_ucp export checkpoints/ step-1000/ --format dcp --torchtitan
+            mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
+        """,
     )
     add_checkpoint_options(parser)
     parser.add_argument("out", metavar="OUT", help="folder to be made")
-    parser.add_argument(
-        "--format", choices=("safetensors", "dcp"), default="safetensors", help="what to write (default: safetensors)"
+    text = "what to write (default: safetensors)"
+    parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=text)
+    text = "element type of floating weights and buffers; `stored` keeps each tensor's own (default: fp32)"
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help=text)
+    text = "bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=text)
+    text = "a Hugging Face model's folder: copy its config and tokenizer beside the weights"
+    parser.add_argument("--hf-dir", metavar="DIR", help=text)
+    text = (
+        "names that are tied to another one: leave them out, or write the data again (default: drop in safetensors, "
+        "as save_pretrained does; copy in dcp, where a model's state dict has both)"
     )
-    _add_content_options(parser)
-    _add_dcp_options(parser)
+    parser.add_argument("--tied", choices=("drop", "copy"), help=text)
+    text = (
+        "name for the parameters whose whole saved name matches; {group} and {group-2} fill in named groups. May be "
+        "given several times, the first that matches counts; before the renames in --patterns"
+    )
+    parser.add_argument("--rename", metavar="REGEX=NAME", action="append", default=[], help=text)
+    parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
+    text = "keep the rows that pad a vocabulary (cut where patterns tell it)"
+    parser.add_argument("--keep-padding", action="store_true", help=text)
+    parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
+    text = "dcp: the optimizer as StateDictOptions(flatten_optimizer_state_dict=True) has it"
+    parser.add_argument("--flatten-optimizer", action="store_true", help=text)
+    text = "dcp: torchtitan's keys: weights on top, a flattened `optimizer`"
+    parser.add_argument("--torchtitan", action="store_true", help=text)
     add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
 
 
-def _add_content_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="element type of floating weights and buffers; `stored` keeps each tensor's own (default: fp32)",
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
-    )
-    parser.add_argument(
-        "--hf-dir",
-        metavar="DIR",
-        help="a Hugging Face model's folder: copy its config and tokenizer beside the weights",
-    )
-    parser.add_argument(
-        "--tied",
-        choices=("drop", "copy"),
-        help="names that are tied to another one: leave them out, or write the data again (default: drop in "
-        "safetensors, as save_pretrained does; copy in dcp, where a model's state dict has both)",
-    )
-    parser.add_argument(
-        "--rename",
-        metavar="REGEX=NAME",
-        action="append",
-        default=[],
-        help="name for the parameters whose whole saved name matches; {group} and {group-2} fill in named groups. May "
-        "be given several times, the first that matches counts; before the renames in --patterns",
-    )
-    parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
-    parser.add_argument(
-        "--keep-padding", action="store_true", help="keep the rows that pad a vocabulary (cut where patterns tell it)"
-    )
-
-
-def _add_dcp_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
-    parser.add_argument(
-        "--flatten-optimizer",
-        action="store_true",
-        help="dcp: the optimizer as StateDictOptions(flatten_optimizer_state_dict=True) has it",
-    )
-    parser.add_argument(
-        "--torchtitan",
-        action="store_true",
-        help="dcp: torchtitan's keys: weights on top, a flattened `optimizer`",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Export; collective under mpirun and torchrun."""
-    from ..comm import join_launch
-
     _check(options)
     with join_launch() as comm:
         only_weights = options.format == "safetensors" or options.weights_only
-        index = open_index(options, comm=comm, weights_only=only_weights)
+        index = open_index(options, options.checkpoint, comm, weights_only=only_weights)
         report = _export(options, index, comm)
-        emit(options, _to_data(report), _to_text(report))
+        names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
+        data = {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}
+        emit(options, data, [_to_text(report)])
     return OK
 
 
@@ -187,15 +155,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _to_data(report: OutputReport) -> dict[str, Any]:
-    names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
-    return {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}
-
-
-def _to_text(report: OutputReport) -> list[str]:
+def _to_text(report: OutputReport) -> str:
     rate = report.bytes_read / max(report.seconds, 1e-9)
-    return [
+    return (
         f"{report.destination}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
         f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
         f"{format_duration(report.seconds)} ({format_bytes(rate)}/s read)."
-    ]
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..comm import join_launch
 from ..errors import ConfigError, shorten
@@ -15,18 +14,19 @@ from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
     from ..sources.open import FolderReport
+    from .common import Commands
     from .parameters import Parameter
     from .survey import Survey
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """The command line."""
     parser = add_command(
         commands,
         "inspect",
         help="show what a checkpoint holds, where, and what is missing",
-        description="Show a checkpoint's topology, step, optimizer, parameters, sizes, and what is missing or odd.\n"
-        "Only the headers of its files are read, and no code of them is run. A damaged checkpoint is told file by\n"
+        description="Show a checkpoint's topology, step, optimizer, parameters, sizes, and what is missing or odd. "
+        "Only the headers of its files are read, and no code of them is run. A damaged checkpoint is told file by "
         "file, with exit code 2.",
         examples="""
             ds_ucp inspect checkpoints/
@@ -37,17 +37,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         """,
     )
     add_checkpoint_options(parser)
-    parser.add_argument(
-        "-a", "--all", action="store_true", help="one line per parameter; layers of equal form unfolded"
-    )
-    parser.add_argument(
-        "-p", "--param", metavar="NAME", help="one parameter in detail: its name, or a regular expression that fits one"
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw which rank's files hold which part of the model (png, svg, pdf; needs matplotlib)",
-    )
+    text = "one line per parameter; layers of equal form unfolded"
+    parser.add_argument("-a", "--all", action="store_true", help=text)
+    text = "one parameter in detail: its name, or a regular expression that fits one"
+    parser.add_argument("-p", "--param", metavar="NAME", help=text)
+    text = "draw which rank's files hold which part of the model (png, svg, pdf; needs matplotlib)"
+    parser.add_argument("--plot", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,77 +54,32 @@ def run(options: argparse.Namespace) -> int:
         folder = comm.run(lambda: resolve(options.checkpoint))
         rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
         report = survey_checkpoint(folder, comm, Naming(groups=groups))
-        if not comm.rank:
-            return _tell(options, report, rules)
-    return OK if _is_shown(options, report) else ERROR
+        faults = {finding.kind for finding in report.findings if not finding.warning}
+        excused = set() if options.groups else {"unnamed"}  # states without names do not keep the rest from being shown
+        opens = report.index is not None and faults <= excused
+        if not comm.rank and opens:
+            from .survey import make_survey
 
-
-def _is_shown(options: argparse.Namespace, report: FolderReport) -> bool:
-    """Whether there is an index to show: states without names are no fault where no ``--groups`` name them."""
-    faults = {finding.kind for finding in report.findings if not finding.warning}
-    excused = set() if options.groups else {"unnamed"}
-    return report.index is not None and faults <= excused
-
-
-def _tell(options: argparse.Namespace, report: FolderReport, rules: Sequence[Any]) -> int:
-    if not _is_shown(options, report):
-        if any(finding.kind == "unnamed" for finding in report.findings):
-            report.require()
-        _show_damage(options, report)
-        return ERROR
-    _show(options, make_survey(report, rules))
-    return OK
+            _show(options, make_survey(report, rules))
+        elif not comm.rank:
+            _show_damage(options, report)
+    return OK if opens else ERROR
 
 
 def _show(options: argparse.Namespace, survey: Survey) -> None:
+    from .summary import detail_parameter, write_detail, write_summary
+
     if options.plot:
         from .plot import draw_map
 
         draw_map(survey, options.plot)
     if options.param:
-        _show_parameter(options, survey)
+        detail = detail_parameter(survey.index, pick_parameter(survey, options.param))
+        emit(options, detail, write_detail(detail))
     else:
-        from .summary import write_summary
-
         emit(options, survey.to_data(), write_summary(survey, unfold=options.all))
     if options.plot and not options.quiet:
         tell(f"ds_ucp: drew {options.plot}")
-
-
-def make_survey(report: FolderReport, rules: Sequence[Any] = ()) -> Survey:
-    """All that there is to tell about a checkpoint that opens.
-
-    Args:
-        report: of its folder.
-        rules: the user's, for parameters that the checkpoint does not settle.
-
-    Raises:
-        CheckpointError: the state file is damaged.
-    """
-    from ..plan.settling import settle_index
-    from ..sources.findings import WARNING, Finding
-    from .parameters import find_families, list_parameters
-    from .survey import Survey, count_totals, find_findings, list_files, read_client_keys, tell_origin
-
-    folder, index = report.folder, report.index or report.require()
-    settled = settle_index(index, rules)
-    families = [] if settled.is_complete else find_families(index, rules)
-    rows = list_parameters(index, settled)
-    client, version = read_client_keys(index)
-    findings = find_findings(report, index, rows, families, settled.unused)
-    for unnamed in (each for each in report.findings if each.kind == "unnamed"):
-        text = f"the optimizer's states have no names; give --groups ({unnamed.text})"
-        findings.append(Finding("unnamed", unnamed.file, text, WARNING))
-    files = list_files(report)
-    totals, written = count_totals(index, files, rows), tell_origin(index, folder, version)
-    return Survey(folder, index, rows, files, totals, client, written, findings)
-
-
-def _show_parameter(options: argparse.Namespace, survey: Survey) -> None:
-    from .summary import detail_parameter, write_detail
-
-    detail = detail_parameter(survey.index, pick_parameter(survey, options.param))
-    emit(options, detail, write_detail(detail))
 
 
 def pick_parameter(survey: Survey, wanted: str) -> Parameter:
@@ -158,6 +108,8 @@ def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
     from ..sources.findings import make_error
     from .damage import examine_folder, write_damage
 
+    if any(finding.kind == "unnamed" for finding in report.findings):
+        report.require()
     error = make_error(report.findings)
     data = examine_folder(report, error)
     emit(options, data, write_damage(data))

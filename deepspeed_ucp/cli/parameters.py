@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
-from ..errors import fold_names
-from ..patterns import Pattern, RuleSet, Settled, Unique, list_families, load_family
+from ..patterns import Pattern, Settled, Unique
 from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
-from ..plan.settling import settle_index
 
 TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
-_LAYER_FILE = re.compile(r"/layer_(\d+)-[^/]*$")
+_LAYER_FILE = re.compile(r"layer_(\d+)-[^/]*$")
 
 UNSETTLED = "?"
 """Pattern of a parameter of which nothing tells how it is cut."""
@@ -74,6 +74,11 @@ class Parameter:
         return str(self.param)
 
     @property
+    def stored_numel(self) -> int:
+        """Elements of all shards together."""
+        return sum(map(count, self.shards))
+
+    @property
     def numel(self) -> int | None:
         """Elements of the logical tensor, None where its shape is not known."""
         return None if self.shape is None else count(self.shape)
@@ -85,15 +90,15 @@ class Parameter:
 
 def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
     """All parameters and buffers in the model's order."""
-    atoms: dict[ParamKey, dict[str, Atom]] = {}
+    atoms: dict[ParamKey, dict[str, Atom]] = defaultdict(dict)
     for key, atom in index.stored.atoms.items():
-        atoms.setdefault(key.param, {})[key.state] = atom
+        atoms[key.param][key.state] = atom
     groups = {param: number for number, group in enumerate(index.run.groups) for param in group.members}
-    aliases: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = defaultdict(list)
     for alias, name in index.model.aliases.items():
-        aliases.setdefault(name, []).append(alias)
+        aliases[name].append(alias)
     return [
-        _make_row(index, settled, param, atoms[param], groups.get(param), tuple(aliases.get(param.name, ())))
+        _make_row(index, settled, param, atoms[param], groups.get(param), aliases.get(param.name, ()))
         for param in order_params(index)
     ]
 
@@ -104,21 +109,19 @@ def _make_row(
     param: ParamKey,
     atoms: Mapping[str, Atom],
     group: int | None,
-    aliases: tuple[str, ...],
+    aliases: Iterable[str],
 ) -> Parameter:
-    plain, copy = param.name, atoms.get(COPY)
+    name, copy = param.name, atoms.get(COPY)
     states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
     main = next(iter(states.values()))
-    pattern, origin = _tell_pattern(index, settled, plain)
+    pattern, origin = _find_pattern(index, settled, name)
     unowned = FROZEN if knows_optimizer(index) else WEIGHTS
-    kind = TRAINED if MODULE not in states else BUFFER if plain in index.model.buffers else unowned
     used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
-    paths = {index.stored.files[index.stored.records[record].file].path for record in used}
     return Parameter(
-        name=param.name,
+        name=name,
         instance=param.instance,
-        kind=kind,
-        shape=settled.layouts[plain][0].shape if plain in settled.layouts else None,
+        kind=TRAINED if MODULE not in states else BUFFER if name in index.model.buffers else unowned,
+        shape=settled.layouts[name][0].shape if name in settled.layouts else None,
         shards=tuple(shard.shape for shard in main.shards),
         dtype=main.dtype,
         copy=copy.dtype if copy else None,
@@ -127,16 +130,16 @@ def _make_row(
         origin=origin,
         group=group,
         scalars=dict(index.run.scalars.get(param, {})),
-        aliases=aliases,
+        aliases=tuple(aliases),
         fragments={state: sum(len(shard.fragments) for shard in atom.shards) for state, atom in states.items()},
-        files=tuple(sorted(shorten_path(index, path) for path in paths)),
+        files=tuple(sorted({find_file(index, record) for record in used})),
         nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
         copy_bytes=copy.nbytes if copy else 0,
-        why=_explain(settled, plain),
+        why=_explain(settled, name),
     )
 
 
-def _tell_pattern(index: AtomicIndex, settled: Settled, name: str) -> tuple[Pattern | None, str]:
+def _find_pattern(index: AtomicIndex, settled: Settled, name: str) -> tuple[Pattern | None, str]:
     """How a parameter is cut, and what told it; of an atomic checkpoint, how its source was."""
     if name in index.model.recorded:
         return read_pattern(index.model.recorded[name]), ORIGIN
@@ -162,10 +165,10 @@ def sort_states(states: Iterable[str]) -> list[str]:
     return sorted(states, key=lambda state: (ends.get(state, 1), state))
 
 
-def shorten_path(index: AtomicIndex, path: str) -> str:
-    """A file's path inside the checkpoint's folder."""
-    folder = index.run.state_file.rpartition("/")[0]
-    return path.removeprefix(f"{folder}/")
+def find_file(index: AtomicIndex, record: int) -> str:
+    """A record's file, by its path inside the checkpoint's folder."""
+    path = index.stored.files[index.stored.records[record].file].path
+    return path.removeprefix(f"{os.path.dirname(index.run.state_file)}/")
 
 
 def name_pattern(pattern: Pattern) -> str:
@@ -176,54 +179,37 @@ def name_pattern(pattern: Pattern) -> str:
     return " ".join((kind, *(f"{key}={value}".replace(" ", "") for key, value in plain.items())))
 
 
-def find_families(index: AtomicIndex, rules: Sequence[RuleSet]) -> list[str]:
-    """The package's families that would settle what is open."""
-    return [name for name in list_families() if settle_index(index, [*rules, load_family(name)]).is_complete]
-
-
 def order_params(index: AtomicIndex) -> list[ParamKey]:
     """All parameters in the model's order: as the module states list them, layers by their numbers."""
     listed = [key.param for key in index.stored.atoms if key.state in (COPY, MODULE)]
-    owned = {key.param for key in index.stored.atoms if key.state not in (COPY, MODULE)}
-    grouped = [param for group in index.run.groups for param in group.members if param in owned]
-    masters = [*grouped, *(key.param for key in index.stored.atoms if key.param in owned)]
+    owned = [key.param for key in index.stored.atoms if key.state not in (COPY, MODULE)]
+    known = set(owned)
+    grouped = [param for group in index.run.groups for param in group.members if param in known]
     copied = any(key.state == COPY for key in index.stored.atoms)
-    params = list(dict.fromkeys([*listed, *masters] if copied else [*masters, *listed]))
+    params = list(dict.fromkeys([*listed, *grouped, *owned] if copied else [*grouped, *owned, *listed]))
     layers = _find_layers(index)
     first: dict[str, int] = {}
     for at, param in enumerate(params):
         first.setdefault(split_layer(param.name)[0], at)
 
-    def rate(at: int) -> tuple[int, int, int, int]:
-        prefix, number = split_layer(params[at].name)
-        return layers.get(params[at], len(layers)), first[prefix], number, at
+    def rate(param: ParamKey) -> tuple[int, int, int]:
+        prefix, number = split_layer(param.name)
+        return layers.get(param, len(layers)), first[prefix], number
 
-    return [params[at] for at in sorted(range(len(params)), key=rate)]
+    return sorted(params, key=rate)
 
 
 def _find_layers(index: AtomicIndex) -> dict[ParamKey, int]:
     """For a pipeline, the layer in whose file a parameter's copy lies."""
     found = {}
     for key, atom in index.stored.atoms.items():
-        fragment = next((f for shard in atom.shards for f in shard.fragments), None)
-        if key.state in (COPY, MODULE) and fragment is not None:
-            path = index.stored.files[index.stored.records[fragment.record].file].path
-            if match := _LAYER_FILE.search(path):
+        for fragment in atom.shards[0].fragments[:1] if key.state in (COPY, MODULE) else ():
+            if match := _LAYER_FILE.match(find_file(index, fragment.record)):
                 found[key.param] = int(match[1])
     return found
 
 
 def split_layer(name: str) -> tuple[str, int]:
     """What a layer's parameters have in front of its number, and the number (-1 without one)."""
-    match = re.match(r"(.*?)(?:^|(?<=\.))(\d+)\.", name)
+    match = re.match(r"(.*?)(?:^|(?<=\.))(\d{1,18})\.", name)
     return (match[1], int(match[2])) if match else (name.partition(".")[0], -1)
-
-
-def fold_rows(rows: Sequence[Parameter]) -> list[tuple[str, list[Parameter]]]:
-    """Rows that differ in numbers of the name only, under one name with ranges: ``h.{0-11}.mlp.bias``."""
-    return fold_names(((row.name, row) for row in rows), _list_common)
-
-
-def _list_common(row: Parameter) -> tuple[Any, ...]:
-    kept = (row.instance, row.kind, row.shape, row.shards, row.dtype, row.copy, tuple(row.states))
-    return (*kept, row.pattern, row.origin)

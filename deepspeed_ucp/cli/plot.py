@@ -3,23 +3,144 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import ConfigError
-from .chart import COPIES, KINDS, MASTERS, OTHERS, STATES, FloatArray, Map, Row, make_map, rasterize, shade
-from .figures import count_of, format_bytes, format_count
+from ..sources.files import sort_files
+from .parameters import Parameter, sort_states, split_layer
+from .printing import count_of, format_bytes, format_count
 from .summary import name_others
 
 if TYPE_CHECKING:
     from .survey import Survey
 
+MASTERS, STATES, OTHERS, COPIES = KINDS = ("masters", "optimizer states", "frozen and buffers", "model copies")
 COLOURS = {MASTERS: "#2f5d8a", STATES: "#e08e45", OTHERS: "#4a9d7c", COPIES: "#9db8d2"}
-BACKGROUND, RULE, RULE_INK, INK, FAINT_INK = "#f6f5f2", "#ffffff", "#b5b9be", "#22262b", "#6b7178"
+BACKGROUND, INK, FAINT_INK = "#f6f5f2", "#22262b", "#6b7178"
 
-_COLUMNS = 1600
+_LINE = 0.17
+"""Inches that a label is high."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """One line of the map: the files of one rank, or of one role where no single rank can be named.
+
+    Attributes:
+        order: where it stands.
+        block: what all rows of its pipeline stage and tensor-parallel rank have in common.
+        label: its own label.
+    """
+
+    order: tuple[int, ...]
+    block: str = field(compare=False)
+    label: str = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """The map as data.
+
+    Attributes:
+        rows: top to bottom.
+        lanes: row and kind → what it holds: (from, to) in bytes from the map's left, and bytes of the file.
+        width: bytes from left to right: every parameter once, with all its states and its copy.
+        marks: layers as (start in bytes, end, label).
+    """
+
+    rows: tuple[Row, ...]
+    lanes: dict[tuple[Row, str], list[tuple[float, float, int]]]
+    width: float
+    marks: tuple[tuple[float, float, str], ...]
+
+    def sum_bytes(self, row: Row | None = None, kind: str | None = None) -> int:
+        """Bytes of one row, of one kind, or of all."""
+        held = (spans for (r, k), spans in self.lanes.items() if row in (r, None) and kind in (k, None))
+        return sum(nbytes for spans in held for *_, nbytes in spans)
+
+
+def make_map(index: AtomicIndex, parameters: Sequence[Parameter]) -> Map:
+    """Lay the parameters out along the model and sort every fragment into its file's row."""
+    places, width = _lay_out(parameters)
+    whole = {row.param: row.numel for row in parameters}
+    rows = _name_rows(index)
+    lanes: dict[tuple[Row, str], list[tuple[float, float, int]]] = {}
+    for key, atom in index.stored.atoms.items():
+        kind = {MASTER: MASTERS, MODULE: OTHERS, COPY: COPIES}.get(key.state, STATES)
+        start, end = places[key.param]
+        for low, high, record, nbytes in _spread(atom, whole.get(key.param)):
+            path = index.stored.files[index.stored.records[record].file].path
+            span = (start + low * (end - start), start + high * (end - start), nbytes)
+            lanes.setdefault((rows[os.path.basename(path)], kind), []).append(span)
+    return Map(tuple(sorted({row for row, _ in lanes})), lanes, width, tuple(_mark_layers(places)))
+
+
+def _lay_out(parameters: Sequence[Parameter]) -> tuple[dict[ParamKey, tuple[float, float]], float]:
+    """Where every parameter starts and ends, in bytes of one copy of each of its states, and the end of all."""
+    places, at = {}, 0.0
+    for row in parameters:
+        stored = row.stored_numel or 1
+        share = (row.numel if row.numel is not None else stored) / stored
+        places[row.param] = at, at + (row.nbytes + row.copy_bytes) * share
+        at = places[row.param][1]
+    return places, max(at, 1.0)
+
+
+def _spread(atom: Atom, numel: int | None) -> list[tuple[float, float, int, int]]:
+    """Fragments as (from, to) in parts of the parameter, with record and bytes.
+
+    Shards lie side by side; where every one is the whole (replicas), over each other.
+    """
+    before, found = 0, []
+    for shard in atom.shards:
+        base, over = (0, numel) if shard.numel == numel else (before, atom.numel)
+        for fragment in shard.fragments:
+            low = (base + fragment.start) / (over or 1)
+            nbytes = fragment.numel * ITEMSIZE[atom.dtype]
+            found.append((low, low + fragment.numel / (over or 1), fragment.record, nbytes))
+        before += shard.numel
+    return found
+
+
+def _name_rows(index: AtomicIndex) -> dict[str, Row]:
+    """The row of every file, by the file's name."""
+    names = [os.path.basename(file.path) for file in index.stored.files]
+    rows = {name: Row((2,), "", name) for name in names}
+    if index.run.topology.wrapper == "atomic":
+        states = [f"{state}.pt" for state in sort_states({key.state for key in index.stored.atoms})]
+        return {**rows, **{name: Row((order,), "", name) for order, name in enumerate(states)}}
+    folder, state_file = os.path.split(index.run.state_file)
+    listing = sort_files(folder, dict.fromkeys([*names, state_file], 0))
+    rows |= {name: _name_rank(index, mp, None) for mp, name in listing.model.items()}
+    rows |= {name: _name_rank(index, mp, dp) for (mp, dp), name in listing.model_zero3.items()}
+    rows |= {name: _name_rank(index, mp, dp) for (_, mp, dp), name in listing.optim.items()}
+    for (_, tp), name in listing.layers.items():
+        label = f"tp {tp}" if index.run.topology.tp > 1 else "all layers"
+        rows[name] = Row((1, max(tp, 0)), "layer files", label)
+    return rows
+
+
+def _name_rank(index: AtomicIndex, mp: int, dp: int | None) -> Row:
+    topology = index.run.topology
+    stage, rank = divmod(mp, max(topology.tp, 1))
+    used = [f"pp {stage}"] * (topology.pp > 1) + [f"tp {rank}"] * (topology.tp > 1)
+    order = (0, stage, rank, -1 if dp is None else dp)
+    return Row(order, " · ".join(used), "model states" if dp is None else f"dp {dp}")
+
+
+def _mark_layers(places: dict[ParamKey, tuple[float, float]]) -> list[tuple[float, float, str]]:
+    """Neighbouring parameters of one layer, or of one top-level module without numbers, as one mark."""
+    marks: list[tuple[float, float, str]] = []
+    last: object = None
+    for param, (start, end) in places.items():
+        prefix, number = key = split_layer(param.name)
+        begin = marks.pop()[0] if key == last else start
+        marks.append((begin, end, str(number) if number >= 0 else prefix))
+        last = key
+    return marks
 
 
 def draw_map(survey: Survey, path: str) -> None:
@@ -35,159 +156,98 @@ def draw_map(survey: Survey, path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'deepspeed_ucp[plot]'.") from None
-    figure = Figure(facecolor="white")
+    figure = Figure(facecolor="white", layout="constrained")
     if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
         known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
         raise ConfigError(f"--plot: {path} does not end in a format that can be drawn ({known}).")
-    _paint(figure, make_map(survey.index, survey.parameters), survey)
+    drawn = make_map(survey.index, survey.parameters)
+    height = min(max(0.26 * len(drawn.rows), min(0.5 * len(drawn.rows), 2.4)), 11.0)
+    figure.set_size_inches(13.0, height + 1.8)
+    axes = figure.add_subplot(facecolor=BACKGROUND)
+    axes.set(xlim=(0, drawn.width), ylim=(len(drawn.rows), 0))
+    axes.spines[:].set_visible(False)
+    _paint_rows(axes, drawn)
+    _paint_layers(axes, drawn)
+    _label_rows(axes, drawn, int(height / _LINE))
+    figure.suptitle(_make_title(survey), x=0.01, ha="left", color=INK, fontsize=11)
+    _paint_legend(figure, drawn, survey.index)
     figure.savefig(path, dpi=150)
 
 
-def _paint(figure: Any, drawn: Map, survey: Survey) -> None:
-    rows = len(drawn.rows)
-    height = min(max(0.26 * rows, min(0.5 * rows, 2.4)), 11.0)
-    figure.set_size_inches(13.0, height + 2.1)
-    low, high = 0.75 / (height + 2.1), 1 - 1.35 / (height + 2.1)
-    axes = figure.add_axes((0.15, low, 0.75, high - low), facecolor=BACKGROUND)
-    axes.set_xlim(0, drawn.width)
-    axes.set_ylim(rows, 0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    _paint_rows(axes, drawn, height)
-    _paint_layers(axes, drawn, rows)
-    _paint_blocks(axes, drawn, rows, height)
-    _paint_title(figure, survey, height + 2.1)
-    _paint_legend(figure, drawn, survey, height + 2.1)
+def _paint_rows(axes: Any, drawn: Map) -> None:
+    """Per row a bar for each kind that it holds, as high as the kind's share of the row's bytes.
 
-
-def _paint_rows(axes: Any, drawn: Map, height: float) -> None:
-    """One image: per row a lane for each kind that it holds, as high as the kind's share of the row's bytes."""
-    pixels = max(4, int(height * 150 / len(drawn.rows)))
-    margin = 1 if pixels >= 8 else 0
-    image = np.ones((len(drawn.rows) * pixels, _COLUMNS, 4))
-    image[..., :3], image[..., 3] = _rgb(BACKGROUND), 0.0
+    An outline of a seventh of a point lets a slice be seen that is narrower than a dot; slices that leave gaps between
+    them, too narrow to be drawn, make a paler bar.
+    """
     for number, row in enumerate(drawn.rows):
-        top = number * pixels + margin
-        for kind, lines in _share_lines(drawn, row, pixels - 2 * margin):
-            cover = rasterize(drawn.lanes[row, kind], drawn.width, _COLUMNS)
-            image[top : top + lines, :, :3] = _rgb(COLOURS[kind])
-            image[top : top + lines, :, 3] = shade(cover)
-            top += lines
-    extent = (0, drawn.width, len(drawn.rows), 0)
-    axes.imshow(image, aspect="auto", interpolation="antialiased", extent=extent, zorder=2)
+        sizes = {kind: drawn.sum_bytes(row, kind) for kind in KINDS if (row, kind) in drawn.lanes}
+        shares = {kind: max(nbytes / (sum(sizes.values()) or 1), 1 / 8) for kind, nbytes in sizes.items()}
+        top = number + 0.04
+        for kind, share in shares.items():
+            height, colour = 0.92 * share / sum(shares.values()), COLOURS[kind]
+            bars = [(low, high - low) for low, high in _unite(drawn.lanes[row, kind])]
+            axes.broken_barh(bars, (top, height), color=colour, linewidth=0.15, snap=False, rasterized=True)
+            top += height
 
 
-def _share_lines(drawn: Map, row: Row, lines: int) -> list[tuple[str, int]]:
-    kinds = [kind for kind in KINDS if (row, kind) in drawn.lanes]
-    total = sum(drawn.lanes[row, kind].nbytes for kind in kinds) or 1
-    least = max(1, lines // 8)
-    shares = [max(least, round(lines * drawn.lanes[row, kind].nbytes / total)) for kind in kinds]
-    shares[shares.index(max(shares))] += lines - sum(shares)
-    return list(zip(kinds, shares, strict=True))
+def _unite(spans: Iterable[tuple[float, float, int]]) -> list[tuple[float, float]]:
+    """Spans without what they have in common, neighbours as one."""
+    united: list[tuple[float, float]] = []
+    for low, high, _ in sorted(spans):
+        if united and low <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], high)
+        else:
+            united.append((low, high))
+    return united
 
 
-def _sample_covers(drawn: Map) -> list[FloatArray]:
-    lanes = list(drawn.lanes.values())
-    return [rasterize(lane, drawn.width, _COLUMNS) for lane in lanes[:: max(1, len(lanes) // 16)]]
-
-
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-
-
-def _paint_layers(axes: Any, drawn: Map, rows: int) -> None:
+def _paint_layers(axes: Any, drawn: Map) -> None:
     """Thin lines between layers, and as many labels as there is room for."""
-    axes.set_xticks([])
-    room, last = drawn.width * 0.75 / 100, -drawn.width
+    axes.vlines([low for low, *_ in drawn.marks if low > 0], 0, len(drawn.rows), color="white", linewidth=0.8)
+    ticks: list[tuple[float, str]] = []
+    free = 0.0
     for low, high, label in drawn.marks:
-        if low > 0:
-            axes.plot([low, low], [0, rows], color=RULE, linewidth=0.8, zorder=3)
-        middle, needed = (low + high) / 2, room * (len(label) + 1)
-        if middle - last >= needed:
-            _write(axes, label, (middle, rows), (0, -5), ha="center", va="top", color=FAINT_INK)
-            last = middle + needed / 2
-    axes.set_xlabel("the model in layer order, as wide as its bytes", fontsize=9, color=FAINT_INK, labelpad=20)
+        middle, half = (low + high) / 2, drawn.width * (len(label) + 1) / 300
+        if middle - half >= free or not ticks:
+            ticks.append((middle, label))
+            free = middle + half
+    axes.set_xticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=8, color=FAINT_INK)
+    axes.set_xlabel("the model in layer order, as wide as its bytes", fontsize=9, color=FAINT_INK)
 
 
-def _paint_blocks(axes: Any, drawn: Map, rows: int, height: float) -> None:
-    """Labels and sizes: of rows where there is room for them, else of the blocks of a model-parallel rank's rows."""
-    blocks = _find_blocks(drawn.rows)
-    room = int(height / 0.17)
-    axes.tick_params(length=0)
-    axes.set_yticks([])
-    for number, (start, _) in enumerate(blocks):
-        if start:
-            reach = -0.19 if number and room >= rows else 0.0
-            axes.plot([reach * drawn.width, drawn.width], [start] * 2, color=RULE_INK, lw=0.5, zorder=4, clip_on=False)
-    if rows <= room or len(blocks) == 1:
-        _label_rows(axes, drawn, range(0, rows, 1 if rows <= room else -(-rows * 2 // room)))
-        _label_blocks(axes, drawn, blocks, sizes=False)
-    else:
-        _label_blocks(axes, drawn, blocks[:: max(1, -(-len(blocks) // room))], sizes=True)
+def _label_rows(axes: Any, drawn: Map, room: int) -> None:
+    """The rank of every row and its bytes, or of every n-th where there is no room for all; lines between blocks."""
+    shown = range(0, len(drawn.rows), -(-len(drawn.rows) // max(room, 1)))
+    rows = [drawn.rows[at] for at in shown]
+    sizes = axes.secondary_yaxis("right")
+    sizes.set_yticks([at + 0.5 for at in shown], [format_bytes(drawn.sum_bytes(row)) for row in rows], fontsize=8)
+    axes.set_yticks([at + 0.5 for at in shown], [f"{row.block}   {row.label}" for row in rows], fontsize=8)
+    sizes.spines[:].set_visible(False)
+    for each, ink in ((axes, INK), (sizes, FAINT_INK)):
+        each.tick_params(length=0, labelcolor=ink)
+    blocks = [at for at in range(1, len(drawn.rows)) if drawn.rows[at].block != drawn.rows[at - 1].block]
+    axes.hlines(blocks, 0, drawn.width, color=FAINT_INK, linewidth=0.5)
 
 
-def _find_blocks(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    starts = [at for at in range(len(rows)) if not at or rows[at].block != rows[at - 1].block]
-    return list(zip(starts, [*starts[1:], len(rows)], strict=True))
-
-
-def _label_rows(axes: Any, drawn: Map, shown: Sequence[int]) -> None:
-    axes.set_yticks([at + 0.5 for at in shown], [drawn.rows[at].label for at in shown], fontsize=8, color=INK)
-    for at in shown:
-        text = format_bytes(_sum_bytes(drawn, drawn.rows[at : at + 1]))
-        _write(axes, text, (drawn.width, at + 0.5), (6, 0), va="center", color=FAINT_INK)
-
-
-def _label_blocks(axes: Any, drawn: Map, blocks: Sequence[tuple[int, int]], *, sizes: bool) -> None:
-    for start, end in blocks:
-        rows, middle = drawn.rows[start:end], (start + end) / 2
-        _write(axes, rows[0].block, (-0.19 * drawn.width, middle), (0, 0), va="center", fontweight="bold", color=INK)
-        if sizes:
-            ranks = rows[0].label if len(rows) == 1 else f"{rows[0].label} … {rows[-1].label}"
-            _write(axes, ranks, (0, middle), (-6, 0), ha="right", va="center", color=INK)
-            text = f"{format_bytes(_sum_bytes(drawn, rows))} in all"
-            _write(axes, text, (drawn.width, middle), (6, 0), va="center", color=FAINT_INK)
-
-
-def _sum_bytes(drawn: Map, rows: Sequence[Row]) -> int:
-    return sum(drawn.lanes[row, kind].nbytes for row in rows for kind in KINDS if (row, kind) in drawn.lanes)
-
-
-def _write(axes: Any, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
-    """Text in the margin, ``shift`` points away from a place in the map."""
-    axes.annotate(text, at, shift, textcoords="offset points", annotation_clip=False, **{"fontsize": 8, **style})
-
-
-def _paint_title(figure: Any, survey: Survey, height: float) -> None:
+def _make_title(survey: Survey) -> str:
     totals, topology = survey.totals, survey.index.run.topology
     elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
     step = survey.index.run.counters.get("global_steps")
     kind = f"atomic, {topology.precision}" if topology.wrapper == "atomic" else topology.describe()
-    text = f"{kind} · {elements}{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
-    text += "" if step is None else f" · step {step}"
     name = "/".join(os.path.abspath(survey.folder).split("/")[-2:])
-    figure.text(0.02, 1 - 0.3 / height, name, fontsize=14, fontweight="bold", color=INK, va="center")
-    figure.text(0.02, 1 - 0.62 / height, text, fontsize=10, color=FAINT_INK, va="center")
+    text = f"{name}: {kind} · {elements}{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
+    return text if step is None else f"{text} · step {step}"
 
 
-def _paint_legend(figure: Any, drawn: Map, survey: Survey, height: float) -> None:
+def _paint_legend(figure: Any, drawn: Map, index: AtomicIndex) -> None:
     from matplotlib.patches import Patch
 
-    handles = []
-    for kind in KINDS:
-        nbytes = sum(lane.nbytes for (_, each), lane in drawn.lanes.items() if each == kind)
-        if nbytes:
-            name = name_others(survey.index) if kind == OTHERS else kind
-            handles.append(Patch(color=COLOURS[kind], label=f"{name} {format_bytes(nbytes)}"))
-    if any(np.mean((cover > 0) & (cover < 0.9)) > 0.05 for cover in _sample_covers(drawn)):
-        handles.append(Patch(color="#b9bdc2", label="paler: slices narrower than this map can show"))
-    figure.legend(
-        handles=handles,
-        loc="center left",
-        bbox_to_anchor=(0.145, 1 - 1.0 / height),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.1,
-    )
+    sizes = {kind: drawn.sum_bytes(kind=kind) for kind in KINDS}
+    names = {**dict(zip(KINDS, KINDS, strict=True)), OTHERS: name_others(index)}
+    handles = [
+        Patch(color=COLOURS[kind], label=f"{names[kind]} {format_bytes(nbytes)}")
+        for kind, nbytes in sizes.items()
+        if nbytes
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=INK)

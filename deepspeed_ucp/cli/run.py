@@ -7,12 +7,16 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .common import add_command
 from .printing import OK
 
+if TYPE_CHECKING:
+    from .common import Commands
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_parser(commands: Commands) -> None:
     """The command line."""
     run = add_command(
         commands,

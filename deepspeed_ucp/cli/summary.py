@@ -5,26 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey
+from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey
 from ..errors import escape, fold_names
-from .figures import count_of, format_bytes, format_count, format_table
-from .parameters import (
-    BUFFER,
-    FROZEN,
-    TRAINED,
-    UNSETTLED,
-    Parameter,
-    fold_rows,
-    knows_optimizer,
-    shorten_path,
-    sort_states,
-)
-from .survey import Survey, list_states, tell_groups, tell_scalars
-
-if TYPE_CHECKING:
-    from ..sources.findings import Finding
+from ..sources.findings import Finding
+from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, find_file, knows_optimizer, sort_states
+from .printing import count_of, format_bytes, format_count, format_table
+from .survey import Survey, describe_groups, join_scalars, list_states
 
 _WIDTH = 100
 """Columns of the values in the report's head."""
@@ -38,27 +26,30 @@ _OFTEN = 12
 
 def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
     """The whole report."""
-    lines = [survey.folder, *_tell_head(survey), "", *_tell_parameters(survey.parameters, unfold=unfold)]
+    lines = [survey.folder, *_write_head(survey), "", *_write_parameters(survey.parameters, unfold=unfold)]
     if survey.index.model.aliases:
         lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(survey.index.model.aliases.items()))]
     if survey.findings:
-        lines += ["", "findings", *(line for each in survey.findings for line in tell_finding(each))]
+        lines += ["", "findings", *(line for each in survey.findings for line in _write_finding(each))]
     return lines
 
 
-def _tell_head(survey: Survey) -> list[str]:
+def _write_head(survey: Survey) -> list[str]:
     index, totals = survey.index, survey.totals
+    state = {"masters": totals.masters, "optimizer": totals.states, name_others(index): totals.module}
+    beside = {"model copies": totals.copies, "client": totals.client, "padding": totals.padding, "headers": totals.rest}
+    files = f"{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
     rows = [
-        ("written by", _tell_origin(survey)),
-        ("step", _tell_step(index)),
-        ("optimizer", _tell_optimizer(index)),
-        *_tell_groups(survey),
-        ("loss scale", _tell_scaler(index)),
-        ("model", _tell_model(survey)),
-        ("state", f"{format_bytes(totals.masters + totals.states + totals.module)}: {_tell_parts(survey)}"),
-        ("files", _tell_files(survey)),
+        ("written by", _describe_writer(survey)),
+        ("step", _describe_step(index)),
+        ("optimizer", _describe_optimizer(index)),
+        *_describe_groups(survey),
+        ("loss scale", _describe_scaler(index)),
+        ("model", _describe_model(survey)),
+        ("state", f"{format_bytes(sum(state.values()))}: {_join_sizes(state)}"),
+        ("files", f"{files}; beside the state {_join_sizes(beside)}" if any(beside.values()) else files),
         ("client state", ", ".join(f"{key} ({kind})" for key, kind in survey.client.items())),
-        ("resume", tell_resume(index)),
+        ("resume", _describe_resume(index)),
     ]
     folded = [
         (key if not at else "", line)
@@ -68,98 +59,93 @@ def _tell_head(survey: Survey) -> list[str]:
     return [f"  {line}" for line in format_table(folded)]
 
 
-def _tell_origin(survey: Survey) -> str:
+def _join_sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sizes.items() if nbytes)
+
+
+def _join(hyper: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_write_value(value)}" for key, value in hyper.items())
+
+
+def _write_value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _describe_writer(survey: Survey) -> str:
     topology, written = survey.index.run.topology, survey.written_by
     if topology.wrapper == "atomic":
-        made = f"{written['tool']}, an atomic checkpoint"
-        return f"{made}{_tell_source(written['source'])}" if written["source"] else made
-    version = f"DeepSpeed {written['deepspeed']}: " if written.get("deepspeed") else ""
+        source = _describe_source(written["source"]) if written["source"] else ""
+        return f"{written['tool']}, an atomic checkpoint{source}"
+    version = f"DeepSpeed {written['deepspeed']}: " if written["deepspeed"] else ""
     extra = [f"masters {topology.master}"] + ["elastic"] * topology.elastic
     extra += [f"offload {topology.offload}"] * (topology.offload != "none/none")
     return f"{version}{topology.describe()}, {', '.join(extra)}"
 
 
-def _tell_source(source: Mapping[str, Any]) -> str:
+def _describe_source(source: Mapping[str, Any]) -> str:
     """What an atomic checkpoint was made of, by its manifest."""
     topology, files = source["topology"], source["fingerprint"].get("files", ())
     degrees = " ".join(f"{key}={topology[key]}" for key in ("dp", "tp", "pp", "sp", "ep") if topology.get(key, 1) > 1)
+    zero = f"ZeRO-{topology.get('zero_stage', '?')} {degrees or 'dp=1'} {topology.get('precision', '')}"
     size = format_bytes(sum(each["size"] for each in files))
-    told = f"ZeRO-{topology.get('zero_stage', '?')} {degrees or 'dp=1'} {topology.get('precision', '')}"
-    return f" of {told} ({topology.get('wrapper', '?')}), {size} in {count_of(len(files), 'file')}"
+    return f" of {zero} ({topology.get('wrapper', '?')}), {size} in {count_of(len(files), 'file')}"
 
 
-def _tell_step(index: AtomicIndex) -> str:
+def _describe_step(index: AtomicIndex) -> str:
     counters = index.run.counters
-    text = str(counters.get("global_steps", "not recorded"))
     more = [f"{counters['global_samples']} samples"] if "global_samples" in counters else []
     more += [f"{counters['skipped_steps']} skipped"] if counters.get("skipped_steps") else []
-    return f"{text} ({', '.join(more)})" if more else text
+    step = str(counters.get("global_steps", "not recorded"))
+    return f"{step} ({', '.join(more)})" if more else step
 
 
-def _tell_optimizer(index: AtomicIndex) -> str:
+def _describe_optimizer(index: AtomicIndex) -> str:
     states = list_states(index)
-    text = index.run.optimizer or ("a client optimizer" if states or index.run.groups else "no states")
-    scalars = [f"{name} {_tell_values(value)}" for name, value in tell_scalars(index).items()]
-    return ", ".join([f"{text}: {' '.join(states)}" if states else text, *scalars])
+    name = index.run.optimizer or ("a client optimizer" if states or index.run.groups else "no states")
+    scalars = [f"{key} {_write_range(value)}" for key, value in join_scalars(index).items()]
+    return ", ".join([f"{name}: {' '.join(states)}" if states else name, *scalars])
 
 
-def _tell_values(value: Any) -> str:
-    if isinstance(value, list):
-        plain = all(isinstance(each, (int, float)) for each in value)
-        return f"{min(value):g} to {max(value):g}" if plain else f"{len(value)} values"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _write_range(value: Any) -> str:
+    if not isinstance(value, list):
+        return _write_value(value)
+    plain = all(isinstance(each, (int, float)) for each in value)
+    return f"{min(value):g} to {max(value):g}" if plain else f"{len(value)} values"
 
 
-def _tell_groups(survey: Survey) -> list[tuple[str, str]]:
+def _describe_groups(survey: Survey) -> list[tuple[str, str]]:
     """What all groups share on the first line, then what each has of its own."""
-    groups = tell_groups(survey.index, survey.parameters)
+    groups = describe_groups(survey.index, survey.parameters)
     hypers: list[Mapping[str, Any]] = [group["hyper"] for group in groups]
-    everywhere = {k: v for k, v in hypers[0].items() if all(h.get(k) == v for h in hypers)} if hypers else {}
-    rows = [("", _join(everywhere))] if everywhere and len(groups) > 1 else []
+    shared = {k: v for k, v in hypers[0].items() if all(h.get(k) == v for h in hypers)} if len(hypers) > 1 else {}
+    rows = [("", _join(shared))] if shared else []
     for number, group in enumerate(groups):
-        own = {k: v for k, v in group["hyper"].items() if len(groups) == 1 or k not in everywhere}
+        own = {key: value for key, value in group["hyper"].items() if key not in shared}
         size = "" if group["elements"] is None else f", {format_count(group['elements'])} elements"
-        told = f"{count_of(group['parameters'], 'parameter')}{size}"
-        rows.append((f"  group {number}", f"{told}: {_join(own)}" if own else told))
+        text = f"{count_of(group['parameters'], 'parameter')}{size}"
+        rows.append((f"  group {number}", f"{text}: {_join(own)}" if own else text))
     return rows
 
 
-def _join(hyper: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in hyper.items()
-    )
-
-
-def _tell_scaler(index: AtomicIndex) -> str:
-    if not index.run.scaler or index.run.topology.precision != "float16":
+def _describe_scaler(index: AtomicIndex) -> str:
+    scaler = index.run.scaler
+    if not scaler or index.run.topology.precision != "float16":
         return ""
-    kind = "dynamic" if index.run.scaler.get("dynamic") else "static"
-    return f"{_tell_values(index.run.scaler.get('cur_scale'))} ({kind})"
+    return f"{_write_value(scaler.get('cur_scale'))} ({'dynamic' if scaler.get('dynamic') else 'static'})"
 
 
-def _tell_model(survey: Survey) -> str:
-    rows, totals = survey.parameters, survey.totals
-    elements = "unknown number of" if totals.elements is None else format_count(totals.elements)
-    parts = [f"{count_of(totals.parameters, 'parameter')}, {elements} elements"]
-    frozen = sum(row.kind == FROZEN for row in rows)
-    buffers = sum(row.kind == BUFFER for row in rows)
-    parts += [f"{frozen} frozen"] * bool(frozen)
-    parts += [f"{len(survey.index.model.aliases)} tied"] * bool(survey.index.model.aliases)
-    parts += [count_of(buffers, "buffer")] * bool(buffers)
-    parts += [f"{len(survey.index.model.instances)} held by several pipeline stages"] * bool(
-        survey.index.model.instances
-    )
-    return ", ".join(parts)
-
-
-def _tell_parts(survey: Survey) -> str:
-    totals = survey.totals
-    parts = {
-        "masters": totals.masters,
-        "optimizer": totals.states,
-        name_others(survey.index): totals.module,
+def _describe_model(survey: Survey) -> str:
+    elements, model = survey.totals.elements, survey.index.model
+    kinds = [row.kind for row in survey.parameters]
+    numbers = {
+        f"{kinds.count(FROZEN)} frozen": FROZEN in kinds,
+        f"{len(model.aliases)} tied": model.aliases,
+        count_of(kinds.count(BUFFER), "buffer"): BUFFER in kinds,
+        f"{len(model.instances)} held by several pipeline stages": model.instances,
     }
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    size = "unknown number of" if elements is None else format_count(elements)
+    parameters = count_of(survey.totals.parameters, "parameter")
+    return ", ".join([parameters, f"{size} elements", *(text for text, some in numbers.items() if some)])
 
 
 def name_others(index: AtomicIndex) -> str:
@@ -167,64 +153,59 @@ def name_others(index: AtomicIndex) -> str:
     return "frozen and buffers" if knows_optimizer(index) else "weights and buffers"
 
 
-def _tell_files(survey: Survey) -> str:
-    totals = survey.totals
-    rest = {"model copies": totals.copies, "client": totals.client, "padding": totals.padding, "headers": totals.rest}
-    beside = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in rest.items() if nbytes)
-    text = f"{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
-    return f"{text}; beside the state {beside}" if beside else text
-
-
-def tell_resume(index: AtomicIndex) -> str:
+def _describe_resume(index: AtomicIndex) -> str:
     """Who can resume it where."""
     topology = index.run.topology
     if topology.wrapper == "atomic":
         return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
-    if not any(key.state not in ("module", COPY) for key in index.stored.atoms):
+    if not any(key.state not in (MODULE, COPY) for key in index.stored.atoms):
         return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"
-    degrees = f"tp {topology.tp} pp {topology.pp}"
-    where = f"ZeRO-{topology.zero_stage} dp {topology.dp} {degrees}" if topology.zero_stage else f"stage 0 {degrees}"
+    zero = f"ZeRO-{topology.zero_stage} dp {topology.dp}" if topology.zero_stage else "stage 0"
+    where = f"{zero} tp {topology.tp} pp {topology.pp}"
     return f"by DeepSpeed itself with {where} only, by deepspeed_ucp on any topology"
 
 
-def _tell_parameters(rows: Sequence[Parameter], *, unfold: bool) -> list[str]:
-    folded = [(row.name, [row]) for row in rows] if unfold else fold_rows(rows)
-    folded = [(str(ParamKey(name, group[0].instance)), group) for name, group in folded]
-    header = ("parameter", "shape", "dtype", "states", "pattern", "by", "pieces", "files", "size")
-    table = [(name, *_tell_row(group)) for name, group in folded]
-    keep = [at for at in range(len(header)) if at != 5 or any(line[5] for line in table)]
-    picked = [[line[at] for at in keep] for line in table]
-    heads = [header[at] for at in keep]
-    return format_table(picked, heads, right=[heads.index(name) for name in ("pieces", "files", "size")])
+def _write_parameters(rows: Sequence[Parameter], *, unfold: bool) -> list[str]:
+    """The table; parameters that differ in numbers of the name only share a line."""
+    header = ["parameter", "shape", "dtype", "states", "pattern", "by", "pieces", "files", "size"]
+    named = [(row.name, row) for row in rows]
+    folded = [(name, [row]) for name, row in named]
+    if not unfold:
+        folded = fold_names(named, lambda row: (row.instance, *_describe_form(row)))
+    table = [_make_line(name, group) for name, group in folded]
+    if not any(line[5] for line in table):
+        header, table = [*header[:5], *header[6:]], [[*line[:5], *line[6:]] for line in table]
+    return format_table(table, header, right=range(len(header) - 3, len(header)))
 
 
-def _tell_row(group: Sequence[Parameter]) -> tuple[str, ...]:
-    row = group[0]
-    shape = tell_shape(row.shape) if row.shape is not None else " | ".join(map(tell_shape, dict.fromkeys(row.shards)))
+def _make_line(name: str, group: Sequence[Parameter]) -> list[str]:
+    pieces = [max(each.fragments.values(), default=0) for each in group]
+    files = [len(each.files) for each in group]
+    counts = (str(min(each)) if min(each) == max(each) else f"{min(each)}-{max(each)}" for each in (pieces, files))
+    label, size = str(ParamKey(name, group[0].instance)), format_bytes(sum(each.nbytes for each in group))
+    return [label, *_describe_form(group[0]), *counts, size]
+
+
+def _describe_form(row: Parameter) -> tuple[str, ...]:
+    """Shape, dtype, states, pattern and what settled it."""
+    shape = (
+        _write_shape(row.shape) if row.shape is not None else " | ".join(map(_write_shape, dict.fromkeys(row.shards)))
+    )
     # A master that stands beside a copy of another dtype shows both, as float32←bfloat16 is how training kept it.
     dtype = f"{row.dtype} + {row.copy}" if row.copy and row.copy != row.dtype else row.dtype
     states = " ".join(state for state in row.states if state not in ("fp32", "module"))
     shown = row.kind if row.kind != TRAINED else states or "no states yet"
-    pieces = [max(each.fragments.values(), default=0) for each in group]
-    files = [len(each.files) for each in group]
-    size = sum(each.nbytes for each in group)
-    origin = "" if row.pattern == "unique" else row.origin
-    kind, *told = row.pattern.split(" ")
-    pattern = " ".join((kind, *(each for each in told if each.split("=")[0] in _SHOWN)))
-    return shape, dtype, shown, pattern, origin, _tell_range(pieces), _tell_range(files), format_bytes(size)
+    kind, *fields = row.pattern.split(" ")
+    pattern = " ".join((kind, *(each for each in fields if each.split("=")[0] in _SHOWN)))
+    return shape, dtype, shown, pattern, "" if row.pattern == "unique" else row.origin
 
 
-def tell_shape(shape: Sequence[int]) -> str:
+def _write_shape(shape: Sequence[int]) -> str:
     """``[768, 768]``; a scalar is ``[]``."""
-    return f"[{', '.join(map(str, shape))}]"
+    return str(list(shape))
 
 
-def _tell_range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}-{high}"
-
-
-def tell_finding(finding: Finding) -> list[str]:
+def _write_finding(finding: Finding) -> list[str]:
     """One finding with the names that it is about, and rules to paste."""
     names = [f"      {name}" for name, _ in fold_names(((name, None) for name in finding.names), bool)]
     if len(names) > _OFTEN:
@@ -242,16 +223,12 @@ def tell_finding(finding: Finding) -> list[str]:
 
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     """One parameter with every fragment: file, byte offset in it, length in bytes, elements of its shard."""
-    states = []
     atoms = {key.state: atom for key, atom in index.stored.atoms.items() if key.param == row.param}
+    states = []
     for state in sort_states(atoms):
         atom = atoms[state]
         shards = [
-            {
-                "rank": rank,
-                "shape": shard.shape,
-                "fragments": [_locate(index, f, atom.dtype) for f in shard.fragments],
-            }
+            {"rank": rank, "shape": shard.shape, "fragments": [_locate(index, f, atom.dtype) for f in shard.fragments]}
             for rank, shard in enumerate(atom.shards)
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
@@ -259,10 +236,10 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     return {**row.to_data(), "hyper": hyper, "layout": states}
 
 
-def _locate(index: AtomicIndex, fragment: Any, dtype: str) -> dict[str, Any]:
+def _locate(index: AtomicIndex, fragment: Fragment, dtype: str) -> dict[str, Any]:
     record = index.stored.records[fragment.record]
     return {
-        "file": shorten_path(index, index.stored.files[record.file].path),
+        "file": find_file(index, fragment.record),
         "offset": record.offset + fragment.offset,
         "bytes": fragment.numel * ITEMSIZE[dtype],
         "start": fragment.start,
@@ -275,7 +252,7 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     shape = detail["shape"]
     facts = [
         ("kind", detail["kind"]),
-        ("shape", "not known" if shape is None else f"{tell_shape(shape)}, {format_count(detail['numel'])} elements"),
+        ("shape", "not known" if shape is None else f"{_write_shape(shape)}, {format_count(detail['numel'])} elements"),
         ("pattern", f"{detail['pattern'] or UNSETTLED}{' by ' + detail['origin'] if detail['origin'] else ''}"),
         ("rule to give", ", ".join(f"{k}: {v}" for k, v in detail["why"].items())),
         ("tied", ", ".join(detail["aliases"])),
@@ -286,12 +263,12 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     for state in detail["layout"]:
         what = "the model's own copy" if state["state"] == COPY else state["state"]
         lines += ["", f"  {what}: {state['dtype']}, {format_bytes(state['bytes'])}"]
-        lines += [f"    {line}" for shard in state["shards"] for line in _tell_shard(shard, len(state["shards"]))]
+        lines += [f"    {line}" for shard in state["shards"] for line in _write_shard(shard, len(state["shards"]))]
     return lines
 
 
-def _tell_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:
-    head = [f"tensor-parallel rank {shard['rank']}: {tell_shape(shard['shape'])}"] if ranks > 1 else []
+def _write_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:
+    head = [f"tensor-parallel rank {shard['rank']}: {_write_shape(shard['shape'])}"] if ranks > 1 else []
     rows = [
         (f"[{f['start']}, {f['start'] + f['numel']})", f["file"], f"byte {f['offset']}", f"{f['bytes']} B")
         for f in shard["fragments"]

@@ -6,25 +6,19 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
+from ..comm import join_launch
 from ..errors import CheckpointError
-from .common import (
-    add_checkpoint_options,
-    add_command,
-    add_work_options,
-    read_groups,
-    read_work_options,
-    resolve,
-)
-from .figures import format_bytes, format_duration
-from .printing import FAULT, OK, emit
+from .common import add_checkpoint_options, add_command, add_work_options, read_groups, read_work_options, resolve
+from .printing import FAULT, OK, count_of, emit, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
     from ..sources.findings import Finding
+    from .common import Commands
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``ds_ucp verify CKPT``."""
+def add_parser(commands: Commands) -> None:
+    """The command line."""
     parser = add_command(
         commands,
         "verify",
@@ -33,24 +27,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "element of every parameter is there once, and whether the files belong together (same step, run and world "
         "size). All faults are named, with the parameters in damaged bytes. Exit code 0: whole; 1: faults; 2: nothing "
         "that can be looked at.",
-        examples="""ds_ucp verify checkpoints/
-                    ds_ucp verify checkpoints/global_step1000 --headers-only
-                    mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json""",
+        examples="""
+            ds_ucp verify checkpoints/
+            ds_ucp verify checkpoints/global_step1000 --headers-only
+            mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json
+        """,
     )
     add_checkpoint_options(parser, patterns=False)
-    parser.add_argument(
-        "--against",
-        metavar="FILE",
-        help="hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself "
-        "or of one that was converted from it), which proves that they are the ones",
+    text = (
+        "hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself or "
+        "of one that was converted from it), which proves that they are the ones"
     )
+    parser.add_argument("--against", metavar="FILE", help=text)
     parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
     add_work_options(parser, 64)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry the command out."""
-    from ..comm import join_launch
+    """Look at the checkpoint; collective under mpirun and torchrun."""
     from ..examine.verify import Verification, verify_checkpoint
 
     means = read_work_options(options, least=1)
@@ -90,62 +84,48 @@ def find_dangling(path: str) -> Finding | None:
 
 def to_data(found: Verification) -> dict[str, Any]:
     """A verification as data for ``--json``."""
+    files = [{"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in found.files]
+    faults = [
+        {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "atoms": f.names} for f in found.faults
+    ]
     return {
         "folder": found.folder,
         "kind": found.kind,
         "topology": found.topology,
         "whole": found.whole,
-        "files": [
-            {"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in found.files
-        ],
+        "files": files,
         "others": found.others,
-        "bytes": sum(file.nbytes for file in found.files),
+        "bytes": found.nbytes,
         "read": found.read,
         "unchecked": found.unchecked,
         "seconds": found.seconds,
         "rate": found.read / found.seconds if found.seconds else 0.0,
-        "faults": [_tell(fault) for fault in found.faults],
+        "faults": faults,
         "fingerprint": found.fingerprint,
-    }
-
-
-def _tell(fault: Finding) -> dict[str, Any]:
-    return {
-        "kind": fault.kind,
-        "file": fault.file,
-        "text": fault.text,
-        "warning": fault.warning,
-        "atoms": fault.names,
     }
 
 
 def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     """A verification in words."""
-    nbytes = sum(file.nbytes for file in found.files)
-    head = f"{found.folder}: {found.kind} checkpoint{f', {found.topology}' if found.topology else ''}"
     records = sum(file.records for file in found.files)
-    lines = [head, f"{len(found.files)} files, {records} records, {format_bytes(nbytes)}"]
-    if headers_only:
-        lines[1] += "; the headers only were looked at"
-    else:
-        rate = format_bytes(found.read / max(found.seconds, 1e-9))
-        lines[1] += f"; {format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
+    rate = format_bytes(found.read / max(found.seconds, 1e-9))
+    read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
+    lines = [
+        f"{found.folder}: {found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
+        f"{len(found.files)} files, {records} records, {format_bytes(found.nbytes)}; "
+        + ("the headers only were looked at" if headers_only else read),
+    ]
     if found.fingerprint.get("digest"):
         lines.append(f"source: {found.fingerprint['digest']}")
     if found.unchecked:
         lines.append(f"{format_bytes(found.unchecked)} are unchecked: their writer stored no checksum")
     if found.others:
         lines.append(f"{len(found.others)} other files were not looked into")
-    lines += [_word(fault) for fault in found.faults]
-    return [*lines, _conclude(found)]
+    warnings = sum(fault.warning for fault in found.faults)
+    verdict = "whole" if found.whole else count_of(len(found.faults) - warnings, "fault")
+    told = f" ({count_of(warnings, 'warning')})" if warnings else ""
+    return [*lines, *map(_word, found.faults), verdict + told]
 
 
 def _word(fault: Finding) -> str:
     return f"{'warning' if fault.warning else 'FAULT'} [{fault.kind}] {fault.text}"
-
-
-def _conclude(found: Verification) -> str:
-    warnings = sum(fault.warning for fault in found.faults)
-    faults = len(found.faults) - warnings
-    told = f" ({warnings} warning{'s' * (warnings > 1)})" if warnings else ""
-    return f"whole{told}" if found.whole else f"{faults} fault{'s' * (faults > 1)}{told}"

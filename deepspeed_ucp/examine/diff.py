@@ -226,7 +226,7 @@ def _describe(atom: Atom, kind: str, **more: Any) -> AtomDifference:
 
 def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:
     """The worst first: what is not comparable, then by the largest difference; names in their natural order."""
-    parts = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", atom.name)]
+    parts = [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d{1,18})", atom.name))]
     return atom.kind == "values", -atom.tally.largest, -atom.tally.differing, parts, atom.state
 
 

@@ -71,6 +71,11 @@ class Verification:
         return all(fault.warning for fault in self.faults)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all files that were looked at."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
     def unchecked(self) -> int:
         """Bytes of records whose writer stored no checksum."""
         return sum(file.unchecked for file in self.files)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_ucp.cli.chart import KINDS, MASTERS, Lane, make_map, rasterize, shade
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.cli.parameters import Parameter, fold_rows, split_layer
+from deepspeed_ucp.cli.parameters import split_layer
+from deepspeed_ucp.cli.plot import KINDS, MASTERS, make_map
 from deepspeed_ucp.comm import Comm
 from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
@@ -256,32 +256,6 @@ def test_it_needs_neither_torch_nor_deepspeed(checkpoints: Callable[[Topology], 
 # -- folding ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_other_shape_stay_apart() -> None:
-    def row(name: str, width: int) -> Parameter:
-        return Parameter(
-            name=name,
-            instance=0,
-            kind="trained",
-            shape=(width,),
-            shards=((width,),),
-            dtype="float32",
-            copy=None,
-            states={"fp32": "float32"},
-            pattern="unique",
-            origin="",
-            group=0,
-            scalars={},
-            aliases=(),
-            fragments={"fp32": 1},
-            files=("a",),
-            nbytes=4 * width,
-            copy_bytes=0,
-        )
-
-    folded = fold_rows([row("0.w", 3), row("1.w", 4), row("2.w", 3)])
-    assert [(name, len(group)) for name, group in folded] == [("{0,2}.w", 2), ("1.w", 1)]
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
@@ -289,6 +263,7 @@ def test_rows_of_other_shape_stay_apart() -> None:
         ("3.w", ("", 3)),
         ("wte.weight", ("wte", -1)),
         ("h.0.e.5.w", ("h.", 0)),
+        (f"{'9' * 5000}.w", ("9" * 5000, -1)),
     ],
 )
 def test_layers_are_told_from_names(name: str, layer: tuple[str, int]) -> None:
@@ -298,40 +273,22 @@ def test_layers_are_told_from_names(name: str, layer: tuple[str, int]) -> None:
 # -- the map ----------------------------------------------------------------------------------------------------------
 
 
-def test_coverage_of_columns() -> None:
-    assert rasterize(Lane([(1.0, 2.5), (0.0, 0.25)]), 4.0, 4).tolist() == [0.25, 1.0, 0.5, 0.0]
-    assert rasterize(Lane([(0.0, 8.0)]), 8.0, 4).tolist() == [1.0] * 4
-    slivers = rasterize(Lane([(at, at + 0.01) for at in range(100)]), 100.0, 10)
-    assert np.allclose(slivers, 0.01)
-
-
-def test_slivers_are_widened_to_be_seen() -> None:
-    cover = np.zeros(9)
-    cover[4] = 0.01
-    assert (shade(cover) > 0.5).tolist() == [False] * 3 + [True] * 3 + [False] * 3
-    assert shade(np.array([0.0, 1.0, 0.0])).tolist() == [0.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
 def test_the_map_holds_every_byte(topology: Topology, checkpoints: Callable[[Topology], Path]) -> None:
-    from deepspeed_ucp.cli.inspect import make_survey
+    from deepspeed_ucp.cli.survey import make_survey
     from deepspeed_ucp.sources.open import survey_checkpoint
 
     survey = make_survey(survey_checkpoint(str(checkpoints(topology)), Comm()))
-    drawn = make_map(survey.index, survey.parameters)
-    totals = survey.totals
-    sums = {kind: sum(lane.nbytes for (_, each), lane in drawn.lanes.items() if each == kind) for kind in KINDS}
-    assert list(sums.values()) == [totals.masters, totals.states, totals.module, totals.copies]
-    masters = np.sum(
-        [rasterize(lane, drawn.width, 500) for (_, kind), lane in drawn.lanes.items() if kind == MASTERS], 0
-    )
+    drawn, totals = make_map(survey.index, survey.parameters), survey.totals
+    sums = [drawn.sum_bytes(kind=kind) for kind in KINDS]
+    assert sums == [totals.masters, totals.states, totals.module, totals.copies]
+    masters = [span for (_, kind), spans in drawn.lanes.items() if kind == MASTERS for span in spans]
     trained = sum(row.nbytes + row.copy_bytes for row in survey.parameters if row.kind == "trained")
     if topology.tp == 1:  # every trained byte of the model's width is drawn once
-        assert masters.sum() == pytest.approx(500 * trained / drawn.width, rel=1e-6)
-        assert masters.max() <= 1 + 1e-9
-    assert (
-        len({row for row, _ in drawn.lanes}) == {"zero1": 5, "zero3": 4}.get(topology.label[:5], 0) or topology.pp > 1
-    )
+        assert sum(high - low for low, high, _ in masters) == pytest.approx(trained)
+        starts = sorted(low for low, *_ in masters)
+        assert all(high <= start + 1e-6 for (_, high, _), start in zip(sorted(masters), starts[1:], strict=False))
+    assert len(drawn.rows) == {"zero1": 5, "zero3": 4}.get(topology.label[:5], 0) or topology.pp > 1
 
 
 def test_a_picture_is_drawn(

@@ -21,8 +21,7 @@ from deepspeed_ucp import attach, hook
 from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.completion import list_actions
 from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main, split_launcher_arguments
-from deepspeed_ucp.cli.figures import format_bytes, format_count, format_duration, format_table
-from deepspeed_ucp.cli.printing import emit, show_progress
+from deepspeed_ucp.cli.printing import emit, format_bytes, format_count, format_duration, format_table, show_progress
 from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
