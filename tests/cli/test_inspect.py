@@ -253,9 +253,6 @@ def test_it_needs_neither_torch_nor_deepspeed(checkpoints: Callable[[Topology], 
     assert done.returncode == 0
 
 
-# -- folding ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
