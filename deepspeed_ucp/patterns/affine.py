@@ -13,6 +13,7 @@ from typing import Any
 
 from ..atoms import count
 from ..errors import MismatchError
+from ..flat import find_gaps
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
 from .layout import Intervals, Layout, Product, Shape, find_faults, whole
 
@@ -118,22 +119,14 @@ def _settle_overlap(layout: Layout) -> Layout:
     taken: list[tuple[int, int]] = []
     claims = []
     for shard in layout.shards:
-        mine = tuple(part for interval in shard[axis] for part in _subtract(interval, taken))
+        mine = tuple(
+            part
+            for low, high in shard[axis]
+            for part in find_gaps([(first, last) for first, last in taken if low < last and first < high], high, low)
+        )
         claims.append((*shard[:axis], mine, *shard[axis + 1 :]))
         taken += mine
     return layout if tuple(claims) == layout.shards else replace(layout, claims=tuple(claims))
-
-
-def _subtract(interval: tuple[int, int], taken: Sequence[tuple[int, int]]) -> Intervals:
-    parts: Intervals = (interval,)
-    for first, last in taken:
-        parts = tuple(
-            (start, end)
-            for low, high in parts
-            for start, end in ((low, min(high, first)), (max(low, last), high))
-            if start < end
-        )
-    return parts
 
 
 def generalise(layout: Layout) -> Pattern | None:

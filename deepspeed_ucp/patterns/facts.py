@@ -144,14 +144,18 @@ class Facts:
         return next(iter(found))
 
     def _call(self, function: str, arguments: Sequence[Any], text: str) -> int:
-        if function == "own" and len(arguments) == 1:
-            return self._measure(self.name, arguments[0])
-        if function == "sibling" and len(arguments) == 2:
-            return self._measure(self.stem + arguments[0], arguments[1])
-        if function == "shape" and len(arguments) == 2:
-            return self._measure_all(*arguments)
-        if function == "has" and len(arguments) == 1:
-            return self._has(arguments[0])
+        try:
+            match function, *arguments:
+                case "own", dim:
+                    return self._measure(self.name, dim)
+                case "sibling", suffix, dim:
+                    return self._measure(self.stem + suffix, dim)
+                case "shape", expression, dim:
+                    return self._measure_all(expression, dim)
+                case "has", key:
+                    return self._has(key)
+        except TypeError as error:
+            raise ConfigError(f"patterns: {function} in {text!r} has arguments of another kind: {error}") from None
         raise ConfigError(f"patterns: unknown function {function!r} in {text!r}; there are own, sibling, shape and has")
 
     def _has(self, key: str) -> bool:

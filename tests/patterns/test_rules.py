@@ -116,6 +116,8 @@ def test_a_file_that_is_not_yaml(tmp_path):
         ("__import__('os')", "unknown function '__import__'"),
         ("[1][0]", "is not understood"),
         ("own.shape", "is not understood"),
+        ("own('rows')", "own in .* has arguments of another kind"),
+        ("shape(1, 0)", "shape in .* has arguments of another kind"),
     ],
 )
 def test_expressions_are_data(expression, message):
