@@ -125,7 +125,7 @@ class FakeTarget(Target):
         self.collect()
         groups = defaultdict(list)
         for flat in self.flats:
-            groups[flat.group].append(flat.master)
+            groups[flat.group].append(flat.holder)
         self.wrapped = torch.optim.AdamW([{"params": groups[group]} for group in sorted(groups)], lr=1e-4)
 
     @property
@@ -278,7 +278,7 @@ def find_heaviest(grid: Grid) -> int:
     make_target = list_targets(grid)
 
     def measure(rank: int) -> int:
-        return sum(cut.numel for flat in make_target(rank).flats for cut in flat.cuts)
+        return sum(cut.numel for flat in make_target(rank).flats for cut in flat.buffer.cuts(flat.part))
 
     return max(range(0, grid.ranks, grid.tp * grid.dp), key=measure)
 

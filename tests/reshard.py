@@ -445,7 +445,7 @@ def _collect_flat(
 ) -> None:
     kept = target.wrapped.state.get(flat.holder, {})
     tensors = {key: value for key, value in kept.items() if key != "step"}
-    for cut in flat.cuts:
+    for cut in flat.buffer.cuts(flat.part):
         for key, value in {"fp32": flat.master, **tensors}.items():
             part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
             whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))

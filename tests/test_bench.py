@@ -53,7 +53,7 @@ def test_a_rank_wants_its_part_of_the_state_and_plans_to_read_about_that(bench: 
     source, grid = bench.choose_case(case, True)
     planned = bench.plan_one(bench.make_script(source, grid, RANK))
     held = bench.list_targets(grid)(RANK)
-    assert planned.wanted_bytes == 3 * 4 * sum(cut.numel for flat in held.flats for cut in flat.cuts)
+    assert planned.wanted_bytes == 3 * 4 * sum(cut.numel for flat in held.flats for cut in flat.buffer.cuts(flat.part))
     blocks = -(-12 * source.sizes.parameters // grid.ranks) + 3 * BLOCK
     assert 0 < planned.read_bytes <= planned.wanted_bytes + blocks
     assert planned.most_headers == -(-(planned.headers - 2) // grid.ranks)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
 from ..atoms import count, strip_compiled
-from ..flat import Cut, FlatBuffer, Span, join_parameters
+from ..errors import UnsupportedError
+from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..topology import Topology
+from .coverage import name_device
 from .optimizer import to_plain
 from .parallel import Instance, find_instances, find_place
 
@@ -24,14 +29,17 @@ class Flat:
     Attributes:
         buffer: how parameters lie in it, over all ranks.
         part: the partition that this rank holds.
-        master: the live partition, 1-D (fp32 unless the engine keeps 16-bit masters).
-        holder: the tensor that the optimizer keeps states for, the partition in the optimizer's own shape.
+        holder: the tensor that the optimizer keeps states for, the live partition in the optimizer's own shape.
     """
 
     buffer: FlatBuffer
     part: int
-    master: torch.Tensor
     holder: torch.Tensor
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The live partition, 1-D (fp32 unless the engine keeps 16-bit masters)."""
+        return flatten(self.holder)
 
     @property
     def group(self) -> int:
@@ -42,15 +50,6 @@ class Flat:
     def names(self) -> tuple[str, ...]:
         """Every parameter of the buffer over all ranks, in order."""
         return self.buffer.names
-
-    @property
-    def cuts(self) -> list[Cut]:
-        """What this rank holds."""
-        return self.buffer.cuts(self.part)
-
-    def gaps(self) -> list[Span]:
-        """Padding: element ranges of the partition that no parameter covers."""
-        return self.buffer.gaps(self.part)
 
 
 @dataclass(slots=True)
@@ -82,6 +81,23 @@ class Extra:
 def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> Extra:
     """A tensor that every rank holds whole."""
     return Extra(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, flatten(tensor), is_buffer)
+
+
+def _hold_parameter(name: str, param: Any) -> Extra:
+    """What this rank holds of a parameter without optimizer: with ZeRO 3 a partition."""
+    held = getattr(param, "ds_tensor", None)
+    if held is None:
+        return hold_whole(name, param)
+    if hasattr(held, "ds_quant_scale") or held.status != PartitionedParamStatus.AVAILABLE:
+        raise UnsupportedError(f"{name}: a quantized parameter, or one on NVMe, without optimizer cannot be filled.")
+    group = param.ds_process_group
+    buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
+    part = ds_comm.get_rank(group=group)
+    return Extra(buffer, part, flatten(held)[: sum(cut.numel for cut in buffer.cuts(part))])
+
+
+def _find_shape(param: Any) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 class Target(ABC):
@@ -121,16 +137,14 @@ class Target(ABC):
     def collect(self) -> None:
         """Fill ``flats`` and ``layout`` from the live buffers."""
 
-    def _describe(self, params: Iterable[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-        """Names of parameters, as the module spells them, and their shapes."""
-        held = list(params)
-        shapes = tuple(tuple(getattr(param, "ds_shape", param.shape)) for param in held)
-        return tuple(self.names[id(param)] for param in held), shapes
+    def describe(self, params: Sequence[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+        """Names of parameters, as the module spells them, and their shapes, ZeRO's partitioning undone."""
+        return tuple(self.names[id(param)] for param in params), tuple(map(_find_shape, params))
 
-    def add_flat(self, buffer: FlatBuffer, part: int, master: torch.Tensor, raw: tuple[str, ...] = ()) -> None:
-        """Note a live buffer, and how a checkpoint of this engine would tell of it (``raw``: its own spelling)."""
-        self.flats.append(Flat(buffer, part, flatten(master), master))
-        self.layout.append(replace(buffer, names=raw or buffer.names))
+    def add_flat(self, buffer: FlatBuffer, part: int, holder: torch.Tensor) -> None:
+        """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
+        self.layout.append(buffer)
+        self.flats.append(Flat(replace(buffer, names=tuple(map(strip_compiled, buffer.names))), part, holder))
 
     @abstractmethod
     def refresh_copies(self) -> None:
@@ -155,7 +169,7 @@ class Target(ABC):
             pp=self.place.pp,
             master=dtype_name(self.flats[0].master.dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
-            offload=f"{_device(zero.offload_optimizer)}/{_device(zero.offload_param)}",
+            offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
             flats=tuple(self.layout),
         )
 
@@ -179,8 +193,7 @@ class Target(ABC):
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter as this tensor-parallel rank holds it, ZeRO's partitioning undone."""
-        param = self.params[name]
-        return tuple(getattr(param, "ds_shape", param.shape))
+        return _find_shape(self.params[name])
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
         """These shapes of the parameters that the optimizer owns."""
@@ -207,16 +220,12 @@ class Target(ABC):
 
     def extras(self) -> list[Extra]:
         """Parameters without optimizer, and persistent buffers."""
-        found = [self.extra_parameter(name, p) for name, p in self.params.items() if name not in self.owned]
+        found = [_hold_parameter(name, p) for name, p in self.params.items() if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
                 found.append(hold_whole(strip_compiled(name), buffer, is_buffer=True))
         return found
-
-    def extra_parameter(self, name: str, param: torch.Tensor) -> Extra:
-        """A parameter without optimizer as a destination."""
-        return hold_whole(name, param)
 
     def param_group(self, flat: Flat) -> int:
         """Index of the optimizer's param group that holds a flat buffer (ZeRO rebuilds Adagrad with all in one)."""
@@ -227,8 +236,10 @@ class Target(ABC):
         return min(flat.group, len(groups) - 1)
 
     def whole_parameters(self) -> AbstractContextManager[Any]:
-        """Inside, the module's parameters are whole on every rank."""
-        return nullcontext()
+        """Inside, ZeRO-3 parameters are whole; rank 0's changes are kept (as ``load_module_state_dict`` does)."""
+        parted: list[Any] = [param for param in self.engine.module.parameters() if hasattr(param, "ds_id")]
+        away = [param for param in parted if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        return GatheredParameters(away, modifier_rank=0)  # type: ignore[no-any-return]
 
     def refresh_masters(self) -> None:
         """Make the masters from the model's own copies (DeepSpeed's ``refresh_fp32_params``)."""
@@ -262,8 +273,3 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` → ``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _device(section: Any) -> str:
-    device = getattr(section, "device", None)
-    return str(getattr(device, "value", device) or "none")

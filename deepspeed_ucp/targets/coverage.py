@@ -36,8 +36,13 @@ def check_engine(engine: Any) -> None:
 
 def _keeps_nvme(engine: Any) -> bool:
     zero = engine._config.zero_config
-    devices = [getattr(section, "device", None) for section in (zero.offload_optimizer, zero.offload_param)]
-    return "nvme" in [str(getattr(device, "value", device)) for device in devices]
+    return "nvme" in (name_device(zero.offload_optimizer), name_device(zero.offload_param))
+
+
+def name_device(section: Any) -> str:
+    """Device of an offload section of the ds_config; ``none`` where there is none."""
+    device = getattr(section, "device", None)
+    return str(getattr(device, "value", device) or "none")
 
 
 def _keeps_muon_in_memory(engine: Any) -> bool:

@@ -87,21 +87,15 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
 
 
 def refresh_after_own_load(target: Target, *, with_states: bool) -> None:
-    """Bring up to date what DeepSpeed's own load leaves stale; collective."""
-    target.drop_secondary_copies()
-    if with_states:
-        _refresh_untied_copies(target)
+    """Bring up to date what DeepSpeed's own load leaves stale; collective.
 
-
-def _refresh_untied_copies(target: Target) -> None:
-    """Of a pipeline under ZeRO 1 or BF16_Optimizer: copies that no file of it holds.
-
-    A tied layer with a ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its master comes
-    back with the optimizer and its tied weight from the first stage, but the other parameters' copies stay as they
-    were constructed until the first step (``PipelineModule.load_state_dir``). Collective over the data-parallel ranks
-    of a stage.
+    Of a pipeline under ZeRO 1 or BF16_Optimizer these are copies that no file of it holds: a tied layer with a
+    ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its master comes back with the optimizer
+    and its tied weight from the first stage, but the other parameters' copies stay as they were constructed until the
+    first step (``PipelineModule.load_state_dir``). Collective over the data-parallel ranks of a stage.
     """
-    untied = any(not each.tied for each in target.instances().values())
+    target.drop_secondary_copies()
+    untied = with_states and any(not each.tied for each in target.instances().values())
     if untied and target.wrapper in ("zero12", "bf16"):
         target.prepare()
         target.refresh_copies()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 from ..errors import CheckpointError
@@ -37,17 +38,11 @@ def seal(engine: Any) -> None:
     message = getattr(engine, BROKEN, None)
     for name in _SEALED if message else ():
         if hasattr(engine, name):
-            engine.__dict__[name] = _Seal(str(message))
+            engine.__dict__[name] = partial(_refuse, str(message))
 
 
-class _Seal:
-    """Stands in the place of a method."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise CheckpointError(self.message)
+def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+    raise CheckpointError(message)
 
 
 def release(engine: Any) -> None:
@@ -55,5 +50,5 @@ def release(engine: Any) -> None:
     for mark in (BROKEN, HALF_STATES):
         engine.__dict__.pop(mark, None)
     for name in _SEALED:
-        if isinstance(engine.__dict__.get(name), _Seal):
+        if getattr(engine.__dict__.get(name), "func", None) is _refuse:
             del engine.__dict__[name]

@@ -9,11 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from deepspeed_ucp.atoms import strip_compiled
 
 Tensor = torch.Tensor
 
@@ -58,35 +62,37 @@ class EngineState:
 
 def capture(engine: Any) -> EngineState:
     """Copy the state of `engine`. Collective: all ranks of the engine call it together."""
-    homes = dict(_homes(engine))
-    values = _values(engine)
+    homes = dict(_list_homes(engine))
     parameters = {}
-    for name, parameter in _named_parameters(engine):
-        state = ParameterState(value=values[name])
+    for name, parameter in engine.module.named_parameters():
+        parameters[strip_compiled(name)] = state = ParameterState(value=_read_value(parameter))
         if id(parameter) in homes:
             _fill(state, parameter, homes[id(parameter)])
-        parameters[name] = state
     scheduler = engine.lr_scheduler
     return EngineState(
         parameters=parameters,
-        buffers=_buffers(engine),
+        buffers=_copy_buffers(engine),
         counters={key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
         scheduler=dict(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,
-        loss_scale=_loss_scale(engine),
+        loss_scale=_read_loss_scale(engine),
     )
+
+
+Whole = Callable[[Tensor], Tensor]
+"""Makes the whole parameter of a tensor of the master's shape."""
 
 
 @dataclass
 class _Home:
     """Where a trainable parameter's state lives: its group and the state dict of the tensor that the optimizer steps.
 
-    `whole` makes the whole parameter of a tensor of the master's shape; None leaves it to DeepSpeed's public functions.
+    Without `whole` DeepSpeed's public functions put the parameter together.
     """
 
     master: Tensor
     state: dict[str, Any]
     hyper: dict[str, Any]
-    whole: Callable[[Tensor], Tensor] | None = None
+    whole: Whole | None = None
 
 
 _WRAPPERS = {
@@ -99,50 +105,45 @@ _WRAPPERS = {
 """Where each of DeepSpeed's optimizer wrappers keeps its masters, and the parameters they belong to, group by group."""
 
 
-def _homes(engine: Any) -> Iterator[tuple[int, _Home]]:
+def _list_homes(engine: Any) -> Iterator[tuple[int, _Home]]:
+    """By the parameter's identity."""
     wrapper = engine.optimizer
     inner = getattr(wrapper, "optimizer", wrapper)
+    for number, masters in _list_masters(wrapper, inner):
+        hyper = {key: value for key, value in inner.param_groups[number].items() if key != "params"}
+        for parameter, master, whole in masters:
+            yield id(parameter), _Home(master, inner.state.get(master, {}), hyper, whole)
+
+
+Masters = Iterator[tuple[Any, Tensor, Whole | None]]
+"""Parameters with the tensor that the optimizer steps, and how they come whole."""
+
+
+def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
+    """Masters with the number of the optimizer's group that they are in."""
     kind = next((name for name in _WRAPPERS if hasattr(wrapper, name)), None)
     if kind is None:  # the raw torch optimizer
-        for group in inner.param_groups:
-            yield from _own_homes(group["params"], group["params"], inner, group)
+        for number, group in enumerate(inner.param_groups if inner is not None else ()):
+            yield number, ((parameter, parameter, _identity) for parameter in group["params"])
         return
-    for index, (masters, parameters) in enumerate(
-        zip(getattr(wrapper, kind), getattr(wrapper, _WRAPPERS[kind]), strict=True)
-    ):
-        group = inner.param_groups[_group_number(wrapper, inner, index)]
+    for index, masters in enumerate(getattr(wrapper, kind)):
+        parameters = getattr(wrapper, _WRAPPERS[kind])[index]
+        number = wrapper.sub_group_to_group_id[index] if hasattr(wrapper, "sub_group_to_group_id") else index
         if kind == "fp32_groups":
-            yield from _own_homes(parameters, masters, inner, group)
+            found: Masters = zip(parameters, masters, repeat(_identity))
         elif kind == "fp32_groups_flat":
-            yield from _cut_homes(parameters, masters, inner, group)
+            starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
+            found = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
         elif getattr(wrapper, "round_robin_gradients", False):
-            yield from _gathered_homes(wrapper, index, masters, inner, group)
+            found = _list_shuffled(wrapper, index, masters)
         else:
-            yield from _flat_homes(parameters, masters, inner, group)
+            _link(parameters, masters, inner)
+            found = zip(parameters, repeat(masters), repeat(None))
+        # DeepSpeed rebuilds torch's Adagrad with all flat buffers in one group.
+        yield min(number, len(inner.param_groups) - 1), found
 
 
-def _group_number(wrapper: Any, inner: Any, index: int) -> int:
-    """The optimizer's group of a flat buffer. DeepSpeed rebuilds torch's Adagrad with all of them in one group."""
-    number = wrapper.sub_group_to_group_id[index] if hasattr(wrapper, "sub_group_to_group_id") else index
-    return min(number, len(inner.param_groups) - 1)
-
-
-def _own_homes(
-    parameters: list[Any], masters: list[Any], inner: Any, group: dict[str, Any]
-) -> Iterator[tuple[int, _Home]]:
-    for parameter, master in zip(parameters, masters, strict=True):
-        yield id(parameter), _Home(master, inner.state.get(master, {}), _hyper(group), _identity)
-
-
-def _flat_homes(parameters: list[Any], flat: Tensor, inner: Any, group: dict[str, Any]) -> Iterator[tuple[int, _Home]]:
-    _link(parameters, flat, inner)
-    for parameter in parameters:
-        yield id(parameter), _Home(flat, inner.state.get(flat, {}), _hyper(group))
-
-
-def _gathered_homes(
-    wrapper: Any, index: int, flat: Tensor, inner: Any, group: dict[str, Any]
-) -> Iterator[tuple[int, _Home]]:
+def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
     """With round_robin_gradients DeepSpeed's getters look in the wrong places: they assume the group's own order.
 
     The 16-bit parameters are views of the flat 16-bit buffer, so they tell where in the flat buffer they lie.
@@ -151,12 +152,10 @@ def _gathered_homes(
     process_group = wrapper.real_dp_process_group[index]
     for parameter in wrapper.bit16_groups[index]:
         start = (parameter.data_ptr() - lowered.data_ptr()) // lowered.element_size() if parameter.numel() else 0
-        cut = _cut(parameter, start)
-        whole = functools.partial(_gather_and_cut, process_group, cut)
-        yield id(parameter), _Home(flat, inner.state.get(flat, {}), _hyper(group), whole)
+        yield parameter, flat, functools.partial(_gather_and_cut, process_group, _cut(parameter, start))
 
 
-def _gather_and_cut(process_group: Any, cut: Callable[[Tensor], Tensor], partition: Tensor) -> Tensor:
+def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor:
     parts = [torch.empty_like(partition) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(parts, partition.detach().contiguous(), group=process_group)
     return cut(torch.cat(parts))
@@ -167,23 +166,13 @@ def _link(parameters: list[Any], flat: Tensor, inner: Any) -> None:
 
     It links them in the first step after the load, and then only those that exist once the first group has stepped.
     """
-    unlinked = [p for p in parameters if _mapping(p) is not None and not _mapping(p).optim_fragment]
-    for parameter in unlinked:
-        _mapping(parameter).set_optim_state_fragment(flat, inner.state.get(flat, {}))
-
-
-def _mapping(parameter: Any) -> Any:
-    return getattr(parameter, "_hp_mapping", None)
-
-
-def _cut_homes(parameters: list[Any], flat: Tensor, inner: Any, group: dict[str, Any]) -> Iterator[tuple[int, _Home]]:
-    start = 0
     for parameter in parameters:
-        yield id(parameter), _Home(flat, inner.state.get(flat, {}), _hyper(group), _cut(parameter, start))
-        start += parameter.numel()
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None and not mapping.optim_fragment:
+            mapping.set_optim_state_fragment(flat, inner.state.get(flat, {}))
 
 
-def _cut(parameter: Tensor, start: int) -> Callable[[Tensor], Tensor]:
+def _cut(parameter: Tensor, start: int) -> Whole:
     shape, count = parameter.shape, parameter.numel()
     return lambda flat: flat.flatten().narrow(0, start, count).view(shape)
 
@@ -192,12 +181,8 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _hyper(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _fill(state: ParameterState, parameter: Any, home: _Home) -> None:
-    elementwise = [key for key, value in home.state.items() if _like(value, home.master)]
+    elementwise = [key for key, value in home.state.items() if _is_like(value, home.master)]
     state.scalars = {key: float(value) for key, value in home.state.items() if _is_scalar(value, elementwise, key)}
     state.hyper = home.hyper
     if home.whole is not None:
@@ -208,7 +193,7 @@ def _fill(state: ParameterState, parameter: Any, home: _Home) -> None:
     state.tensors = {key: _copy(safe_get_full_optimizer_state(parameter, key)) for key in elementwise}
 
 
-def _like(value: Any, master: Tensor) -> bool:
+def _is_like(value: Any, master: Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0
 
 
@@ -218,34 +203,24 @@ def _is_scalar(value: Any, elementwise: list[str], key: str) -> bool:
     return isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
 
 
-def _values(engine: Any) -> dict[str, Tensor]:
-    """The parameters that the model computes with; gathered one by one at stage 3."""
-    values = {}
-    for name, parameter in _named_parameters(engine):
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                values[name] = _copy(parameter.data)
-        else:
-            values[name] = _copy(parameter.data)
-    return values
+def _read_value(parameter: Any) -> Tensor:
+    """The parameter that the model computes with; gathered at stage 3."""
+    if not hasattr(parameter, "ds_id"):
+        return _copy(parameter.data)
+    with GatheredParameters([parameter]):
+        return _copy(parameter.data)
 
 
-def _named_parameters(engine: Any) -> list[tuple[str, Any]]:
-    return [(_plain(name), parameter) for name, parameter in engine.module.named_parameters()]
-
-
-def _buffers(engine: Any) -> dict[str, Tensor]:
+def _copy_buffers(engine: Any) -> dict[str, Tensor]:
     found = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[_plain(f"{prefix}.{name}" if prefix else name)] = _copy(buffer)
+                found[strip_compiled(f"{prefix}.{name}" if prefix else name)] = _copy(buffer)
     return found
 
 
-def _loss_scale(engine: Any) -> float | None:
+def _read_loss_scale(engine: Any) -> float | None:
     if not engine.fp16_enabled() or engine.optimizer is None:
         return None
     scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config
@@ -254,7 +229,3 @@ def _loss_scale(engine: Any) -> float | None:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")

@@ -41,9 +41,9 @@ def compare(saved: EngineState, loaded: EngineState, *, optimizer_states: bool =
         count += 1
         got = loaded.buffers[name]
         differences += _difference(f"buffer {name}", saved.buffers[name].to(got.dtype), got)
-    differences += _mappings("counter", saved.counters, loaded.counters)
+    differences += _compare_mappings("counter", saved.counters, loaded.counters)
     if saved.scheduler is not None and loaded.scheduler is not None:
-        differences += _mappings("lr scheduler", saved.scheduler, loaded.scheduler)
+        differences += _compare_mappings("lr scheduler", saved.scheduler, loaded.scheduler)
     if saved.loss_scale is not None and loaded.loss_scale is not None and saved.loss_scale != loaded.loss_scale:
         differences.append(f"loss scale: saved {saved.loss_scale}, loaded {loaded.loss_scale}")
     return count, differences
@@ -72,20 +72,21 @@ def _settings(name: str, saved: ParameterState, loaded: ParameterState, optimize
     if saved.fp32 is None or loaded.fp32 is None or not optimizer_states:
         return []
     # Some optimizers add defaults to their groups when they load; a parameter without gradients has no step at stage 0.
-    found = _mappings(f"parameter {name}, group's", *_shared(saved.hyper, loaded.hyper))
-    return found + _mappings(f"parameter {name}, state", *_shared(saved.scalars, loaded.scalars))
+    hyper = _compare_shared(f"parameter {name}, group's", saved.hyper, loaded.hyper)
+    return hyper + _compare_shared(f"parameter {name}, state", saved.scalars, loaded.scalars)
 
 
-def _shared(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    keys = left.keys() & right.keys()
-    return {key: left[key] for key in keys}, {key: right[key] for key in keys}
+def _compare_shared(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:
+    """What both sides have."""
+    return _compare_mappings(
+        kind, *({key: side[key] for key in saved.keys() & loaded.keys()} for side in (saved, loaded))
+    )
 
 
-def _mappings(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:
-    keys = sorted(saved.keys() | loaded.keys(), key=str)
+def _compare_mappings(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:
     return [
         f"{kind} {key}: saved {saved.get(key)!r}, loaded {loaded.get(key)!r}"
-        for key in keys
+        for key in sorted(saved.keys() | loaded.keys(), key=str)
         if not _equal(saved.get(key), loaded.get(key))
     ]
 

@@ -104,7 +104,7 @@ def assert_resume_equivalent(
         AssertionError: something differs. It names the parameter, the state, the first index and both values.
         Exception: what `train_fn`, the save or the load raised on a rank (see `World.run`).
     """
-    source, target = _launch(source), _launch(target)
+    source, target = _make_launch(source), _make_launch(target)
     with ExitStack() as stack:
         if worlds is None:
             worlds = stack.enter_context(WorldPool(timeout=timeout))
@@ -130,7 +130,7 @@ def save_run(
     folder = Path(directory)
     world = worlds.get(launch.world_size)
     losses = world.run(ranks.run_source, train_fn, dict(launch.ds_config), steps, str(folder), timeout=timeout)
-    return SavedRun(launch=launch, folder=folder, losses=_mean(losses))
+    return SavedRun(launch=launch, folder=folder, losses=_average(losses))
 
 
 def check_resume(
@@ -171,26 +171,45 @@ def resume_each(
     arguments = (train_fn, config, len(saves[0].losses), folders)
     answers: list[list[ranks.Resumed]] = world.run(ranks.run_target, *arguments, timeout=timeout)
     by_save = zip(saves, zip(*answers, strict=True), strict=True)
-    return [partial(_judge, saved, found, target, loss_tolerance) for saved, found in by_save]
+    return [partial(_make_report, saved, found, target, loss_tolerance) for saved, found in by_save]
 
 
-def _judge(saved: SavedRun, answers: Sequence[Any], target: Launch, loss_tolerance: float | None) -> ResumeReport:
+def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolerance: float | None) -> ResumeReport:
     """What all ranks say of one resume."""
-    _assert_same_state(answers, saved.launch, target)
-    report = ResumeReport(
+    launches = f"saved on {saved.launch.world_size} ranks, loaded on {target.world_size}"
+    for rank, answer in enumerate(answers):
+        if answer.differences:
+            shown = "".join(f"\n  {difference}" for difference in answer.differences[:20])
+            more = f"\n  and {len(answer.differences) - 20} more" if len(answer.differences) > 20 else ""
+            raise AssertionError(
+                f"the state that was loaded differs from the saved one (rank {rank}; {launches}):{shown}{more}"
+            )
+    if tolerance is None:
+        tolerance = max(LOSS_TOLERANCE[_find_precision(each.ds_config)] for each in (saved.launch, target))
+    resumed = _average([answer.losses for answer in answers])
+    return ResumeReport(
         parameters=answers[0].parameters,
         states=answers[0].states,
         direct=answers[0].direct,
-        max_loss_gap=0.0,
+        max_loss_gap=_compare_losses(saved.losses, resumed, tolerance),
         reference_losses=saved.losses,
-        resumed_losses=_mean([answer.losses for answer in answers]),
+        resumed_losses=resumed,
     )
-    if loss_tolerance is None:
-        loss_tolerance = LOSS_TOLERANCE[_coarser(precision(saved.launch.ds_config), precision(target.ds_config))]
-    return _assert_same_losses(report, loss_tolerance)
 
 
-def precision(ds_config: Mapping[str, Any]) -> str:
+def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolerance: float) -> float:
+    """The largest relative gap."""
+    gaps = [abs(want - got) / max(abs(want), 1e-12) for want, got in zip(reference, resumed, strict=True)]
+    for step, gap in enumerate(gaps):
+        if not gap <= tolerance:  # also refuses NaN
+            raise AssertionError(
+                f"step {step + 1} after the resume: the uninterrupted run's loss is {reference[step]!r}, "
+                f"the resumed one's {resumed[step]!r}, a relative gap of {gap:.2e} > {tolerance:.2e}"
+            )
+    return max(gaps, default=0.0)
+
+
+def _find_precision(ds_config: Mapping[str, Any]) -> str:
     """ "bf16", "fp16" or "fp32": what the configuration trains in."""
     for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
         if any(ds_config.get(key, {}).get("enabled") for key in keys):
@@ -198,42 +217,9 @@ def precision(ds_config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
-def _assert_same_state(answers: Sequence[Any], source: Launch, target: Launch) -> None:
-    for rank, answer in enumerate(answers):
-        if answer.differences:
-            shown = "\n  ".join(answer.differences[:20])
-            more = f"\n  and {len(answer.differences) - 20} more" if len(answer.differences) > 20 else ""
-            launches = f"saved on {source.world_size} ranks, loaded on {target.world_size}"
-            raise AssertionError(f"the state that was loaded differs from the saved one (rank {rank}; {launches}):"
-                                 f"\n  {shown}{more}")  # fmt: skip
-
-
-def _assert_same_losses(report: ResumeReport, tolerance: float) -> ResumeReport:
-    gaps = [_gap(want, got) for want, got in zip(report.reference_losses, report.resumed_losses, strict=True)]
-    for step, gap in enumerate(gaps):
-        if not gap <= tolerance:  # also refuses NaN
-            raise AssertionError(
-                f"step {step + 1} after the resume: the uninterrupted run's loss is {report.reference_losses[step]!r}, "
-                f"the resumed one's {report.resumed_losses[step]!r}, a relative gap of {gap:.2e} > {tolerance:.2e}"
-            )
-    return ResumeReport(**{**_fields(report), "max_loss_gap": max(gaps, default=0.0)})
-
-
-def _gap(want: float, got: float) -> float:
-    return abs(want - got) / max(abs(want), 1e-12)
-
-
-def _fields(report: ResumeReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in report.__dataclass_fields__}
-
-
-def _mean(losses: list[list[float]]) -> tuple[float, ...]:
+def _average(losses: list[list[float]]) -> tuple[float, ...]:
     return tuple(sum(step) / len(step) for step in zip(*losses, strict=True))
 
 
-def _coarser(left: str, right: str) -> str:
-    return max((left, right), key=list(LOSS_TOLERANCE).index)
-
-
-def _launch(launch: Launch | Mapping[str, Any]) -> Launch:
+def _make_launch(launch: Launch | Mapping[str, Any]) -> Launch:
     return launch if isinstance(launch, Launch) else Launch(**launch)

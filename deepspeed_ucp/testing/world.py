@@ -22,12 +22,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DEFAULT_TIMEOUT = 180.0
 """Seconds that one call on a world may take."""
@@ -91,7 +91,7 @@ class World:
         # The DeepSpeed launcher's: the number of nodes and this one's; its checkpoint writers want them.
         base.update(LOCAL_WORLD_SIZE=str(world_size), CROSS_SIZE="1", CROSS_RANK="0", **(env or {}))
         base.pop("LOCAL_SIZE", None)  # the DeepSpeed launcher's: it would switch shared-memory collectives on
-        with _environment(DS_ACCELERATOR=base["DS_ACCELERATOR"]):
+        with mock.patch.dict(os.environ, DS_ACCELERATOR=base["DS_ACCELERATOR"]):
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -384,17 +384,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

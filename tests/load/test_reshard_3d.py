@@ -650,6 +650,6 @@ def check_weights(ranks: Sequence[Loaded], held: Mapping[int, Local]) -> None:
     for rank in ranks:
         atoms = held[rank.target.place.mp_rank].state.atoms
         for flat in rank.target.flats:
-            for cut in flat.cuts:
+            for cut in flat.buffer.cuts(flat.part):
                 expected = atoms[cut.name]["fp32"].reshape(-1)[cut.start : cut.start + cut.numel]
                 assert flat.master[cut.offset : cut.offset + cut.numel].equal(expected), cut
