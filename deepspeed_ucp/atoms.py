@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 from .errors import CheckpointError
@@ -279,10 +280,7 @@ class AtomicIndex:
 
 def count(shape: tuple[int, ...]) -> int:
     """Number of elements of a shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    return prod(shape)
 
 
 def are_alike(tensors: Iterable[tuple[tuple[int, ...], str, int, int, int | None]]) -> bool:
@@ -306,28 +304,27 @@ def check_coverage(atom: Atom, files: Callable[[Fragment], str]) -> None:
         CheckpointError: a gap, an overlap, or elements beyond the shape.
     """
     for rank, shard in enumerate(atom.shards):
-        told = f"{atom.param} ({atom.state}, shape {shard.shape}"
-        told += f", tensor-parallel rank {rank})" if len(atom.shards) > 1 else ")"
-        _check_shard(told, shard, files)
+        if fault := _find_uncovered(shard, files):
+            of = f", tensor-parallel rank {rank}" if len(atom.shards) > 1 else ""
+            raise CheckpointError(
+                f"{atom.param} ({atom.state}, shape {shard.shape}{of}): {fault}. "
+                "The checkpoint folder lacks a file or holds one of another save."
+            )
 
 
-def _check_shard(told: str, shard: Shard, files: Callable[[Fragment], str]) -> None:
+def _find_uncovered(shard: Shard, files: Callable[[Fragment], str]) -> str:
+    """What is wrong with a shard's fragments; empty where nothing."""
     position = 0
     for fragment in shard.fragments:
         if fragment.start != position:
             kind = "missing" if fragment.start > position else "covered twice"
             low, high = sorted((fragment.start, position))
-            raise CheckpointError(
-                f"{told}: elements [{low}, {high}) are {kind}; the next fragment is in {files(fragment)}. "
-                "The checkpoint folder lacks a file or holds one of another save."
-            )
+            return f"elements [{low}, {high}) are {kind}; the next fragment is in {files(fragment)}"
         position += fragment.numel
-    if position != shard.numel:
-        where = f" (last fragment in {files(shard.fragments[-1])})" if shard.fragments else ""
-        raise CheckpointError(
-            f"{told}: the shape has {shard.numel} elements, the fragments hold {position}{where}. "
-            "The checkpoint folder lacks a file or holds one of another save."
-        )
+    if position == shard.numel:
+        return ""
+    where = f" (last fragment in {files(shard.fragments[-1])})" if shard.fragments else ""
+    return f"the shape has {shard.numel} elements, the fragments hold {position}{where}"
 
 
 def strip_compiled(name: str) -> str:

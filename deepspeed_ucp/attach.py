@@ -103,11 +103,6 @@ def uninstall() -> None:
     _settings["default_on"] = False
 
 
-def is_installed() -> bool:
-    """Whether the hook is in place."""
-    return bool(_originals)
-
-
 def is_default_on() -> bool:
     """Whether engines whose ds_config says nothing have the plugin on."""
     return _settings["default_on"]

@@ -89,19 +89,14 @@ def describe_keys() -> str:
 def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tuple[int, int] | None:
     """Find (micro, gas) with ``micro * gas * world == train``, keeping what is given; None where impossible.
 
-    Given both, ``micro`` is kept where it fits and ``gas`` follows: that keeps the memory footprint.
+    Of what is not given, ``micro`` is as large as it can be.
     """
     if world < 1 or train % world:
         return None
     share = train // world
-    if micro is None and gas is None:
-        return share, 1
-    if micro is None and gas is not None:
-        return (share // gas, gas) if share % gas == 0 else None
-    if micro is not None and share % micro == 0:
-        found = share // micro
-        return (micro, found) if gas in (None, found) else None
-    return None
+    micro = micro or share // (gas or 1)
+    gas = gas or share // (micro or 1)
+    return (micro, gas) if micro * gas == share else None
 
 
 def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
@@ -131,16 +126,26 @@ def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) ->
     return "; ".join(parts)
 
 
-def check_batch(train: int | None, micro: int | None, gas: int | None, world: int) -> None:
-    """Refuse a ``train_batch_size`` that ``world`` data-parallel ranks cannot make, saying what would fit.
+def choose_batch(
+    train: int | None, micro: int | None, gas: int | None, world: int, *, preserve: bool = False
+) -> tuple[int, int] | None:
+    """Hold a ``train_batch_size`` against ``world`` data-parallel ranks.
+
+    Args:
+        preserve: other (micro, gas) may be taken (``preserve_batch_size``).
+
+    Returns:
+        The (micro, gas) that take the place of those given; None where these stay.
 
     Raises:
-        ConfigError: no micro batch and gradient accumulation give ``train`` on ``world`` ranks.
+        ConfigError: no micro batch and gradient accumulation give ``train`` on ``world`` ranks; says what would fit.
     """
     if train is None or fit_batch(train, micro, gas, world):
-        return
-    given = f"train_micro_batch_size_per_gpu {micro or 'free'}, gradient_accumulation_steps {gas or 'free'}"
+        return None
+    if preserve and (fit := adapt_batch(train, micro, world)):
+        return fit
     raise ConfigError(
-        f"ds_config: train_batch_size {train} cannot be made by {world} data-parallel ranks ({given}). "
+        f"ds_config: train_batch_size {train} cannot be made by {world} data-parallel ranks "
+        f"(train_micro_batch_size_per_gpu {micro or 'free'}, gradient_accumulation_steps {gas or 'free'}). "
         f"What would fit: {suggest_batch(train, micro, gas, world)}."
     )

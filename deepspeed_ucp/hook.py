@@ -16,7 +16,7 @@ from typing import Any
 
 from .attach import is_default_on
 from .comm import connect
-from .config import UniversalConfig, adapt_batch, check_batch, fit_batch, parse_config
+from .config import UniversalConfig, choose_batch, parse_config
 from .errors import UcpError
 from .load.job import LoadArguments
 from .load.resume import resume
@@ -58,16 +58,13 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     gas, world = config.gradient_accumulation_steps, config.world_size
     if not all(value is None or (isinstance(value, int) and value > 0) for value in (train, micro, gas)):
         return  # DeepSpeed's own messages are for these
-    if train is not None and options.preserve_batch_size and not fit_batch(train, micro, gas, world):
-        fit = adapt_batch(train, micro, world)
-        if fit is not None:
-            config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
-            logger.info(
-                "train_batch_size %d kept on %d ranks: micro batch %s → %d, gradient accumulation %s → %d",
-                *(train, world, micro, fit[0], gas, fit[1]),
-            )
-            return
-    check_batch(train, micro, gas, world)
+    fit = choose_batch(train, micro, gas, world, preserve=options.preserve_batch_size)
+    if fit is not None:
+        config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
+        logger.info(
+            "train_batch_size %d kept on %d ranks: micro batch %s → %d, gradient accumulation %s → %d",
+            *(train, world, micro, fit[0], gas, fit[1]),
+        )
 
 
 def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:

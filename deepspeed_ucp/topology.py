@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import islice
 
 from .flat import FlatBuffer
 
@@ -48,23 +49,14 @@ class Topology:
 
 def find_differences(source: Topology, target: Topology) -> list[str]:
     """What differs between two topologies, in words; empty when they hold the same bytes on every rank."""
-    found = []
-    for field in fields(Topology):
-        if field.name == "flats":
-            continue
-        old, new = getattr(source, field.name), getattr(target, field.name)
-        if old != new:
-            found.append(f"{field.name} {old} → {new}")
-    if source.flats == target.flats:
-        return found
+    names = [field.name for field in fields(Topology) if field.name != "flats"]
+    sides = [(name, getattr(source, name), getattr(target, name)) for name in names]
+    differences = [f"{name} {old} → {new}" for name, old, new in sides if old != new]
     if len(source.flats) != len(target.flats):
-        found.append(f"flat buffers {len(source.flats)} → {len(target.flats)}")
-        return found
-    for index, (old_flat, new_flat) in enumerate(zip(source.flats, target.flats, strict=True)):
-        if old_flat != new_flat:
-            found.append(f"flat buffer {index}: {_compare_flats(old_flat, new_flat)}")
-            break
-    return found
+        return [*differences, f"flat buffers {len(source.flats)} → {len(target.flats)}"]
+    flats = enumerate(zip(source.flats, target.flats, strict=True))
+    other = (f"flat buffer {number}: {_compare_flats(old, new)}" for number, (old, new) in flats if old != new)
+    return [*differences, *islice(other, 1)]
 
 
 def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.config import (
     UniversalConfig,
     adapt_batch,
-    check_batch,
+    choose_batch,
     fit_batch,
     parse_config,
     suggest_batch,
@@ -196,18 +196,24 @@ def test_adapting_takes_the_largest_micro_batch_that_is_no_larger(train: int, mi
 
 
 def test_a_batch_that_fits_is_let_through() -> None:
-    check_batch(None, 4, 2, 3)
-    check_batch(64, 4, None, 2)
+    assert choose_batch(None, 4, 2, 3) is None
+    assert choose_batch(64, 4, None, 2, preserve=True) is None
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(ConfigError) as error:
-        check_batch(64, 4, None, 3)
+        choose_batch(64, 4, None, 3, preserve=True)
     text = str(error.value)
     assert "train_batch_size 64 cannot be made by 3 data-parallel ranks" in text
     assert "train_micro_batch_size_per_gpu 4, gradient_accumulation_steps free" in text
     assert "train_batch_size 60 or 72 fits 3 data-parallel ranks" in text
     assert "train_batch_size 64 fits 1, 2, 4, 8, 16 ranks" in text
+
+
+def test_a_batch_is_kept_by_another_micro_batch_where_that_is_wanted() -> None:
+    assert choose_batch(64, 4, 4, 2, preserve=True) == (4, 8)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        choose_batch(64, 4, 4, 2)
 
 
 def test_preserving_is_offered_where_it_helps() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
-from ..config import UniversalConfig, adapt_batch, check_batch, fit_batch
+from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
 from ..patterns import RuleSet
 from ..plan import ReadSizes, Want, list_claims
@@ -157,18 +157,16 @@ def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None
     if train is not None:
         sizes = [train, None, None]
     batch, micro, gas = sizes
-    if batch is None or fit_batch(batch, micro, gas, dp):
-        return BatchFit(batch, micro, gas, True)
     universal = (saved.get("checkpoint") or {}).get("universal")
     keeps = isinstance(universal, Mapping) and bool(universal.get("preserve_batch_size"))
-    if keeps and (fit := adapt_batch(batch, micro, dp)):
-        text = f"micro batch {micro} → {fit[0]}, gradient accumulation {gas} → {fit[1]} (preserve_batch_size)"
-        return BatchFit(batch, micro, gas, True, text)
     try:
-        check_batch(batch, micro, gas, dp)
+        fit = choose_batch(batch, micro, gas, dp, preserve=keeps)
     except ConfigError as error:
         return BatchFit(batch, micro, gas, False, str(error))
-    return BatchFit(batch, micro, gas, True)
+    if fit is None:
+        return BatchFit(batch, micro, gas, True)
+    text = f"micro batch {micro} → {fit[0]}, gradient accumulation {gas} → {fit[1]} (preserve_batch_size)"
+    return BatchFit(batch, micro, gas, True, text)
 
 
 def measure(

@@ -27,12 +27,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing import Any, ClassVar, Literal
 
 from ..errors import ConfigError, MismatchError, describe_faults
 from .facts import Facts, UnknownError
@@ -74,10 +72,11 @@ Size = int | str
 """A number, or an expression."""
 
 
-class Spec(BaseModel):
+@dataclass(frozen=True)
+class Spec:
     """A rule as it is written (see this module's text)."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     match: str
     pattern: Literal["unique", "replicate", "partial", "shard-v", "shard-h", "shard-hy", "shard-nc", "unsettled"]
@@ -92,17 +91,16 @@ class Spec(BaseModel):
     widths: tuple[tuple[int, ...], ...] | None = None
     vocab: bool = False
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> Spec:
+    def __post_init__(self) -> None:
+        used = {each.name for each in fields(self) if getattr(self, each.name) != each.default}
         valid = _RULE_KEYS | KINDS[self.pattern]
-        if unknown := self.model_fields_set - valid:
+        if unknown := used - valid:
             raise ValueError(
                 f"{self.match!r}: {self.pattern} has no {', '.join(sorted(map(repr, unknown)))}; "
                 f"valid: {', '.join(sorted(valid))}"
             )
         if self.pattern == "shard-hy" and not self.grid:
             raise ValueError(f"{self.match!r}: shard-hy needs a grid")
-        return self
 
     def make(self, facts: Facts) -> Pattern | None:
         """The pattern that it says for the parameter ``facts.name``; None where its condition does not hold.
@@ -156,7 +154,8 @@ class Spec(BaseModel):
         )
 
 
-class Refusal(BaseModel):
+@dataclass(frozen=True)
+class Refusal:
     """The checkpoints of which a set says that it is not theirs, and why."""
 
     when: str
@@ -295,45 +294,52 @@ def _get_rank(matching: tuple[Rule, re.Match[str]]) -> int:
     return matching[0].rank
 
 
-def _make_tuple(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _drop_nulls(value: Any) -> Any:
-    """What YAML leaves empty is not there; a list is one of rules."""
-    if isinstance(value, (list, tuple)):
-        return {"rules": value}
-    return {key: each for key, each in value.items() if each is not None} if isinstance(value, Mapping) else value
-
-
-class RuleFile(BaseModel):
+@dataclass(frozen=True)
+class RuleFile:
     """Rules of a configuration or a YAML file, as they are written."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     about: str = ""
     family: str | None = None
     prefix: str = ""
-    variables: dict[str, Annotated[tuple[Size, ...], BeforeValidator(_make_tuple)]] = {}
-    original_vocab_size: int | None = Field(default=None, gt=0, strict=True)
+    variables: dict[str, Size | tuple[Size, ...]] = field(default_factory=dict)
+    original_vocab_size: Any = None
     rename: Any = ()
     refuse: tuple[Refusal, ...] = ()
     rules: tuple[Spec, ...] = ()
 
+    def __post_init__(self) -> None:
+        vocab = self.original_vocab_size
+        if vocab is not None and (type(vocab) is not int or vocab < 1):
+            raise ValueError(f"original_vocab_size is a positive integer, found {vocab!r}")
+
+
+def _read_file(value: object, name: str) -> RuleFile:
+    from pydantic import TypeAdapter, ValidationError  # takes longer to import than a small folder to look at
+
+    if isinstance(value, (list, tuple)):
+        value = {"rules": value}
+    if isinstance(value, Mapping):  # what YAML leaves empty is not there
+        value = {key: each for key, each in value.items() if each is not None}
+    try:
+        return TypeAdapter(RuleFile).validate_python(value)
+    except ValidationError as error:
+        keys, rule_keys = (", ".join(each.name for each in fields(kind)) for kind in (RuleFile, Spec))
+        raise ConfigError(
+            f"patterns: {name}: {describe_faults(error)}. A family, a path, a list of rules or an object with some of "
+            f"{keys} is needed; a rule has match, pattern and some of {rule_keys}."
+        ) from None
+
 
 def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
     """The set that is written, and its family's."""
-    try:
-        file = RuleFile.model_validate(_drop_nulls(value))
-    except ValidationError as error:
-        raise ConfigError(
-            f"patterns: {name}: {describe_faults(error)}. A family, a path, a list of rules or an object with some of "
-            f"{', '.join(RuleFile.model_fields)} is needed."
-        ) from None
+    file = _read_file(value, name)
+    variables = {key: size if isinstance(size, tuple) else (size,) for key, size in file.variables.items()}
     mine = RuleSet(
         name=name,
         rules=tuple(_make_rule(spec, file.prefix) for spec in file.rules),
-        variables=file.variables,
+        variables=variables,
         refuse=file.refuse,
         vocab=file.original_vocab_size,
         renames=parse_renames(file.rename),
@@ -344,7 +350,7 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
         return (mine,)
     family = load_family(file.family)
     # What the user says of a variable replaces what the family would ask for.
-    return mine, replace(family, variables={**family.variables, **mine.variables})
+    return mine, replace(family, variables={**family.variables, **variables})
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:

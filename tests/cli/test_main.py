@@ -35,7 +35,7 @@ silent = types.SimpleNamespace(_param_dict={}, train_batch_size=None, train_micr
                                gradient_accumulation_steps=None, world_size=1)
 hook._configure_train_batch_size(lambda config: None, silent)
 with open(sys.argv[-1], "w") as out:
-    json.dump([__name__, sys.argv, sys.path[0], bool(silent.ucp_config), attach.is_installed(), neighbour.VALUE], out)
+    json.dump([__name__, sys.argv, sys.path[0], bool(silent.ucp_config), bool(attach._originals), neighbour.VALUE], out)
 """
 
 
@@ -183,12 +183,12 @@ def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
     assert DeepSpeedEngine.load_checkpoint is wrapped
     deepspeed_ucp.uninstall()
     try:
-        assert not attach.is_installed()
+        assert not attach._originals
         assert DeepSpeedEngine.load_checkpoint is wrapped.__wrapped__  # type: ignore[attr-defined]
         deepspeed_ucp.uninstall()
     finally:
         deepspeed_ucp.install()
-    assert attach.is_installed()
+    assert attach._originals
 
 
 # -- all commands -----------------------------------------------------------------------------------------------------
