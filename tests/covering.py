@@ -49,7 +49,8 @@ def turns(first: Sequence[Any], second: Sequence[Any], count: int) -> list[Row]:
     """
     longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     step = max(1, len(shorter) // max(count, 1))
-    rows = [(i, (i * 3 + k * step) % len(shorter)) for i in range(len(longer)) for k in range(count)]
+    stride = 3 if len(shorter) % 3 else 1
+    rows = [(i, (i * stride + k * step) % len(shorter)) for i in range(len(longer)) for k in range(count)]
     chosen = dict.fromkeys(rows if longer is first else [(j, i) for i, j in rows])
     chosen |= dict.fromkeys((i, i % len(second)) for i in range(len(first)) if not any(row[0] == i for row in chosen))
     return [(first[i], second[j]) for i, j in sorted(chosen)]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_3d import Runs
 from engine_cases import Case, build_op, is_direct, training
+from engine_parallel import Runs
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.resume import SavedRun, check_resume, save_run

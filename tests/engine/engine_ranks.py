@@ -229,9 +229,14 @@ def _load(steps: Generator[Any, None, None], engine: Any, load: Load) -> Local:
     local = tell(engine)
     local.path, local.client_state, local.log = path, client_state, log
     if load.again:
-        engine.save_checkpoint(load.again, client_state=CLIENT_STATE)
+        engine.save_checkpoint(load.again, client_state=make_client_state(engine))
     local.losses = train_steps(steps, load.steps)
     return local
+
+
+def make_client_state(engine: Any) -> Mapping[str, Any]:
+    """What a save takes along: the training's own, where it has put it to the engine."""
+    return getattr(engine, "make_client_state", lambda: CLIENT_STATE)()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -325,14 +330,13 @@ def save(
     Returns:
         What the engine held at the last save, and the losses after it; None for experts.
     """
-    states = {folder: {"mine": 1}} if client_states is None else {f"{folder}/{k}": v for k, v in client_states.items()}
     with nullcontext() if plugin else uninstalled():
         trained = training()
         engine = next(trained)
         for count in steps:
             train_steps(trained, count)
-            for name, state in states.items():
-                engine.save_checkpoint(name, client_state=dict(state))
+            for name, state in (client_states or {"": make_client_state(engine)}).items():
+                engine.save_checkpoint(os.path.join(folder, name), client_state=dict(state))
         local = None if engine.has_moe_layers else tell(engine)
         if local is not None:
             local.losses = train_steps(trained, after)

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine_3d
 import pytest
-from engine_3d import Launch, Local, Runs, compare_joined, renames
 from engine_cases import Case, training
+from engine_gpt import renames
+from engine_parallel import Launch, Runs, compare_joined
+from engine_ranks import Local
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.resume import SavedRun, check_resume
@@ -82,7 +83,7 @@ def load(runs: Runs, source: Launch, target: Launch) -> tuple[list[Local], list[
     if not folder.exists():
         move(root, folder)
     patterns = {"rename": renames(MODEL, to_pipeline=target.pipeline)} if source.pipeline != target.pipeline else None
-    return saved, runs.run(target, engine_3d.resume, MODEL, target, str(folder), patterns)
+    return saved, runs.load(MODEL, target, {"universal": {"patterns": patterns} if patterns else True}, str(folder))
 
 
 def is_left_out(difference: str) -> bool:

@@ -2,72 +2,65 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import deepspeed
 import pytest
-from engine_autotp import BATCH, RANKS, Launch, Runs, join, mean_losses, widths
+from engine_parallel import Launch, Route, Runs, check, compare_joined, mean_losses
 from packaging.version import Version
 
-from deepspeed_ucp.testing import LOSS_TOLERANCE, WorldPool
-from deepspeed_ucp.testing.compare import compare
+from tests.covering import turns
 
 pytestmark = pytest.mark.skipif(
     Version(deepspeed.__version__) < Version("0.19"), reason="AutoTP's training tells its layout from 0.19 on"
 )
 
-BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
+
+AutoTP = partial(Launch, pp=1, pipeline=False)
+
 # Not stage 3 with empty shards: DeepSpeed's own forward refuses parameters without elements there.
-ROUTES = {
-    "even": [
-        (Launch(2, 1), Launch(1, 3)),
-        (Launch(2, 1), Launch(4, 2)),
-        (Launch(2, 1), Launch(2, 3)),
-        (Launch(4, 2, "bf16"), Launch(2, 1, "bf16")),
-        (Launch(1, 3), Launch(2, 2)),
-        (Launch(1, 3), Launch(4, 3)),
-    ],
+SOURCES = {
+    "even": [AutoTP(2), AutoTP(4, stage=2, precision="bf16"), AutoTP(1, stage=3)],
+    "uneven": [AutoTP(2, stage=3, precision="bf16"), AutoTP(4, stage=0), AutoTP(1, precision="bf16", fp32_grads=True)],
+}
+TARGETS = {
+    "even": [AutoTP(1, stage=3), AutoTP(4, stage=3), AutoTP(2, precision="bf16"), AutoTP(2)],
     "uneven": [
-        (Launch(2, 3, "bf16"), Launch(1, 3, "bf16")),
-        (Launch(2, 3, "bf16"), Launch(4, 1, "bf16")),
-        (Launch(4, 0), Launch(2, 2)),
-        (Launch(4, 0), Launch(1, 0)),
-        (Launch(4, 1), Launch(2, 3)),
-        (Launch(1, 1, "bf16", BF16_OPTIMIZER), Launch(2, 0, "bf16")),
-        (Launch(1, 1, "bf16", BF16_OPTIMIZER), Launch(4, 2, "bf16")),
+        AutoTP(1, stage=3, precision="bf16"),
+        AutoTP(4, precision="bf16"),
+        AutoTP(2, stage=2),
+        AutoTP(2, stage=3),
+        AutoTP(1, stage=0),
+        AutoTP(2, stage=0, precision="bf16"),
     ],
 }
+SAME = Route("even", AutoTP(2), AutoTP(2))
+ROUTES = [Route(model, *pair) for model in SOURCES for pair in turns(SOURCES[model], TARGETS[model], 2)]
 
 
-@pytest.fixture(scope="module")
-def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(ucp_worlds, tmp_path_factory.mktemp("autotp"))
-
-
-@pytest.mark.parametrize(
-    ("model", "source", "target"),
-    [pytest.param(model, *route, id=f"{model}-{route[0]}->{route[1]}") for model in ROUTES for route in ROUTES[model]],
-)
-def test_resumes_at_another_degree(model: str, source: Launch, target: Launch, runs: Runs) -> None:
-    saved, resumed = runs.saved(source, model), runs.resumed(source, target, model)
-    assert all(local.direct for local in resumed)
-    count, differences = compare(join(saved, model == "uneven"), join(resumed, model == "uneven"))
-    assert count > 0
-    assert not differences, "\n".join(differences)
-    tolerance = LOSS_TOLERANCE["bf16" if "bf16" in (source.precision, target.precision) else "fp32"]
-    assert mean_losses(resumed) == pytest.approx(mean_losses(saved), rel=tolerance)
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.source != route.target], ids=str)
+def test_resumes_at_another_degree(route: Route, runs: Runs) -> None:
+    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, ROUTES)
+    check(route, saved, resumed)
+    assert mean_losses(resumed) == pytest.approx(mean_losses(saved), rel=route.tolerance)
 
 
 def test_same_degree_is_deepspeeds_own_load(runs: Runs) -> None:
-    source = Launch(2, 1)
-    resumed = runs.resumed(source, source, "even")
-    assert [local.direct for local in resumed] == [False] * RANKS
-    assert not compare(join(runs.saved(source, "even"), False), join(resumed, False))[1]
+    saved, resumed = runs.saved(SAME.model, SAME.source), runs.resumed(SAME, ROUTES)
+    assert {local.direct for local in resumed} == {False}
+    assert not compare_joined(saved, resumed, SAME.model)[1]
 
 
 def test_the_cases_are_what_they_say(runs: Runs) -> None:
     """Three key-value heads: two ranks hold two and one, and of four the last holds none."""
-    assert widths(runs.saved(Launch(2, 1), "even"), Q_PROJ, 0) == [16, 16]
-    assert widths(runs.saved(Launch(2, 3, "bf16"), "uneven"), Q_PROJ, 0) == [16, 8]
-    assert widths(runs.saved(Launch(4, 0), "uneven"), Q_PROJ, 0) == [8, 8, 8, 0]
-    assert BATCH % RANKS == 0
+    assert widths(runs, "even", AutoTP(2)) == [16, 16]
+    assert widths(runs, "uneven", AutoTP(2, stage=3, precision="bf16")) == [16, 8]
+    assert widths(runs, "uneven", AutoTP(4, stage=0)) == [8, 8, 8, 0]
+
+
+def widths(runs: Runs, model: str, launch: Launch) -> list[int]:
+    """Rows of a query projection, by tensor-parallel rank."""
+    found = {local.place.tp_rank: len(local.state.parameters[Q_PROJ].value) for local in runs.saved(model, launch)}
+    return [found[rank] for rank in sorted(found)]

@@ -12,13 +12,16 @@ from pathlib import Path
 from tests.properties.samples import Source
 from tests.synth import Run
 
+FOLDERS = ("atomic", "global_step3")
+
 
 @dataclass(frozen=True)
 class Fault:
     """Something done to one file.
 
     Attributes:
-        do: changes the file; False where the file has no place for this fault.
+        do: changes the file; False where the file has no place for this fault. Its last argument is a folder for
+            other checkpoints of the source.
         needs_zip: legacy files have no checksums, and nothing in them can tell.
         relative: files contradict each other: any of them may be the one that is named.
         harmless: where a user keeps a file is his to choose; all ways in agree on it.
@@ -82,8 +85,8 @@ def swap_in(path: Path, other: Path) -> bool | None:
 def from_another_step(path: Path, source: Source, root: Path) -> bool | None:
     if len(list(path.parent.glob("*"))) == 1:
         return False  # a whole other checkpoint
-    folder = source.write(root / "step", seed=1, run=Run(global_steps=4), step=4)
-    return swap_in(path, folder / relative(path))
+    folder = write_other(root / "step", lambda root: source.write(root, seed=1, run=Run(global_steps=4), step=4))
+    return swap_in(path, folder / path.relative_to(find_folder(path)))
 
 
 def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
@@ -91,7 +94,16 @@ def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
     if not source.topology.partitions:
         return False
     other = replace(source, topology=replace(source.topology, dp=source.topology.dp + 1))
-    return swap_in(path, other.write(root / "size", seed=1) / relative(path))
+    return swap_in(
+        path, write_other(root / "size", lambda root: other.write(root, seed=1)) / path.relative_to(find_folder(path))
+    )
+
+
+def write_other(root: Path, write: Callable[[Path], Path]) -> Path:
+    """Another checkpoint, written by the first file that asks for it."""
+    if not root.exists():
+        write(root)
+    return next(root / name for name in FOLDERS if (root / name).exists())
 
 
 def from_its_neighbour(path: Path, _source: Source, _root: Path) -> bool | None:
@@ -122,17 +134,16 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path, Source, Path],
     return do
 
 
-def link_out(path: Path, _source: Source, root: Path) -> None:
+def link_out(path: Path, _source: Source, _root: Path) -> None:
     """What it held now lies outside of the checkpoint's folder."""
-    root.mkdir(parents=True, exist_ok=True)
-    shutil.move(path, root / "elsewhere")
-    path.symlink_to(root / "elsewhere")
+    outside = find_folder(path).with_name("elsewhere")
+    shutil.move(path, outside)
+    path.symlink_to(outside)
 
 
-def relative(path: Path) -> Path:
-    """A file's path in its checkpoint."""
-    folder = next(parent for parent in path.parents if parent.name in ("atomic", "global_step3"))
-    return path.relative_to(folder)
+def find_folder(path: Path) -> Path:
+    """The checkpoint that a file is of."""
+    return next(parent for parent in path.parents if parent.name in FOLDERS)
 
 
 FAULTS = [

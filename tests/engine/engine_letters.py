@@ -1,0 +1,119 @@
+"""Small pipelines whose layers are letters.
+
+E: an embedding-like layer with a weight that DeepSpeed ties and a shift that it does not; H: its head, which uses both;
+e and h: the same without the shift. B: a block, N: a norm, f: a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from engine_parallel import Launch
+
+WIDTH = 6
+
+
+def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> Generator[Any, None, None]:
+    """Yields a PipelineEngine, then the loss of each step. Matrices have weight decay, the rest none."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    torch.manual_seed(seed)
+    module = PipelineModule(
+        [make_layer(letter) for letter in model],
+        num_stages=launch.pp,
+        loss_fn=lambda found, wanted: (found.float() - wanted.float()).square().mean(),
+        partition_method=launch.method,
+    )
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=group(module), config=ds_config)
+    yield engine
+    while True:
+        yield float(engine.train_batch(data_iter=_batches(engine)))
+
+
+def group(module: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without and at another learning rate."""
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 2e-3},
+    ]
+
+
+def make_layer(letter: str) -> Any:
+    """A layer specification by its letter."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    if letter == "f":
+        return scale
+    if letter in "EH":
+        return TiedLayerSpec("embed", Embedding, WIDTH, True, forward_fn=head if letter == "H" else None)
+    if letter in "eh":
+        return TiedLayerSpec("embed", Embedding, WIDTH, False, forward_fn=head if letter == "h" else None)
+    return LayerSpec(Block, WIDTH) if letter == "B" else LayerSpec(nn.LayerNorm, WIDTH)
+
+
+def _batches(engine: Any) -> Iterator[tuple[Any, Any]]:
+    """Every data-parallel rank takes its share of one global batch."""
+    from deepspeed_ucp.targets import find_place
+
+    place, size = find_place(engine), engine.train_batch_size()
+    generator = torch.Generator().manual_seed(1000 + engine.global_steps)
+    share = torch.randn(size, WIDTH, generator=generator).chunk(place.dp)[place.dp_rank]
+    for micro in share.split(engine.train_micro_batch_size_per_gpu()):
+        yield micro.to(engine.get_data_types()[0]), micro.flip(1)
+
+
+def find_name(name: str, model: str) -> str:
+    """A parameter has one name in every build."""
+    return name
+
+
+def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:
+    """Nothing is cut."""
+    return None
+
+
+class Embedding(nn.Module):
+    """DeepSpeed ties `weight`; `shift`, like Megatron's position embeddings, lives on apart in every stage."""
+
+    def __init__(self, width: int, with_shift: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.shift = nn.Parameter(torch.randn(width)) if with_shift else None
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = x @ self.weight.T
+        return x if self.shift is None else x + self.shift
+
+
+def head(embedding: Embedding, x: Tensor) -> Tensor:
+    """The tied module as the output layer."""
+    x = x @ embedding.weight
+    return x if embedding.shift is None else x + embedding.shift
+
+
+class Block(nn.Module):
+    """A residual layer with a frozen parameter and a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.inner(x) * self.frozen)
+
+
+def scale(x: Tensor) -> Tensor:
+    """A layer without parameters."""
+    return x * 1.5

@@ -1,0 +1,68 @@
+"""Hugging Face Llamas under AutoTP: the engines, and how tensor-parallel shards make up a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from engine_letters import find_name, group
+
+if TYPE_CHECKING:
+    from engine_parallel import Launch
+
+__all__ = ["MODELS", "find_blocks", "find_name", "train"]
+
+VOCABULARY = 67  # odd: its rows are cut unevenly
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+ROWS = ("o_proj", "down_proj")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "even": {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4},
+    # 3 key-value heads on 2 ranks: 2 and 1; on 4 ranks the last one holds no attention. The tied embedding is cut.
+    "uneven": {
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> Generator[Any, None, None]:
+    """Yields the engine of a tiny Llama with random weights, then this rank's loss of each step."""
+    import deepspeed
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from deepspeed_ucp.targets import find_place
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 22, "num_hidden_layers": 2, "max_position_embeddings": 16}
+    module = LlamaForCausalLM(LlamaConfig(**{**sizes, **MODELS[model]}))
+    config = {key: value for key, value in ds_config.items() if key != "train_micro_batch_size_per_gpu"}
+    if launch.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": launch.tp}
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=group(module), config={**config, "gradient_accumulation_steps": 1}
+    )
+    place = find_place(engine)
+    yield engine
+    while True:
+        generator = torch.Generator().manual_seed(1000 + engine.global_steps)
+        tokens = torch.randint(0, VOCABULARY, (engine.train_batch_size(), 8), generator=generator)
+        share = tokens.chunk(place.dp)[place.dp_rank]
+        loss = engine(input_ids=share, labels=share, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+
+def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:
+    """The dimension along which AutoTP cuts a parameter, in one block of any widths; None where it is replicated."""
+    layer, kind = name.split(".")[-2:]
+    if layer in COLUMNS or (layer == "embed_tokens" and MODELS[model].get("tie_word_embeddings")):
+        return 0, ()
+    return (1, ()) if layer in ROWS and kind == "weight" else None

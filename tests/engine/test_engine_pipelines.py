@@ -1,0 +1,72 @@
+"""Pipelines: other numbers of stages, layers on other stages, tied modules, stages without parameters."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from engine_parallel import Launch, Route, Runs, check, compare_joined, count_copies, join
+
+from deepspeed_ucp.targets import Instance
+
+GPT = "EBBBBBBH"
+TWICE = "EBHBBBHB"  # at 4 stages the first, the second and the last hold the tied module; at 2 the first uses it twice
+PLAIN = "eBBBNh"  # a norm may be a stage of its own where ZeRO does not wait for equal numbers of param groups
+EMPTY = "eBff"
+SHIFT = "tied_modules.embed.shift"
+
+Stages = partial(Launch, 1, method="uniform")
+BF16_PIPELINE = Stages(2, 1, "bf16", fp32_grads=True)
+
+ROUTES = [
+    Route(GPT, Stages(2), Stages(4)),
+    Route(GPT, Stages(2), Stages(1)),
+    Route(GPT, Stages(2), Stages(2, method="type:embedding")),
+    Route(GPT, Stages(2), BF16_PIPELINE),
+    Route(GPT, Stages(1, 1, "bf16", fp32_grads=True), Stages(4, 1, "bf16")),
+    Route(GPT, Stages(4, 0, "bf16"), Stages(2, 1, "bf16", method="parameters")),
+    Route(TWICE, Stages(4), Stages(2)),
+    Route(PLAIN, Stages(4, 0), Stages(2, 1)),
+    Route(PLAIN, Stages(2, 1), Stages(4, 0)),
+    Route(EMPTY, Stages(4, 0), Stages(1, 1)),
+    Route(EMPTY, Stages(1, 1), Stages(2, 0)),
+]
+SAME = [
+    Route(PLAIN, Stages(2), Stages(2)),
+    Route(GPT, Stages(2), Stages(2)),
+    Route(GPT, BF16_PIPELINE, BF16_PIPELINE),
+]
+EVERY = [*ROUTES, *SAME]
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_resumes_on_other_stages(route: Route, runs: Runs) -> None:
+    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
+    check(route, saved, resumed, least=10)
+    left, right = (count_copies(SHIFT, join(each, route.model).parameters) for each in (saved, resumed))
+    if left == right:  # else a stage computes with another one's untied parameters
+        assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
+
+
+@pytest.mark.parametrize("route", SAME, ids=str)
+def test_same_stages_are_deepspeeds_own_load(route: Route, runs: Runs) -> None:
+    """Which leaves the untied copies of a tied module as constructed: they have to come from the masters."""
+    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
+    assert {local.direct for local in resumed} == {False}
+    differences = compare_joined(saved, resumed, route.model)[1]
+    assert not [each for each in differences if not each.startswith("buffer")]  # the head's have no file
+    assert resumed[0].losses == saved[0].losses
+
+
+def test_instances_of_tied_modules(runs: Runs) -> None:
+    found = [local.instances for local in runs.saved(TWICE, Stages(4))]
+    weights = [each.get("tied_modules.embed.weight") for each in found]
+    assert weights == [Instance(0, 3, True), Instance(1, 3, True), None, Instance(2, 3, True)]
+    shifts = [each.get(SHIFT) for each in found]
+    assert shifts == [Instance(0, 3, False), Instance(1, 3, False), None, Instance(2, 3, False)]
+
+
+def test_copies_of_an_untied_parameter_differ(runs: Runs) -> None:
+    """Else the tests above would not see a copy that went to the wrong stage."""
+    parameters = join(runs.saved(GPT, Stages(2)), GPT).parameters
+    assert not parameters[SHIFT].fp32.equal(parameters[f"{SHIFT}#1"].fp32)
