@@ -44,6 +44,8 @@ from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick
 from deepspeed_ucp.plan.rounds import BLOCK, MIN_DIRECT
 from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
+from deepspeed_ucp.sources.naming import Naming
+from deepspeed_ucp.sources.save import arrange
 from deepspeed_ucp.targets.base import Target
 from deepspeed_ucp.targets.parallel import Instance, Place
 
@@ -256,7 +258,7 @@ class Planner:
         listing = sort_files(FOLDER, {header.name: header.size for header in headers})
         by_name = {header.name: header for header in headers}
         first = by_name.pop(listing.model[0])
-        return build_index(listing, [first, *by_name.values()])
+        return build_index(arrange(listing, [first, *by_name.values()]), Naming())
 
     def relate(self, index: AtomicIndex, target: Target, comm: Comm) -> tuple[Match, Layouts]:
         census = take_census(target, [], comm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ucp.atoms import count
 from deepspeed_ucp.flat import join_parameters
-from deepspeed_ucp.sources.headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece
+from deepspeed_ucp.sources.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.torchsave.records import FileRecord
 
 if TYPE_CHECKING:
@@ -189,7 +189,6 @@ class Source:
             frozen={},
             shared={},
             counters={**counters, "dp_world_size": self.dp, "mp_world_size": self.tp * self.pp},
-            config=self._config,
             optim=None,
             degrees=(self.pp, self.tp),
             hints=self.sizes.client_state(self.tp, self.pp),
@@ -197,7 +196,7 @@ class Source:
         return FileHeader(f"mp_rank_{mp:02d}_model_states.pt", 20_000, model=model, config=self._config)
 
     def _optimizer(self, mp: int, rank: int, held: list[Parameter]) -> FileHeader:
-        masters, holders, slices, paddings = [], [], [], []
+        masters, states, slices, paddings = [], [], [], []
         end = 0
         for group in split_groups(held):
             numels = [count(p.local_shape(self.tp)) for p in group]
@@ -212,7 +211,7 @@ class Source:
             flat = join_parameters(0, [p.name for p in group], shapes, parts=self.dp, partition=partition)
             cuts = flat.cuts(rank)
             masters.append(pieces[0])
-            holders.append(Holder({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
+            states.append(TensorStates({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
             slices.append(tuple((cut.name, cut.offset, cut.numel) for cut in cuts))
             paddings.append(padding)
         hyper = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False, "foreach": None}
@@ -220,9 +219,9 @@ class Source:
             kind="zero12",
             stage=1,
             masters=tuple(masters),
-            holders=tuple(holders),
+            tensors=tuple(states),
             groups=tuple({**hyper, "weight_decay": decay} for decay in (0.1, 0.0)),
-            params=((0,), (1,)),
+            owners=(0, 1),
             slices=tuple(slices),
             partition_count=(self.dp, self.dp),
             paddings=tuple(paddings),

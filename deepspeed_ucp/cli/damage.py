@@ -67,7 +67,7 @@ def _read_facts(folder: str, name: str) -> dict[str, Any]:
 
 def _find_step(optim: OptimHeader | None) -> Any:
     return (
-        max((held.scalars["step"] for held in optim.holders if "step" in held.scalars), default=None) if optim else None
+        max((held.scalars["step"] for held in optim.tensors if "step" in held.scalars), default=None) if optim else None
     )
 
 

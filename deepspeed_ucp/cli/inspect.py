@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
-    from ..sources.normal import Naming
+    from ..sources.naming import Naming
     from ..sources.open import survey_checkpoint
 
     with join_launch() as comm:

@@ -11,10 +11,10 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
 from ..patterns import RuleSet, Settled, list_families, load_family
 from ..plan.settling import settle_index
+from ..sources.compare import DEEPSPEEDS
 from ..sources.files import list_sizes
 from ..sources.findings import NOTE, WARNING, Finding
 from ..sources.latest import check_latest
-from ..sources.marks import DEEPSPEEDS
 from ..sources.open import FolderReport
 from ..torchsave.objects import describe
 from ..torchsave.torchfile import read_header

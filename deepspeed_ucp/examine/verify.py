@@ -17,7 +17,7 @@ from ..io.scan import ScanFile, Scanned, scan_files
 from ..sources.files import MANIFEST
 from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
-from ..sources.normal import Naming
+from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_checkpoint
 from ..stream.batches import MakeBar, default_workers, no_bar
 from ..stream.samples import check_samples

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE, count
+from ..atoms import ITEMSIZE, count, strip_compiled
 from ..torchsave.records import FileRecord
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous tensor in a file: its blob, byte offset inside it, shape and dtype.
+    """A contiguous tensor in a file: its record, byte offset inside it, shape and dtype.
 
     ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot.
     """
 
-    blob: FileRecord
+    record: FileRecord
     offset: int
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     fault: str = ""
 
@@ -33,13 +35,13 @@ class Piece:
         return self.numel * ITEMSIZE[self.dtype]
 
     @property
-    def contents(self) -> tuple[tuple[int, ...], str, int, int, int | None]:
+    def contents(self) -> tuple[Shape, str, int, int, int | None]:
         """What tells whether two tensors hold the same bytes, for :func:`~deepspeed_ucp.atoms.are_alike`."""
-        return self.shape, self.dtype, self.offset, self.blob.nbytes, self.blob.crc
+        return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc
 
     def narrow(self, start: int, numel: int) -> Piece:
         """Elements [start, start + numel) of the flattened tensor."""
-        return Piece(self.blob, self.offset + start * ITEMSIZE[self.dtype], (numel,), self.dtype, self.fault)
+        return Piece(self.record, self.offset + start * ITEMSIZE[self.dtype], (numel,), self.dtype, self.fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Unread:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class TensorStates:
     """What an optimizer keeps for one of its tensors: element-wise states, scalars, and anything else by name.
 
     ``zero_dim`` locates those scalars that are 0-dim tensors: for a 0-dim parameter they are its states. ``single`` has
@@ -69,7 +71,7 @@ class Holder:
     other: dict[str, str] = field(default_factory=dict)
     single: dict[str, Any] = field(default_factory=dict)
 
-    def of_zero_dim(self) -> Holder:
+    def of_zero_dim(self) -> TensorStates:
         """The same for a 0-dim parameter, whose states look like scalars; ``step`` remains one."""
         states = {name: piece for name, piece in self.zero_dim.items() if name != "step"}
         scalars = {name: value for name, value in self.scalars.items() if name not in states}
@@ -82,21 +84,22 @@ class OptimHeader:
 
     Attributes:
         kind: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused`` or ``torch``.
-        masters: per flat buffer the fp32 partition (unfused: a list per group, flattened in ``layout``).
-        holders: per flat buffer (or per parameter) the optimizer's states.
+        masters: per flat buffer the fp32 partition (unfused: of all groups' parameters in order).
+        tensors: the optimizer's states per flat buffer (or per parameter), in the order of the param groups.
+        owners: the param group of each of ``tensors``.
         groups: hyper-parameters per param group.
-        params: per param group the positions in ``holders`` that it owns.
-        slices: ZeRO 1/2 and BF16: per group (name, start, numel) inside the partition.
+        slices: ZeRO 1/2 and BF16: per group (name as the module spells it, start, numel) inside the partition.
         partition_count: per group.
         paddings: ZeRO 1/2 and BF16: per group, elements of padding at the end of the partition.
+        names: atom names of each group's parameters, where the param groups tell them.
     """
 
     kind: str
     stage: int
     masters: tuple[Piece, ...]
-    holders: tuple[Holder, ...]
+    tensors: tuple[TensorStates, ...]
+    owners: tuple[int, ...]
     groups: tuple[dict[str, Any], ...]
-    params: tuple[tuple[int, ...], ...]
     slices: tuple[tuple[tuple[str, int, int], ...], ...] = ()
     partition_count: tuple[int, ...] = ()
     paddings: tuple[int, ...] = ()
@@ -106,53 +109,60 @@ class OptimHeader:
     clip_grad: float | None = None
     names: tuple[tuple[str, ...], ...] | None = None
 
+    def count_members(self) -> list[int]:
+        """Per param group its flat buffers, or its parameters."""
+        return [self.owners.count(group) for group in range(len(self.groups))]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
     """A model-states file: tensors that it holds, shapes, counters, and the optimizer of stage 0.
 
+    Names are those of atoms (:func:`~deepspeed_ucp.atoms.strip_compiled`), but in ``param_shapes`` and ``slices``.
+
     Attributes:
-        module: the model's tensors by name; None where the file has none (a pipeline's lie in layer files).
+        module: the model's tensors; None where the file has none (a pipeline's lie in layer files).
         nested: the module dict was nested; ``module`` has its keys joined by dots.
+        param_shapes: per param group (per sub-group of ZeRO 3) its parameters as the module spells them, with shapes.
+        shared: tied parameters → the name that holds the data.
         degrees: (pipeline, tensor) parallel degrees, or None in older releases.
-        hints: what the client state tells about the model (see :class:`~deepspeed_ucp.atoms.AtomicIndex`).
+        hints: what the client state tells about the model (see :class:`~deepspeed_ucp.atoms.ModelInfo`).
         others: storages that belong to none of these: the client's tensors.
     """
 
     module: dict[str, Piece] | None
     nested: bool
     buffers: tuple[str, ...]
-    param_shapes: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] | None
-    frozen_shapes: dict[str, tuple[int, ...]]
+    param_shapes: tuple[tuple[tuple[str, Shape], ...], ...] | None
+    frozen_shapes: dict[str, Shape]
     frozen: dict[str, Piece]
     shared: dict[str, str]
     counters: dict[str, Any]
-    config: dict[str, Any]
     optim: OptimHeader | None
     others: tuple[FileRecord, ...] = ()
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def owned(self) -> dict[str, Shape]:
+        """Shapes of the parameters that an optimizer owns, as far as ``param_shapes`` tells."""
+        return {strip_compiled(name): shape for group in self.param_shapes or () for name, shape in group}
 
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
     """One file's header: a model's, an optimizer's, or the tensors of one layer of a pipeline.
 
-    ``marks`` are what all files of a save have alike (:mod:`.marks`); ``globals`` the classes and functions that its
-    pickle names, beyond those of every checkpoint.
+    ``config`` are the parts of the saved ds_config that the index looks at; ``marks`` what all files of a save have
+    alike (:mod:`.compare`); ``globals`` the classes and functions that its pickle names, beyond every checkpoint's.
     """
 
     name: str
     size: int
+    crc: int | None = None
+    globals: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)
     model: ModelHeader | None = None
     optim: OptimHeader | None = None
-    config: dict[str, Any] = field(default_factory=dict)
     layer: dict[str, Piece] | None = None
-    crc: int | None = None
-    marks: dict[str, str] = field(default_factory=dict)
-    globals: tuple[str, ...] = ()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The parts of the saved ds_config that the index looks at."""
-        return self.model.config if self.model else self.config

@@ -2,172 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ..atoms import COPY, MODULE, Atom, AtomicIndex, AtomKey, Limits, ModelInfo, RunState, StoredAtoms, strip_compiled
+from ..atoms import (
+    COPY,
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    RunState,
+    StoredAtoms,
+    strip_compiled,
+)
+from ..errors import UnsupportedError, shorten
 from ..flat import FlatBuffer
 from ..topology import Topology
 from .builder import Builder
-from .family import Save, arrange
-from .files import Listing
-from .groups import check_steps, join_ranks, merge_groups
-from .headers import FileHeader, ModelHeader, OptimHeader
+from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
-from .module import add_modules
-from .naming import NamedGroups
-from .pipeline import add_layers, look_at_ranks
-from .refused import describe_offload, find_lost_states, refuse_engines
-from .slices import fill_param_shapes
-from .stage0 import GroupNames, build_stage0, name_groups
-from .stages import Stages, name_stages
-from .zero import Built, add_frozen_zero3, build_zero3, build_zero12
+from .naming import Naming
+from .ranks import check_steps, merge_groups
+from .save import Save, describe_offload
+from .stage0 import build_stage0
+from .zero import build_zero
 
 
-def build_index(
-    listing: Listing,
-    headers: Sequence[FileHeader],
-    live_groups: GroupNames | None = None,
-    live_hyper: Sequence[Mapping[str, Any]] = (),
-    *,
-    groups: NamedGroups | None = None,
-    optimizer: bool = True,
-) -> AtomicIndex:
+def build_index(save: Save, naming: Naming) -> AtomicIndex:
     """The atomic view of a save whose headers have been read.
 
     Args:
-        listing: the folder's files.
-        headers: of all files of the save, the first rank's model states in front.
-        live_groups: param groups of the live optimizer (over all its ranks, in pipeline order), which name the
-            parameters of a stage-0 source.
-        live_hyper: their hyper-parameters, which tell whether they are in the saved order.
-        groups: how the optimizer's groups were made, where there is no live engine.
-        optimizer: False leaves the optimizer of a stage-0 source out; names then only tell a pipeline's tied modules.
+        save: all of its files.
+        naming: what names the parameters of a stage-0 source.
 
     Raises:
         CheckpointError: files that do not belong together, or do not hold the whole state.
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    save = arrange(listing, headers)
-    refuse_engines(save)
-    builder = Builder(listing.folder, save.tp)
-    main = builder.file(save.main)
+    _refuse_engines(save)
+    builder = Builder(save, save.tp)
     if any(save.shards):
-        stages, built, aliases, instances = _build_zero(builder, save)
+        build_zero(builder, save)
     else:
-        if live_groups is None and groups is not None and optimizer:
-            live_groups = name_groups(save, groups)
-        stages, built, aliases, instances = build_stage0(builder, save, live_groups, live_hyper, optimizer=optimizer)
-    flats = {mp: part[0] for mp, part in enumerate(built)}
-    check_steps(save, [part[1] for part in built], builder.scalars)
-    atoms = builder.finish_atoms(stages.empty)
-    optim = find_optim(save)
-    client = tuple(builder.record(main, blob) for blob in save.model(0).others)
-    return AtomicIndex(
-        stored=StoredAtoms(
-            files=tuple(builder.files),
-            records=tuple(builder.records),
-            atoms=atoms,
-        ),
-        run=RunState(
-            scalars=builder.scalars,
-            groups=merge_groups(join_ranks(save, [part[1] for part in built])),
-            counters=save.model(0).counters,
-            scaler=optim.scaler if optim else {},
-            clip_grad=optim.clip_grad if optim else None,
-            state_file=save.path(save.main),
-            topology=_describe(save, optim, atoms, flats),
-            optimizer=name_optimizer(save.model(0).config),
-            client_records=client,
-            flats=flats,
-            scalar_dtypes=builder.scalar_dtypes,
-            globals=save.list_globals(),
-        ),
-        model=ModelInfo(
-            aliases=aliases,
-            buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
-            instances={**stages.instances, **instances},
-            hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
-        ),
-        limits=Limits(
-            irregular={**builder.irregular, **find_lost_states(save, atoms)},
-            unreadable=builder.unreadable,
-        ),
-    )
-
-
-def _build_zero(builder: Builder, save: Save) -> tuple[Stages, list[Built], dict[str, str], dict[str, int]]:
-    """ZeRO and BF16_Optimizer, whose model states name the parameters of each rank."""
-    fill_param_shapes(save)
-    models = [save.model(mp) for mp in range(len(save.models))]
-    names = [[strip_compiled(n) for group in model.param_shapes or () for n, _ in group] for model in models]
-    stages = name_stages(save, names)
-    optimized = {name for held in names for name in held}
-    first = find_optim(save)
-    sharded = first is not None and first.kind == "zero3"
-    build = build_zero3 if sharded else build_zero12
-    built = []
-    for mp, seat in enumerate(stages.seats):
-        built.append(build(builder, seat, models[mp], save.shards[mp]))
-        if sharded:
-            add_frozen_zero3(builder, seat, save.models[mp], optimized)
-    if save.is_pipeline:
-        known = look_at_ranks(save)
-        return stages, built, *add_layers(builder, save, known, stages)
-    return stages, built, add_modules(builder, save, optimized, sharded=sharded), {}
-
-
-def find_optim(save: Save) -> OptimHeader | None:
-    """The first optimizer header that has parameters: a pipeline stage may be without."""
-    found = [save.model(mp).optim for mp in range(len(save.models))]
-    found = [optim for optim in found if optim] or [shards[0].optim for shards in save.shards if shards]
-    return next((optim for optim in found if optim and optim.masters), found[0] if found else None)
-
-
-def _describe(
-    save: Save,
-    optim: OptimHeader | None,
-    atoms: Mapping[AtomKey, Atom],
-    flats: Mapping[int, tuple[FlatBuffer, ...]],
-) -> Topology:
-    model = save.model(0)
-    zero = model.config.get("zero_optimization") or {}
+        build_stage0(builder, save, naming)
+    check_steps(save, builder.ranks, builder.scalars)
+    atoms = builder.finish_atoms()
+    optim = _find_optim(save)
+    flats = builder.ranks[0].flats
     kind = optim.kind if optim else "none"
-    stage = {"zero12": optim.stage if optim else 0, "zero3": 3, "bf16": int(zero.get("stage") or 0)}.get(kind, 0)
-    return Topology(
-        zero_stage=stage,
+    topology = Topology(
+        zero_stage=int(save.zero.get("stage") or 0) if kind == "bf16" else optim.stage if optim else 0,
         wrapper=kind,
-        precision=find_precision(save, model, atoms, flats),
+        precision=find_precision(save, atoms, flats),
         dp=max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
         master=optim.masters[0].dtype if optim and optim.masters else "float32",
         elastic=bool(optim and optim.elastic),
-        offload=describe_offload(zero),
-        flats=flats[0] if flats else (),
+        offload=describe_offload(save.zero),
+        flats=flats,
+    )
+    return make_index(builder, atoms, optim, topology, merge_groups(save, builder.ranks))
+
+
+def make_index(
+    builder: Builder,
+    atoms: dict[AtomKey, Atom],
+    optim: OptimHeader | None,
+    topology: Topology,
+    groups: tuple[GroupInfo, ...],
+    *,
+    recorded: Mapping[str, dict[str, Any]] | None = None,
+    dropped: str = "",
+) -> AtomicIndex:
+    """What a builder has gathered, with what the model states tell.
+
+    Args:
+        builder: with everything added.
+        atoms: its atoms.
+        optim: whose loss scaler and clipping go for all.
+        topology: what wrote the files.
+        groups: param groups of the whole model.
+        recorded: patterns that the files tell.
+        dropped: why buffers and frozen parameters may be missing.
+    """
+    save = builder.save
+    model = save.model(0)
+    client = tuple(builder.record(save.main, each) for each in model.others)
+    return AtomicIndex(
+        stored=StoredAtoms(tuple(builder.files), tuple(builder.records), atoms),
+        run=RunState(
+            scalars=builder.scalars,
+            groups=groups,
+            counters=model.counters,
+            scaler=optim.scaler if optim else {},
+            clip_grad=optim.clip_grad if optim else None,
+            state_file=save.path(save.main),
+            topology=topology,
+            optimizer=_name_optimizer(save.main.config),
+            client_records=client,
+            flats={mp: rank.flats for mp, rank in enumerate(builder.ranks)},
+            scalar_dtypes=builder.scalar_dtypes,
+            globals=save.list_globals(),
+        ),
+        model=ModelInfo(
+            aliases=builder.aliases,
+            buffers=frozenset(name for each in save.first_models for name in each.buffers),
+            instances=builder.instances,
+            hints=join_hints((save.path(held[0]), save.model(mp).hints) for mp, held in enumerate(save.models)),
+            recorded=dict(recorded or {}),
+        ),
+        limits=Limits({**builder.irregular, **_find_lost_states(save, atoms)}, builder.unreadable, dropped),
     )
 
 
-def find_precision(
-    save: Save, model: ModelHeader, atoms: Mapping[AtomKey, Atom], flats: Mapping[int, tuple[FlatBuffer, ...]]
-) -> str:
+def _find_optim(save: Save) -> OptimHeader | None:
+    """The first optimizer header that has parameters: a pipeline stage may be without."""
+    found = [model.optim for model in save.first_models if model.optim]
+    found = found or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
+    return next((optim for optim in found if optim.masters), found[0] if found else None)
+
+
+def find_precision(save: Save, atoms: Mapping[AtomKey, Atom], flats: tuple[FlatBuffer, ...] = ()) -> str:
     """Dtype of the model's own parameters: what the ds_config casts them to, else that of the first optimized one."""
-    if enabled(model.config, "bf16", "bfloat16"):
+    config, model = save.main.config, save.model(0)
+    if enabled(config, "bf16", "bfloat16"):
         return "bfloat16"
-    if enabled(model.config, "fp16"):
+    if enabled(config, "fp16"):
         return "float16"
-    module = {strip_compiled(name): piece.dtype for name, piece in (model.module or {}).items()}
+    dtypes = {name: piece.dtype for name, piece in (model.module or {}).items() if name not in model.buffers}
     if save.is_pipeline or model.nested:
-        buffers = {strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers}
+        buffers = {name for each in save.first_models for name in each.buffers}
         copies = {key.name: atom.dtype for key, atom in atoms.items() if key.state == COPY}
         others = {k.name: atom.dtype for k, atom in atoms.items() if k.state == MODULE and k.name not in buffers}
-        module = {**others, **copies}
-        ordered = [*copies, *others]
-    else:
-        ordered = [name for name in module if name not in {strip_compiled(n) for n in model.buffers}]
-    names = [strip_compiled(name) for flat in flats.get(0, ()) for name in flat.names]
-    return next((module[name] for name in (*names, *ordered) if name in module), "float32")
+        dtypes = {**copies, **others, **copies}
+    names = [strip_compiled(name) for flat in flats for name in flat.names]
+    return next((dtypes[name] for name in (*names, *dtypes) if name in dtypes), "float32")
 
 
 def enabled(config: Mapping[str, Any], *names: str) -> bool:
@@ -175,8 +150,55 @@ def enabled(config: Mapping[str, Any], *names: str) -> bool:
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
 
 
-def name_optimizer(config: Mapping[str, Any]) -> str | None:
+def _name_optimizer(config: Mapping[str, Any]) -> str | None:
     """The optimizer that a ds_config names."""
     section = config.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     return str(name) if name else None
+
+
+def _refuse_engines(save: Save) -> None:
+    """Refuse by name what no load of ours can take apart, whatever is wanted of it.
+
+    Raises:
+        UnsupportedError: says which engine wrote the files, and what to do.
+    """
+    path = save.path(save.main)
+    if save.zero.get("zenflow"):
+        raise UnsupportedError(
+            f"{path}: was saved by ZenFlow, which keeps transposed partitions and states of its own. Only DeepSpeed's "
+            "own load takes it, with ZenFlow, in the topology that saved it."
+        )
+    if enabled(save.main.config, "expert_parallel"):
+        raise UnsupportedError(
+            f"{path}: is a mixture-of-experts checkpoint (AutoEP), which this release does not convert. It can be "
+            "resumed by DeepSpeed itself in the topology that wrote it."
+        )
+    sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
+    if sliced:
+        raise UnsupportedError(
+            f"{path}: of the frozen base weights of LoRA's OptimizedLinear only rank 0's slice was saved "
+            f"(base_weight_sharding > 1): {shorten(dict.fromkeys(sliced))}. Take them from the model that the training "
+            "began with, and save with base_weight_sharding 1."
+        )
+
+
+def _list_sliced_bases(model: ModelHeader) -> list[str]:
+    saved = {name: piece.shape for name, piece in (model.module or {}).items()}
+    shapes = {**saved, **model.frozen_shapes, **model.owned}
+    found = []
+    for name, down in shapes.items():
+        base = name.removesuffix(".lora_weight_1.weight")
+        up, weight = shapes.get(f"{base}.lora_weight_2.weight"), shapes.get(f"{base}.weight")
+        if base != name and up and weight and len(weight) == 1 and weight[0] < up[0] * down[-1]:
+            found.append(f"{base}.weight")
+    return found
+
+
+def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[str, str]:
+    """Parameters whose optimizer states SuperOffload kept in another process, where no save finds them."""
+    if not describe_offload(save.zero).startswith("superoffload/") or not save.model(0).counters.get("global_steps"):
+        return {}
+    kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
+    what = "not in the files: SuperOffload kept it in another process"
+    return {f"{key.param}.moments": what for key in atoms if key.state == MASTER and key.param not in kept}

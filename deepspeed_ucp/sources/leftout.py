@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
-from ..atoms import MODULE, are_alike, strip_compiled
+from ..atoms import MODULE, are_alike
 from ..errors import MismatchError, shorten
 from ..patterns import from_universal_info
 from ..patterns.regex import Matcher
 from .atomic.headers import UniversalHeaders
-from .builder import Builder, Seat
+from .builder import Builder
 from .hints import INFO
 from .module import add_modules
+from .ranks import ModelRank
 from .zero import add_frozen_zero3
 
 
-def add_rest(
-    builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]
-) -> tuple[dict[str, str], str]:
-    """Buffers and frozen parameters, from the model states as far as these hold them whole.
+def add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]) -> str:
+    """Buffers, frozen parameters and ties, from the model states as far as these hold them whole.
 
     Returns:
-        Ties (name → the name that holds the data), and why some may be missing.
+        Why some may be missing.
     """
     save = part.save
     if not save.is_pipeline and save.tp == save.pp == 1:
         if part.is_sharded:
-            add_frozen_zero3(builder, Seat(), save.models[0], optimized)
-        return add_modules(builder, save, optimized, sharded=part.is_sharded), ""
-    aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in save.model(0).shared.items()}
+            add_frozen_zero3(builder, ModelRank(), save.models[0], optimized)
+        add_modules(builder, save, optimized)
+        return ""
+    builder.aliases = dict(save.model(0).shared)
     if save.is_pipeline:
         dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
         notes.append(f"{dropped}; a load leaves them as the new model has them")
-        return aliases, dropped
-    lost = _add_replicas(builder, part, optimized | set(aliases))
+        return dropped
+    lost = _add_replicas(builder, part, optimized | set(builder.aliases))
     if not lost:
-        return aliases, ""
+        return ""
     dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
     notes.append(f"{dropped}: {shorten(lost)}; a load leaves them as the new model has them")
-    return aliases, dropped
+    return dropped
 
 
 def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) -> list[str]:
     """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
-    ranks = [
-        {strip_compiled(raw): piece for raw, piece in (part.save.model(tp).module or {}).items()}
-        for tp in range(part.save.tp)
-    ]
-    buffers = {strip_compiled(name) for name in part.save.model(0).buffers}
-    frozen = [strip_compiled(name) for name in part.save.model(0).frozen_shapes]
-    lost = [name for name in frozen if name not in others]
+    ranks = [part.save.model(tp).module or {} for tp in range(part.save.tp)]
+    buffers = set(part.save.model(0).buffers)
+    lost = [name for name in part.save.model(0).frozen_shapes if name not in others]
     for name, piece in ranks[0].items():
         if name in others or (part.is_sharded and name not in buffers):
             continue
         held = [rank[name] for rank in ranks if name in rank]
         if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
-            builder.add(Seat(), name, MODULE, piece.shape, builder.file(part.save.main), piece)
+            builder.add(ModelRank(), name, MODULE, part.save.main, piece)
         elif name not in lost:
             lost.append(name)
     return lost
@@ -75,7 +71,7 @@ def tell_copies(part: UniversalHeaders) -> list[str]:
     save = part.save
     stages: dict[str, int] = {}
     for stage in range(save.pp):
-        for name in {raw for group in save.model(stage * save.tp).param_shapes or () for raw, _ in group}:
+        for name in save.model(stage * save.tp).owned:
             stages[name] = stages.get(name, 0) + 1
     shared = _read_shared(part)
     copies = sorted(n for n, held in stages.items() if held > 1 and not any(match(n) for match in shared))

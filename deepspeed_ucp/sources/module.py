@@ -5,82 +5,57 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ..atoms import COPY, MODULE, count, strip_compiled
+from ..atoms import COPY, MODULE, count
 from ..errors import UnsupportedError, shorten
-from .builder import Builder, Seat
-from .family import Save
-from .headers import FileHeader, ModelHeader, Piece
+from .builder import Builder
+from .headers import FileHeader, ModelHeader, Piece, Shape
+from .ranks import ModelRank
+from .save import Save
 
 
-def add_modules(builder: Builder, save: Save, optimized: set[str], *, sharded: bool) -> dict[str, str]:
-    """Add the ``module`` dicts of all tensor-parallel ranks; returns ties: name → the name that holds the data.
+def add_modules(builder: Builder, save: Save, optimized: set[str]) -> None:
+    """Add the ``module`` dicts of all tensor-parallel ranks, and ties to the builder's ``aliases``.
 
     Args:
         builder: of the index.
-        save: the files of a model without pipeline.
+        save: the files of a model without pipeline; of ZeRO 3 the module dict holds buffers only.
         optimized: parameters that an optimizer owns on some rank.
-        sharded: ZeRO 3, whose module dict holds buffers only.
 
     Raises:
         UnsupportedError: names in a nested dict that cannot be told.
     """
-    aliases: dict[str, str] = {}
     for tp in range(save.tp):
-        header = save.models[tp][0]
-        module = read_module(save, header, optimized)
-        found = _add_module(builder, Seat(tp=tp), header, module, _ties(save, tp, sharded), optimized, sharded)
-        aliases = aliases or found
-    return aliases
+        header, model = save.models[tp][0], save.model(tp)
+        ties, buffers = _find_ties(save, model), set(model.buffers)
+        for name, piece in drop_ties(read_module(save, header, optimized), ties):
+            if name in buffers or not (name in optimized or save.is_sharded):
+                builder.add(ModelRank(tp=tp), name, MODULE, header, piece)
+            elif name in optimized and not save.is_sharded:
+                builder.add(ModelRank(tp=tp), name, COPY, header, piece)
+        builder.aliases = builder.aliases or ties
 
 
-def _ties(save: Save, tp: int, sharded: bool) -> dict[str, str]:
-    """``shared_params``, which DeepSpeed fills on rank 0 alone."""
-    own = save.model(tp)
-    return {
-        strip_compiled(alias): strip_compiled(name)
-        for alias, name in save.model(0).shared.items()
-        if not _is_empty(own, alias, sharded)
-    }
+def _find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
+    """``shared_params``, which DeepSpeed fills on rank 0 alone.
 
-
-def _is_empty(model: ModelHeader, name: str, sharded: bool) -> bool:
-    """Parameters without elements share no storage, though ``shared_params`` ties all of them together."""
-    if name in model.frozen_shapes:
-        return count(tuple(model.frozen_shapes[name])) == 0
-    piece = (model.module or {}).get(name)
-    return not sharded and piece is not None and piece.numel == 0
-
-
-def _add_module(
-    builder: Builder,
-    seat: Seat,
-    header: FileHeader,
-    module: Mapping[str, Piece],
-    aliases: dict[str, str],
-    optimized: set[str],
-    sharded: bool,
-) -> dict[str, str]:
-    file = builder.file(header)
-    buffers = {strip_compiled(name) for name in header.model.buffers} if header.model else set()
-    for name, piece in drop_ties(module, aliases):
-        if name in buffers or not (name in optimized or sharded):
-            builder.add(seat, name, MODULE, piece.shape, file, piece)
-        elif name in optimized and not sharded:
-            builder.add(seat, name, COPY, piece.shape, file, piece)
-    return aliases
+    It ties parameters without elements as well, all of them together, though they share no storage.
+    """
+    shapes = {} if save.is_sharded else {name: piece.shape for name, piece in (model.module or {}).items()}
+    shapes.update(model.frozen_shapes)
+    return {alias: name for alias, name in save.model(0).shared.items() if count(shapes.get(alias, (1,)))}
 
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:
     """The tensors by name without those that share another one's bytes, which are added to ``aliases``."""
-    seen: dict[tuple[object, int, tuple[int, ...]], str] = {}
-    for raw, piece in tensors.items():
-        name = strip_compiled(raw)
+    seen: dict[tuple[object, int, Shape], str] = {}
+    for name, piece in tensors.items():
         if name in aliases:
             continue
-        if piece.numel and (first := seen.setdefault((piece.blob, piece.offset, piece.shape), name)) != name:
+        first = seen.setdefault((piece.record, piece.offset, piece.shape), name) if piece.numel else name
+        if first != name:
             aliases[name] = first
-            continue
-        yield name, piece
+        else:
+            yield name, piece
 
 
 def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[str, Piece]:
@@ -99,7 +74,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
     if model is None or not model.nested:
         return module
     owned = set(known)
-    named = {strip_compiled(name) for name in (*owned, *model.buffers, *model.frozen_shapes)}
+    named = {*owned, *model.buffers, *model.frozen_shapes}
     found = match_names(list(module), named)
     held = {module[key] for key in found}
     lost = [key for key in module if key not in found and module[key] not in held]

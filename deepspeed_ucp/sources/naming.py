@@ -7,17 +7,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..atoms import count, strip_compiled
-from ..errors import MismatchError, shorten
-from .headers import FileHeader, ModelHeader, OptimHeader, Piece
+from ..errors import ConfigError, MismatchError, shorten
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape
+from .module import drop_ties, read_module
+from .save import Save
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
 
 NamedGroups = str | Sequence[Sequence[str]]
-"""The same without a live engine: ``"module"`` for ``model.parameters()`` in one group, or names per group."""
+
+MODULE_GROUP = "module"
+"""The optimizer was given ``model.parameters()``, in one group."""
 
 CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
 """Fields of a param group that differ between a saved and a fresh optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What names the parameters of a stage-0 source, whose files do not.
+
+    Attributes:
+        live: param groups of the live optimizer (over all its ranks, in pipeline order).
+        hyper: their hyper-parameters, which tell whether they are in the saved order.
+        groups: what the source's optimizer was given, where there is no live engine: ``"module"`` for
+            ``model.parameters()`` in one group, or the names of each group's parameters in order.
+        weights_only: the optimizer's states are not wanted, so that nothing has to name them.
+        optimizer: False leaves them out; names then only tell a pipeline's tied modules.
+    """
+
+    live: GroupNames | None = None
+    hyper: Sequence[Mapping[str, Any]] = ()
+    groups: NamedGroups | None = None
+    weights_only: bool = False
+    optimizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +58,7 @@ class NamedOptimizer:
     header: FileHeader
     optim: OptimHeader
     groups: list[tuple[str, ...]]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, Shape]
     tensors: Mapping[str, tuple[FileHeader, Piece]]
 
     @property
@@ -42,13 +66,37 @@ class NamedOptimizer:
         """Names of all groups, in saved order."""
         return [name for group in self.groups for name in group]
 
-    def find_lost(self) -> list[str]:
+    def find_lost(self) -> set[str]:
         """Parameters whose master would be the model's own tensor, which no file holds."""
-        return [name for name in self.names if name not in self.tensors] if self.optim.kind == "torch" else []
+        return {name for name in self.names if name not in self.tensors} if self.optim.kind == "torch" else set()
+
+
+def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]:
+    """Param groups as the user says that they were made, in the form of a live optimizer's.
+
+    Raises:
+        ConfigError: neither ``"module"`` nor a list of lists of names.
+        MismatchError: ``"module"`` for a pipeline, whose files do not tell the names of tied layers.
+    """
+    lists = [] if isinstance(groups, str) else groups
+    if groups != MODULE_GROUP and (
+        not lists or any(isinstance(names, str) or not all(isinstance(n, str) for n in names) for names in lists)
+    ):
+        wanted = f'"{MODULE_GROUP}" or a list of lists of parameter names is needed'
+        raise ConfigError(f"groups: {wanted}, found {groups!r:.200}")
+    if groups != MODULE_GROUP:
+        return [[(strip_compiled(name), True) for name in names] for names in lists]
+    if save.is_pipeline:
+        raise MismatchError(
+            f"{save.path(save.main)}: a pipeline's files do not tell which of its layers are tied, so that the order "
+            "of its parameters is not known. Give the names of each group as a list of lists."
+        )
+    others = {*save.model(0).buffers, *save.model(0).shared}
+    return [[(name, True) for name, _ in drop_ties(read_module(save, save.main, ()), {}) if name not in others]]
 
 
 def fit_groups(
-    optim: OptimHeader, model: ModelHeader, module: Mapping[str, Piece], live: GroupNames | None, path: str
+    optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames | None, path: str
 ) -> list[tuple[str, ...]]:
     """Names of the parameters of each saved group, in saved order.
 
@@ -56,8 +104,7 @@ def fit_groups(
         MismatchError: the live groups do not fit.
     """
     if optim.names is not None:
-        return [tuple(strip_compiled(name) for name in group) for group in optim.names]
-    shapes = {name: piece.shape for name, piece in module.items()}
+        return list(optim.names)
     for only_owned in (False, True):
         named = pick_names(live or (), only_owned)
         # Wrappers leave out what has no element on this tensor-parallel rank (fewer rows than ranks).
@@ -65,7 +112,7 @@ def fit_groups(
         for names in (named, held):
             if fits(names, optim, shapes):
                 return names
-    raise MismatchError(f"{path}: {tell_misfit(optim, model.buffers, shapes, live or ())}")
+    raise MismatchError(f"{path}: {tell_misfit(optim, model, shapes, live or ())}")
 
 
 def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
@@ -73,13 +120,11 @@ def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
     return [tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live]
 
 
-def tell_misfit(
-    optim: OptimHeader, buffers: Sequence[str], shapes: Mapping[str, tuple[int, ...]], live: GroupNames
-) -> str:
+def tell_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames) -> str:
     """Why live groups do not name a saved optimizer's states."""
-    known = {strip_compiled(name) for name in buffers}
     names = [strip_compiled(name) for group in live for name, _ in group]
-    missing, extra = [n for n in names if n not in shapes], [n for n in shapes if n not in {*names, *known}]
+    missing = [name for name in names if name not in shapes]
+    extra = [name for name in shapes if name not in {*names, *model.buffers}]
     if missing:
         also = f"; in the checkpoint, not in this run's optimizer: {shorten(extra)}" if extra else ""
         return f"the model and the checkpoint differ: not in the checkpoint: {shorten(missing)}{also}."
@@ -118,10 +163,10 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
         MismatchError: naming the first parameter whose states are of another one's shape.
     """
     optim, names = part.optim, part.names
-    if optim.kind == "fp16_fused" or len(names) != len(optim.holders):
+    if optim.kind == "fp16_fused" or len(names) != len(optim.tensors):
         return
-    for state in sorted({state for holder in optim.holders for state in holder.states}):
-        pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.holders, strict=True) if state in h.states]
+    for state in sorted({state for held in optim.tensors for state in held.states}):
+        pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.tensors, strict=True) if state in h.states]
         expected = [part.shapes[name] for name, _ in pairs]
         found = [shape for _, shape in pairs]
         if found != expected and sorted(found) == sorted(expected):
@@ -137,10 +182,10 @@ def group_sizes(optim: OptimHeader) -> list[int]:
     """Per saved group its number of elements (FP16_Optimizer) or parameters."""
     if optim.kind == "fp16_fused":
         return [master.numel for master in optim.masters]
-    return [len(group) for group in optim.params]
+    return optim.count_members()
 
 
-def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str, Shape]) -> bool:
     """Whether groups of names have the sizes of the saved groups, and the shapes where they are saved."""
     sizes = group_sizes(optim)
     if len(named) != len(sizes) or any(name not in shapes for group in named for name in group):

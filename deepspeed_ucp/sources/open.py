@@ -1,23 +1,31 @@
-"""Opens a checkpoint folder: decides what it is, reads each header once over all ranks, builds the AtomicIndex."""
+"""Opens a checkpoint folder: files → headers, each read by one rank → findings → AtomicIndex."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from .atomic import survey_atomic
-from .files import Entry, compare_listings, holds_atoms, list_entries
+from .compare import find_late_files, find_strangers
+from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files
 from .findings import WARNING, Finding, from_error, make_error, sort_findings
-from .naming import GroupNames, NamedGroups
-from .normal import Naming, read_save, survey_normal
+from .headers import FileHeader
+from .index import build_index, enabled
+from .naming import GroupNames, NamedGroups, Naming
+from .reading import read_file
+from .save import Save, arrange, count_ranks, expect_files
 
 logger = logging.getLogger("deepspeed_ucp")
+
+FindFirst = Callable[[Iterable[str]], FileHeader | None]
+"""The header of the first of some files that can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,7 @@ def open_checkpoint(
     Args:
         folder: the tag's folder.
         comm: the ranks that load.
-        live_groups: param groups of the live optimizer, which name the parameters of a stage-0 source.
-        live_hyper: their hyper-parameters, which tell whether they are in the saved order.
-        groups: what a stage-0 source's optimizer was given, without a live engine: ``"module"`` for
-            ``model.parameters()`` in one group, or the names of each group's parameters in order.
-        weights_only: the optimizer's states are not wanted, so that a stage-0 source needs no naming.
+        live_groups, live_hyper, groups, weights_only: what names a stage-0 source (:class:`.naming.Naming`).
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
@@ -102,7 +106,7 @@ def survey_checkpoint(folder: str, comm: Comm, naming: Naming | None = None) -> 
         if atomic:
             index, findings = survey_atomic(folder, comm, entries)
         else:
-            index, findings = survey_normal(folder, comm, entries, naming or Naming())
+            index, findings = _survey_normal(folder, comm, entries, naming or Naming())
     except (CheckpointError, UnsupportedError) as error:
         index, findings = None, from_error(folder, error)
     return FolderReport(folder, atomic, index, sort_findings(findings))
@@ -118,13 +122,13 @@ def seal_folder(folder: str, comm: Comm) -> None:
     """
     from .seal import write_seal
 
-    save = read_save(folder, comm, sealed=False)
+    save, findings = read_save(folder, comm, comm.once(lambda: list_entries(folder)))
 
     def work() -> None:
-        error = make_error(save.findings)
+        error = make_error(findings)
         if error is not None:
             raise error
-        write_seal(folder, save.headers)
+        write_seal(folder, save.headers if save else ())
 
     comm.once(work)
 
@@ -148,3 +152,195 @@ def _tell_warnings(report: FolderReport) -> None:
     for finding in warnings:
         if finding.kind != "leftover":
             logger.warning("%s", finding.text)
+
+
+def _survey_normal(
+    folder: str, comm: Comm, entries: Mapping[str, Entry], naming: Naming
+) -> tuple[AtomicIndex | None, list[Finding]]:
+    """The index of a normal checkpoint and everything that is wrong with its files; collective."""
+    save, findings = read_save(folder, comm, entries)
+    if save is not None:
+        findings += _keep_new(comm.once(lambda: _compare_seal(folder, save)), findings)
+    if save is None or make_error(findings) is not None:
+        return None, findings
+    index, more = _build(save, naming)
+    return index, [*findings, *more]
+
+
+def _compare_seal(folder: str, save: Save) -> list[Finding]:
+    """Faults of files that are not those that were sealed. What checks a seal's form takes long to import."""
+    if not os.path.lexists(os.path.join(folder, SEAL)):
+        return []
+    from .seal import compare_seal
+
+    return compare_seal(folder, save.headers)
+
+
+def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
+    """The index; without its optimizer where nothing names the states, which is a fault if they are wanted."""
+    folder, unnamed = save.listing.folder, list[Finding]()
+    try:
+        try:
+            return build_index(save, naming), []
+        except MismatchError as error:
+            unnamed = [] if naming.weights_only else from_error(folder, error)
+            return build_index(save, replace(naming, optimizer=False)), unnamed
+    except (CheckpointError, UnsupportedError, MismatchError) as error:
+        return None, [*unnamed, *from_error(folder, error)]
+
+
+def read_save(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[Save | None, list[Finding]]:
+    """Read the headers of a save's files, each by one rank, and hold them against each other; collective.
+
+    Args:
+        folder: the tag's folder.
+        comm: the ranks that share the files.
+        entries: what the folder holds, the same on every rank.
+    """
+    try:
+        listing = sort_files(folder, {name: entry.size for name, entry in entries.items()})
+    except (CheckpointError, UnsupportedError) as error:
+        return None, _tell_none(folder, error)
+    first, expected, faults = comm.once(lambda: _find_save(listing))
+    if not first:
+        return None, faults
+    headers, unread = _read_rest(listing, first, expected, comm)
+    save = arrange(listing, headers)
+    findings = list(faults)
+    for more in (unread, _find_missing(listing, first[0], expected), find_strangers(save)):
+        findings += _keep_new(more, findings)
+    left = sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in expected)
+    text = "left by an earlier save into this folder; it is not loaded."
+    findings += [Finding("leftover", name, f"{listing.path(name)}: {text}", WARNING) for name in left]
+    return save, findings + comm.once(lambda: find_late_files(folder, entries, [each.name for each in headers]))
+
+
+def _keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
+    """Those of files of which no fault is told yet."""
+    told = {finding.file for finding in findings if not finding.warning}
+    return [finding for finding in more if finding.file not in told]
+
+
+def _tell_none(folder: str, error: UcpError) -> list[Finding]:
+    """What keeps a folder from being a save at all."""
+    return [replace(each, kind="missing") if each.kind != "unsupported" else each for each in from_error(folder, error)]
+
+
+def _read_header(folder: str, name: str, reader: str = "") -> FileHeader | Finding:
+    """A file's header, or why it cannot be read; ``reader`` says who looks at it."""
+    try:
+        return read_file(folder, name)
+    except UnsupportedError as error:
+        return Finding("unsupported", name, str(error))
+    except CheckpointError as error:
+        # What the system refuses, it may refuse on one node alone; damage is the same for all.
+        where = reader if isinstance(error.__cause__, OSError) else ""
+        return Finding("header", name, f"{error}{where}")
+
+
+def _find_save(listing: Listing) -> tuple[list[FileHeader], list[str], list[Finding]]:
+    """What the folder holds, from one model file and one optimizer file.
+
+    Returns:
+        Their headers; names of all files of their save; what is wrong with files that were looked at.
+    """
+    looks: dict[str, FileHeader | Finding] = {}
+
+    def find_first(names: Iterable[str]) -> FileHeader | None:
+        for name in names:
+            look = looks[name] = looks.get(name) or _read_header(listing.folder, name)
+            if isinstance(look, FileHeader):
+                return look
+        return None
+
+    try:
+        first = _choose(listing, find_first)
+        expected = expect_files(listing, first)
+    except (CheckpointError, UnsupportedError) as error:
+        faults = [look for look in looks.values() if isinstance(look, Finding)]
+        return [], [], faults or _tell_none(listing.folder, error)
+    return first, expected, [look for name in expected if isinstance(look := looks.get(name), Finding)]
+
+
+def _choose(listing: Listing, find_first: FindFirst) -> list[FileHeader]:
+    """A model header and, where there is one, an optimizer header that goes with it; both of the lowest rank's."""
+    plain = find_first(name for _, name in sorted(listing.model.items()))
+    sharded = find_first(name for _, name in sorted(listing.model_zero3.items()))
+    candidates = []
+    mate = _find_mate(listing, find_first, plain, ("zero12", "bf16"))
+    if plain and plain.model and plain.model.optim and plain.model.optim.kind != "bf16":
+        candidates.append([plain])  # shards of ZeRO 1/2 beside it lost their model file to it: leftovers
+    elif plain and mate:
+        candidates.append([plain, mate])
+    mate = _find_mate(listing, find_first, sharded, ("zero3",))
+    if sharded and mate:
+        candidates.append([sharded, mate])
+    if len(candidates) > 1:
+        raise CheckpointError(
+            f"{listing.folder}: holds the files of two saves ({candidates[0][0].name} and {candidates[1][-1].name} do "
+            "not belong together). Remove the older save's files."
+        )
+    if candidates:
+        return candidates[0]
+    if plain and plain.model and (plain.model.module or listing.layers) and not listing.optim:
+        return [plain]  # the weights alone: enough for load_optimizer_states=False
+    known = next((header.name for header in (plain, sharded) if header), "the model states")
+    raise CheckpointError(
+        f"{listing.folder}: the optimizer states that go with {known} are missing ({shorten(sorted(listing.sizes))}). "
+        "Copy the whole folder, or load with load_optimizer_states=False where the model states hold the weights "
+        "(ZeRO 0-2)."
+    )
+
+
+def _find_mate(
+    listing: Listing, find_first: FindFirst, model: FileHeader | None, kinds: tuple[str, ...]
+) -> FileHeader | None:
+    """The lowest rank's optimizer file that goes with a model file; files of the saved precision's prefix come first.
+
+    Prefixes: engine.py ``_get_zero_ckpt_prefix``.
+    """
+    if model is None:
+        return None
+    usual = "bf16_" if enabled(model.config, "bf16", "bfloat16") else ""
+    for prefix in sorted({prefix for prefix, _, _ in listing.optim}, key=lambda each: (each != usual, each)):
+        header = find_first(name for (each, _, _), name in sorted(listing.optim.items()) if each == prefix)
+        if header and header.optim and header.optim.kind in kinds:
+            return header
+    return None
+
+
+def _read_rest(
+    listing: Listing, first: Sequence[FileHeader], expected: Sequence[str], comm: Comm
+) -> tuple[list[FileHeader], list[Finding]]:
+    """The headers of a save's files, each read by one rank, with the ``first`` in front; why others cannot be read."""
+    known = {header.name for header in first}
+    names = [name for name in expected if name in listing.sizes and name not in known]
+    further = {name for (_, rank), name in listing.model_zero3.items() if rank}
+    reader = f" (looked at by rank {comm.rank})" if comm.size > 1 else ""
+
+    def read(name: str) -> FileHeader | Finding:
+        look = _read_header(listing.folder, name, reader)
+        return look if isinstance(look, Finding) else _slim(look, first[0], repeats=name in further)
+
+    looks = comm.share(names, read)
+    headers = [look for look in looks if isinstance(look, FileHeader)]
+    return [*first, *headers], [look for look in looks if isinstance(look, Finding)]
+
+
+def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
+    """A header without what the first ranks' headers tell as well (``repeats``): headers travel to all ranks."""
+    model = header.model
+    if model is None or first.model is None:
+        return header
+    hints = {} if repeats or model.hints == first.model.hints else model.hints
+    if repeats:
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={})
+    return replace(header, model=replace(model, hints=hints, others=()))
+
+
+def _find_missing(listing: Listing, first: FileHeader, expected: Iterable[str]) -> list[Finding]:
+    mp, dp = count_ranks(first.model) if first.model else (1, 1)
+    ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
+    text = f"the checkpoint was saved by {ranks} and needs all of their files. Copy it here or load another tag."
+    absent = [name for name in expected if name not in listing.sizes]
+    return [Finding("missing", name, f"{listing.path(name)} is missing; {text}") for name in absent]

@@ -7,55 +7,59 @@ layer is a tied one, and which stage wrote a file, is not recorded: it is conclu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
-from ..atoms import COPY, MODULE, are_alike, strip_compiled
+from ..atoms import COPY, MODULE, are_alike
 from ..errors import CheckpointError, UnsupportedError, shorten
-from .builder import Builder, Seat
-from .family import Save
+from .builder import Builder
 from .headers import FileHeader, Piece
 from .module import drop_ties
-from .stages import Stages
-
-logger = logging.getLogger("deepspeed_ucp")
-
-TIED = "tied_modules."
+from .ranks import TIED, ModelRank
+from .save import Save
 
 
-@dataclass(slots=True)
-class Known:
-    """What the ranks' own files say about their part of the model.
+class _Stages:
+    """What the ranks say about their part of the model.
+
+    Args:
+        builder: with the ranks, whose optimizers own parameters.
+        save: the files, which name buffers, and frozen parameters where they are recorded.
+        tied: names of tied modules' parameters, on whatever stage, where model states name no parameters.
 
     Attributes:
-        optimized: per pipeline stage the parameters that an optimizer owns, with their shapes on each
-            tensor-parallel rank.
-        others: per pipeline stage buffers, and frozen parameters where they are recorded.
+        ranks: per pipeline stage.
+        optimized: parameters that an optimizer owns on some stage.
+        layers: those that have names of their own.
+        tied: per tied module and stage the names in it.
     """
 
-    optimized: list[dict[str, dict[int, tuple[int, ...]]]]
-    others: list[set[str]]
-    spans: list[tuple[int, int] | None] = field(default_factory=list)
-    contiguous: bool = True
-    layers: set[int] = field(default_factory=set)
-    tied: dict[str, dict[int, set[str]]] = field(default_factory=dict)
+    def __init__(self, builder: Builder, save: Save, tied: Collection[str]) -> None:
+        self.optimized = builder.optimized
+        self.ranks = [builder.ranks[first : first + save.tp] for first in range(0, len(builder.ranks), save.tp)]
+        self.layers: set[int] = set()
+        self.tied: dict[str, dict[int, set[str]]] = {}
+        self._spans: list[tuple[int, int] | None] = []
+        for stage, ranks in enumerate(self.ranks):
+            models = [save.model(stage * save.tp + tp) for tp in range(save.tp)]
+            names = {name for model in models for name in (*model.buffers, *model.frozen_shapes)}
+            names.update(*(rank.shapes for rank in ranks))
+            names.update(*(tied for model in models if model.param_shapes is None))
+            self._add_stage(stage, names)
+        spans = [span for span in self._spans if span]
+        self._contiguous = all(low[1] < high[0] for low, high in pairwise(spans))
 
-    def __post_init__(self) -> None:
-        """Sort names by layer: ``layers`` that have names of their own, ``tied`` modules' keys by stage."""
-        for stage, (owned, others) in enumerate(zip(self.optimized, self.others, strict=True)):
-            held: set[int] = set()
-            for name in (*owned, *others):
-                head, _, key = name.removeprefix(TIED).partition(".")
-                if name.startswith(TIED):
-                    self.tied.setdefault(head, {}).setdefault(stage, set()).add(key)
-                elif head.isdigit():
-                    held.add(int(head))
-            self.layers |= held
-            self.spans.append((min(held), max(held)) if held else None)
-        spans = [span for span in self.spans if span]
-        self.contiguous = all(low[1] < high[0] for low, high in pairwise(spans))
+    def _add_stage(self, stage: int, names: Iterable[str]) -> None:
+        layers: set[int] = set()
+        for name in names:
+            head, _, key = name.removeprefix(TIED).partition(".")
+            if name.startswith(TIED):
+                self.tied.setdefault(head, {}).setdefault(stage, set()).add(key)
+            elif head.isdecimal():
+                layers.add(int(head))
+        self.layers |= layers
+        self._spans.append((min(layers), max(layers)) if layers else None)
 
     def find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[tuple[str, int]]:
         """(tied key, stage) of the modules that a layer's file can be of: same keys, same shapes, right place."""
@@ -67,88 +71,55 @@ class Known:
         ]
 
     def _has_shapes(self, key: str, stage: int, tp: int, tensors: Mapping[str, Piece]) -> bool:
-        owned = self.optimized[stage]
-        shapes = {name: owned[f"{TIED}{key}.{name}"] for name in tensors if f"{TIED}{key}.{name}" in owned}
-        return all(tensors[name].shape == found.get(tp, tensors[name].shape) for name, found in shapes.items())
+        shapes = self.ranks[stage][tp].shapes
+        return all(piece.shape == shapes.get(f"{TIED}{key}.{name}", piece.shape) for name, piece in tensors.items())
 
     def _can_hold(self, stage: int, layer: int) -> bool:
         """Whether a layer can lie on a stage, where stages are runs of layers; elsewhere all can."""
-        if not self.contiguous:
+        if not self._contiguous:
             return True
-        before = [span[1] for span in self.spans[:stage] if span]
-        after = [span[0] for span in self.spans[stage + 1 :] if span]
+        before = [span[1] for span in self._spans[:stage] if span]
+        after = [span[0] for span in self._spans[stage + 1 :] if span]
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
 
-def look_at_ranks(save: Save, tied: Collection[str] = ()) -> Known:
-    """What the model states of all ranks say about names and shapes.
-
-    Without ZeRO they name no parameters; ``tied`` are then those of tied modules, on whatever stage.
-    """
-    optimized: list[dict[str, dict[int, tuple[int, ...]]]] = [{} for _ in range(save.pp)]
-    others: list[set[str]] = [set() for _ in range(save.pp)]
-    for mp in range(save.pp * save.tp):
-        model = save.model(mp)
-        for group in model.param_shapes or ():
-            for name, shape in group:
-                optimized[mp // save.tp].setdefault(strip_compiled(name), {})[mp % save.tp] = tuple(shape)
-        others[mp // save.tp].update(strip_compiled(name) for name in (*model.buffers, *model.frozen_shapes))
-        if model.param_shapes is None:
-            others[mp // save.tp].update(tied)
-    return Known(optimized, others)
-
-
-def add_layers(builder: Builder, save: Save, known: Known, stages: Stages) -> tuple[dict[str, str], dict[str, int]]:
-    """Add the tensors of all layer files.
+def add_layers(builder: Builder, save: Save, tied: Collection[str] = ()) -> None:
+    """Add the tensors of all layer files, ties, and of tied buffers and frozen parameters how many stages hold one.
 
     Args:
-        builder: of the index.
+        builder: of the index, with the ranks' own parameters.
         save: the files.
-        known: what the ranks say.
-        stages: which of them holds what.
-
-    Returns:
-        Ties (name → the name that holds the data), and of tied buffers and frozen parameters how many stages hold one.
+        tied: names of tied modules' parameters, where the model states name none (without ZeRO).
 
     Raises:
         CheckpointError: a layer with parameters has no file.
         UnsupportedError: a tied module's file has buffers or frozen parameters, and cannot be told from another's.
     """
-    _check_layers(save, known)
-    aliases: dict[str, str] = {strip_compiled(a): strip_compiled(n) for a, n in save.model(0).shared.items()}
-    owned = {name for stage in known.optimized for name in stage}
-    tied: dict[int, list[tuple[str, int]]] = {}
+    stages = _Stages(builder, save, tied)
+    _check_layers(save, stages)
+    builder.aliases = dict(save.model(0).shared)
+    found: dict[int, list[tuple[str, int]]] = {}
     for tp, layers in enumerate(save.layers):
         for layer, header in layers.items():
-            tensors = {strip_compiled(key): piece for key, piece in (header.layer or {}).items()}
-            if layer not in known.layers and (places := known.find_tied(layer, tp, tensors)):
-                tied[layer] = [place for place in places if place in tied.get(layer, places)]
+            tensors = header.layer or {}
+            if layer not in stages.layers and (places := stages.find_tied(layer, tp, tensors)):
+                found[layer] = [place for place in places if place in found.get(layer, places)]
                 continue
             named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
-            _add_tensors(builder, Seat(tp=tp), header, drop_ties(named, aliases), owned)
-    return aliases, _TiedFiles(builder, save, known, stages, tied).add()
+            for name, piece in drop_ties(named, builder.aliases):
+                builder.add(ModelRank(tp=tp), name, COPY if name in stages.optimized else MODULE, header, piece)
+    _TiedFiles(builder, save, stages, found).add()
 
 
-def _check_layers(save: Save, known: Known) -> None:
+def _check_layers(save: Save, stages: _Stages) -> None:
+    trained = {int(head) for name in stages.optimized if (head := name.partition(".")[0]).isdecimal()}
     for tp, layers in enumerate(save.layers):
-        lacking = sorted(known.layers - set(layers))
-        trained = [
-            layer for layer in lacking if any(name.startswith(f"{layer}.") for part in known.optimized for name in part)
-        ]
-        if trained:
+        if lacking := sorted(trained - set(layers)):
             axis = "" if all(rank < 0 for _, rank in save.listing.layers) else f"-model_{tp:02d}"
-            names = [f"layer_{layer:02d}{axis}-model_states.pt" for layer in trained]
+            names = [f"layer_{layer:02d}{axis}-model_states.pt" for layer in lacking]
             raise CheckpointError(
                 f"{save.listing.folder}: {shorten(names)} missing; these layers have parameters. Copy the whole folder."
             )
-
-
-def _add_tensors(
-    builder: Builder, seat: Seat, header: FileHeader, tensors: Iterable[tuple[str, Piece]], owned: set[str]
-) -> None:
-    file = builder.file(header)
-    for name, piece in tensors:
-        builder.add(seat, name, COPY if name in owned else MODULE, piece.shape, file, piece)
 
 
 @dataclass(slots=True)
@@ -157,11 +128,10 @@ class _TiedFiles:
 
     builder: Builder
     save: Save
-    known: Known
-    stages: Stages
+    stages: _Stages
     places: dict[int, list[tuple[str, int]]]
 
-    def add(self) -> dict[str, int]:
+    def add(self) -> None:
         by_key: dict[str, list[int]] = {}
         for layer, places in sorted(self.places.items()):
             keys = sorted({key for key, _ in places})
@@ -169,24 +139,22 @@ class _TiedFiles:
                 self._pass_over(layer, keys[0])
             else:
                 by_key.setdefault(keys[0], []).append(layer)
-        instances: dict[str, int] = {}
         for key, layers in by_key.items():
-            instances.update(self._add_module(key, layers))
-        return instances
+            self._add_module(key, layers)
 
     def _pass_over(self, layer: int, key: str) -> None:
         """A file that is one of several modules': copies are not needed, anything else must not be lost."""
         header = self.save.layers[0][layer]
-        if others := [name for name in header.layer or {} if not self._is_optimized(key, strip_compiled(name))]:
+        if others := self._list_others(key, header):
             raise UnsupportedError(
                 f"{self.save.path(header)}: holds {shorten(others)} of a tied module, and which one's or which stage's "
                 "cannot be told. It can be resumed by DeepSpeed itself in the topology that wrote it."
             )
 
     def _is_optimized(self, key: str, name: str) -> bool:
-        return any(f"{TIED}{key}.{name}" in owned for owned in self.known.optimized)
+        return f"{TIED}{key}.{name}" in self.stages.optimized
 
-    def _add_module(self, key: str, layers: Sequence[int]) -> dict[str, int]:
+    def _add_module(self, key: str, layers: Sequence[int]) -> None:
         """One tied module's files: copies where the stage is certain, the rest of each stage or once for all."""
         stages = {layer: {stage for found, stage in self.places[layer] if found == key} for layer in layers}
         chosen: dict[int, int] = {}
@@ -196,43 +164,36 @@ class _TiedFiles:
         unsure = [layer for layer in layers if len(stages[layer]) > 1]
         for stage, layer in chosen.items():
             self._add_copies(key, layer, stage)
-        if not unsure:
-            return self._add_others(key, [chosen[stage] for stage in sorted(chosen)])
-        if not self._are_alike(key, layers):
+        if unsure and not self._are_alike(key, layers):
             self._pass_over(unsure[0], key)
-        return self._add_others(key, layers[:1])
+        self._add_others(key, layers[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
 
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
         """Whether files have the same buffers and frozen parameters, by the checksums of their bytes."""
         for held in self.save.layers:
-            others = [dict(self._list_others(key, held[layer])) for layer in layers]
+            others = [self._list_others(key, held[layer]) for layer in layers]
             if any(others[0].keys() != each.keys() for each in others):
                 return False
             if not all(are_alike(each[name].contents for each in others) for name in others[0]):
                 return len(layers) == 1
         return True
 
-    def _list_others(self, key: str, header: FileHeader) -> list[tuple[str, Piece]]:
-        named = [(strip_compiled(raw), piece) for raw, piece in (header.layer or {}).items()]
-        return [(name, piece) for name, piece in named if not self._is_optimized(key, name)]
+    def _list_others(self, key: str, header: FileHeader) -> dict[str, Piece]:
+        return {name: piece for name, piece in (header.layer or {}).items() if not self._is_optimized(key, name)}
 
     def _add_copies(self, key: str, layer: int, stage: int) -> None:
         for tp, layers in enumerate(self.save.layers):
-            file = self.builder.file(layers[layer])
-            seat = Seat(tp=tp, instances=self.stages.seats[stage * self.save.tp].instances)
-            for raw, piece in (layers[layer].layer or {}).items():
-                name = f"{TIED}{key}.{strip_compiled(raw)}"
-                if self._is_optimized(key, strip_compiled(raw)):
-                    self.builder.add(seat, name, COPY, piece.shape, file, piece)
+            for name, piece in (layers[layer].layer or {}).items():
+                if self._is_optimized(key, name):
+                    rank = self.stages.ranks[stage][tp]
+                    self.builder.add(rank, f"{TIED}{key}.{name}", COPY, layers[layer], piece)
 
-    def _add_others(self, key: str, layers: Sequence[int]) -> dict[str, int]:
-        """Buffers and frozen parameters of one file per stage that has any; returns those of several stages."""
-        names = set()
+    def _add_others(self, key: str, layers: Sequence[int]) -> None:
+        """Buffers and frozen parameters of one file per stage that has any."""
         for tp, held in enumerate(self.save.layers):
             for index, layer in enumerate(layers):
-                file = self.builder.file(held[layer])
-                for short, piece in self._list_others(key, held[layer]):
+                for short, piece in self._list_others(key, held[layer]).items():
                     name = f"{TIED}{key}.{short}"
-                    names.add(name)
-                    self.builder.add(Seat(tp=tp, instances={name: index}), name, MODULE, piece.shape, file, piece)
-        return dict.fromkeys(names, len(layers)) if len(layers) > 1 else {}
+                    self.builder.add(ModelRank(tp=tp, instances={name: index}), name, MODULE, held[layer], piece)
+                    if len(layers) > 1:
+                        self.builder.instances[name] = len(layers)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from ..atoms import count, strip_compiled
-from ..errors import CheckpointError, MismatchError, shorten
-from .family import Save
-from .headers import FileHeader, OptimHeader, Piece
+from ..errors import MismatchError, shorten
+from .headers import FileHeader, OptimHeader, Piece, Shape
 from .naming import GroupNames, NamedOptimizer, fits, group_sizes, pick_names, tell_misfit
-from .pipeline import TIED
+from .ranks import TIED
+from .save import Save
 
 _MAX_TIED = 6
 """Tied modules that are tried out in all combinations."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def place_layers(save: Save, live: GroupNames) -> list[NamedOptimizer]:
             return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
-            told = tell_misfit(_optim(save, mp), save.model(mp).buffers, module[mp].shapes, live)
+            told = tell_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
             raise MismatchError(f"{save.path(save.models[mp][0])}: {told}")
     raise MismatchError(
         f"{save.path(save.main)}: no division of the layers into {save.pp} runs fits the states that the pipeline's "
@@ -62,13 +60,6 @@ def place_layers(save: Save, live: GroupNames) -> list[NamedOptimizer]:
 
 def _tell(stages: Sequence[_Stage]) -> str:
     return " | ".join(shorten([*stage.tied, *stage.layers], 4) or "nothing" for stage in stages)
-
-
-def _optim(save: Save, mp: int) -> OptimHeader:
-    optim = save.model(mp).optim
-    if optim is None:
-        raise CheckpointError(f"{save.path(save.models[mp][0])}: holds no optimizer state.")
-    return optim
 
 
 class _TensorParallelRank:
@@ -88,11 +79,11 @@ class _TensorParallelRank:
                 key, _, rest = name.removeprefix(TIED).partition(".")
                 keys.setdefault(key, set()).add(rest)
         known = {name.partition(".")[0] for name in names}
-        self.shapes: Shapes = {}
+        self.shapes: dict[str, Shape] = {}
         self.layers: dict[str, tuple[FileHeader, Piece]] = {}
         self.tied: dict[str, dict[int, FileHeader]] = {}
         for layer, header in save.layers[tp].items():
-            tensors = {strip_compiled(key): piece for key, piece in (header.layer or {}).items()}
+            tensors = header.layer or {}
             fitting = [key for key, held in keys.items() if held <= set(tensors)]
             if str(layer) in known or len(fitting) != 1:
                 self.layers.update({f"{layer}.{key}": (header, piece) for key, piece in tensors.items()})
@@ -105,7 +96,7 @@ class _TensorParallelRank:
 class _Search:
     """Tries runs of layers, stage by stage, with every choice of tied modules."""
 
-    def __init__(self, save: Save, named: Sequence[Sequence[str]], shapes: Shapes) -> None:
+    def __init__(self, save: Save, named: Sequence[Sequence[str]], shapes: Mapping[str, Shape]) -> None:
         self.save, self.named, self.shapes = save, named, shapes
         everything = [name for group in named for name in group]
         self.layers = sorted({int(name.partition(".")[0]) for name in everything if not name.startswith(TIED)})
@@ -132,7 +123,7 @@ class _Search:
 
     def _fill(self, stage: int, first: int) -> Iterator[_Stage]:
         """The runs of layers from ``first`` on that fit a stage's states."""
-        optim = _optim(self.save, stage * self.save.tp)
+        optim = self.save.optim(stage * self.save.tp)
         weights, wanted = self._weigh(optim), sum(group_sizes(optim))
         for size in range(len(self.tied) + 1):
             for tied in combinations(self.tied, size):
@@ -165,15 +156,15 @@ class _Search:
         if groups is None:
             return False
         names = [name for group in groups for name in group]
-        if optim.kind == "fp16_fused" or len(names) != len(optim.holders):
+        if optim.kind == "fp16_fused" or len(names) != len(optim.tensors):
             return True
-        pairs = zip(names, optim.holders, strict=True)
+        pairs = zip(names, optim.tensors, strict=True)
         return all(not h.states or any(p.shape == self.shapes[n] for p in h.states.values()) for n, h in pairs)
 
 
 def _owner(name: str) -> str:
     """Layer or tied module of a name."""
-    return strip_compiled(name).removeprefix(TIED).partition(".")[0]
+    return name.removeprefix(TIED).partition(".")[0]
 
 
 def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...]]:
@@ -189,7 +180,7 @@ def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...
 
 
 def fit_stage(
-    named: Sequence[Sequence[str]], stage: _Stage, optim: OptimHeader, shapes: Shapes
+    named: Sequence[Sequence[str]], stage: _Stage, optim: OptimHeader, shapes: Mapping[str, Shape]
 ) -> list[tuple[str, ...]] | None:
     """The names of a stage's saved groups, or None where they do not fit; DeepSpeed drops groups that are empty."""
     groups = select(named, stage)
@@ -202,7 +193,7 @@ def fit_stage(
 def _make_part(
     save: Save, mp: int, stages: Sequence[_Stage], named: Sequence[Sequence[str]], module: _TensorParallelRank
 ) -> NamedOptimizer:
-    stage, header, optim = stages[mp // save.tp], save.models[mp][0], _optim(save, mp)
+    stage, header, optim = stages[mp // save.tp], save.models[mp][0], save.optim(mp)
     groups = fit_stage(named, stage, optim, module.shapes)
     if groups is None:
         raise MismatchError(f"{save.path(header)}: its states have other sizes than those of its stage's first rank.")
@@ -211,8 +202,7 @@ def _make_part(
         layers = [layer for layer in module.tied.get(key, {}) if _writer(stages, key, layer) == mp // save.tp]
         for layer in layers[:1]:
             file = module.tied[key][layer]
-            pieces = {f"{TIED}{key}.{strip_compiled(raw)}": piece for raw, piece in (file.layer or {}).items()}
-            tensors.update({name: (file, piece) for name, piece in pieces.items()})
+            tensors.update({f"{TIED}{key}.{name}": (file, piece) for name, piece in (file.layer or {}).items()})
     return NamedOptimizer(header, optim, groups, module.shapes, tensors)
 
 

@@ -7,19 +7,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from ..atoms import ITEMSIZE
-from ..errors import CheckpointError, UcpError, UnsupportedError
+from ..atoms import ITEMSIZE, strip_compiled
+from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..torchsave.dtypes import is_dtype, is_storage
 from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number, walk
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
+from .compare import read_marks
 from .files import is_layer_file, is_state_file
-from .headers import FileHeader, Holder, ModelHeader, OptimHeader, Piece, Unread
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
-from .marks import read_marks
 
 EXTRA_STATE = "_extra_state"
 """Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
@@ -32,6 +32,9 @@ _COMMON_GLOBALS = frozenset(
 )
 """What nearly every state file names; all of it harmless (``load.client``)."""
 
+T = TypeVar("T")
+
+_COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 _EMPTY = FileRecord("", 0, 0, None)
 _MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
@@ -62,41 +65,21 @@ def read_file(folder: str, name: str) -> FileHeader:
     """
     path = os.path.join(folder, name)
     with explain_damage(path):
-        return _read_file(path, name)
-
-
-def _read_file(path: str, name: str) -> FileHeader:
-    file = read_header(path)
-    stem = name.removesuffix(".pt")
-    if file.saved_as not in (None, stem) and is_state_file(f"{file.saved_as}.pt"):
-        raise CheckpointError(
-            f"{path}: was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or run's "
-            "state. Put the original file back."
-        )
-    if not isinstance(file.tree, dict):
-        raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
-    return replace(_read_parts(file, name), globals=list_globals(file))
+        file = read_header(path)
+        if file.saved_as not in (None, name.removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
+            raise CheckpointError(
+                f"{path}: was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or "
+                "run's state. Put the original file back."
+            )
+        if not isinstance(file.tree, dict):
+            raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
+        return HeaderReader(file).read(name)
 
 
 def list_globals(file: TorchFile) -> tuple[str, ...]:
     """Names beyond those that are in every checkpoint, which need not travel to all ranks."""
     names = dict.fromkeys(each.kind for each in file.globals)
     return tuple(name for name in names if not (name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)))
-
-
-def _read_parts(file: TorchFile, name: str) -> FileHeader:
-    path = file.path
-    reader = HeaderReader(file)
-    marks = read_marks(file.tree, file.writer)
-    if is_layer_file(name):
-        return FileHeader(name, file.size, layer=reader.read_tensors(file.tree), crc=file.crc)
-    if "model_states" in name:
-        return FileHeader(name, file.size, model=reader.read_model(file.tree), crc=file.crc, marks=marks)
-    state = file.tree.get("optimizer_state_dict")
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: has no optimizer_state_dict.")
-    config = _pick_config(file.tree.get("ds_config"))
-    return FileHeader(name, file.size, optim=reader.read_optim(state), config=config, crc=file.crc, marks=marks)
 
 
 def _pick_config(config: Any) -> dict[str, Any]:
@@ -125,20 +108,32 @@ class HeaderReader:
     def __init__(self, file: TorchFile) -> None:
         self.file = file
 
+    def read(self, name: str) -> FileHeader:
+        tree = self.file.tree
+        header = FileHeader(name, self.file.size, self.file.crc, list_globals(self.file))
+        if is_layer_file(name):
+            return replace(header, layer=self.read_tensors(tree))
+        header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))
+        if "model_states" in name:
+            return replace(header, model=self.read_model(tree))
+        state = tree.get("optimizer_state_dict")
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.file.path}: has no optimizer_state_dict.")
+        return replace(header, optim=self.read_optim(state))
+
     def piece(self, value: Any, what: str) -> Piece:
-        ref = value
-        if not isinstance(ref, TensorRef):
+        if not isinstance(value, TensorRef):
             raise CheckpointError(f"{self.file.path}: {what} is no tensor but {describe(value)}.")
-        blob = self.file.storages.get(ref.storage.key, _EMPTY)
-        itemsize = ITEMSIZE.get(ref.dtype)
+        record = self.file.storages.get(value.storage.key, _EMPTY)
+        itemsize = ITEMSIZE.get(value.dtype)
         if itemsize is None:
-            return Piece(blob, 0, ref.shape, ref.dtype, f"dtype {ref.dtype} is not covered")
-        if (ref.offset + ref.numel) * itemsize > blob.nbytes:
+            return Piece(record, 0, value.shape, value.dtype, f"dtype {value.dtype} is not covered")
+        if (value.offset + value.numel) * itemsize > record.nbytes:
             raise CheckpointError(f"{self.file.path}: the bytes of {what} are not all there; the file is damaged.")
-        if not ref.is_contiguous():
-            fault = f"its memory is not contiguous (shape {ref.shape}, strides {ref.stride})"
-            return Piece(blob, ref.offset * itemsize, ref.shape, ref.dtype, fault)
-        return Piece(blob, ref.offset * itemsize, ref.shape, ref.dtype)
+        fault = ""
+        if not value.is_contiguous():
+            fault = f"its memory is not contiguous (shape {value.shape}, strides {value.stride})"
+        return Piece(record, value.offset * itemsize, value.shape, value.dtype, fault)
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
         saved = tree.get("module")
@@ -146,33 +141,34 @@ class HeaderReader:
             raise TypeError(f"{describe(saved)} for the module's state_dict")
         module = None if saved is None else self.read_tensors(saved)
         shapes = tree.get("param_shapes")
-        frozen = tree.get("frozen_param_fragments") or {}
         optimizer = tree.get("optimizer")
-        counted = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
-        held = {name: self.piece(value, name) for name, value in frozen.items()}
-        known = {piece.blob for piece in (*(module or {}).values(), *held.values(), *_list_pieces(optim))}
+        fragments = tree.get("frozen_param_fragments") or {}
+        frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
+        frozen_shapes = _strip(_as_shapes(tree.get("frozen_param_shapes") or {}))
+        if lacking := frozen.keys() - frozen_shapes.keys():
+            raise ValueError(f"no shape for {shorten(sorted(lacking))}")
+        known = {piece.record for piece in (*(module or {}).values(), *frozen.values(), *_list_pieces(optim))}
         return ModelHeader(
             module=module,
             nested=isinstance(saved, dict) and _is_nested(saved),
             buffers=_as_names(tree.get("buffer_names")),
             param_shapes=None
             if shapes is None
-            else tuple(tuple(_as_shapes(each).items()) for each in _as_groups(shapes)),
-            frozen_shapes=_as_shapes(tree.get("frozen_param_shapes") or {}),
-            frozen=held,
+            else tuple(tuple(_as_shapes(each).items()) for each in _as_list(shapes)),
+            frozen_shapes=frozen_shapes,
+            frozen=frozen,
             shared=dict(_as_pairs(tree.get("shared_params"))),
-            counters={key: _as_count(tree[key], key) for key in counted if key in tree},
-            config=_pick_config(tree.get("ds_config")),
+            counters={key: _as_count(tree[key], key) for key in _COUNTED if key in tree},
             optim=optim,
-            others=tuple(blob for blob in self.file.storages.values() if blob not in known and blob.nbytes),
+            others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
             degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
             hints=read_hints(tree),
         )
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
         """The tensors of a state_dict, nested or not, by names joined with dots."""
-        return {name: self.piece(value, name) for name, value in _walk_tensors(module)}
+        return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
         if "single_partition_of_fp32_groups" in state:
@@ -209,8 +205,8 @@ class HeaderReader:
             header,
             stage=int(to_member(state.get("zero_stage", 1))),
             slices=tuple(_read_slices(group) for group in slices),
-            partition_count=tuple(_as_ints(state.get("partition_count"))),
-            paddings=tuple(_as_ints(state.get("group_paddings"))),
+            partition_count=_as_ints(state.get("partition_count")),
+            paddings=_as_ints(state.get("group_paddings")),
             alignment=state.get("param_alignment_paddings"),
             elastic=elastic,
         )
@@ -219,24 +215,23 @@ class HeaderReader:
         """Masters, and the states and param groups of the torch optimizer inside."""
         inner = state.get("optimizer_state_dict") or {}
         groups = [dict(group) for group in inner.get("param_groups", [])]
-        params = tuple(tuple(group.pop("params", ())) for group in groups)
+        params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
-        order = [position for group in params for position in group]
-        holders = {key: self._read_holder(value) for key, value in inner.get("state", {}).items()}
+        states = {key: self._read_states(value) for key, value in inner.get("state", {}).items()}
         return OptimHeader(
             kind=kind,
             stage=stage,
             masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
-            holders=tuple(holders.get(position, Holder()) for position in order),
+            tensors=tuple(states.get(position, TensorStates()) for held in params for position in held),
+            owners=tuple(group for group, held in enumerate(params) for _ in held),
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
-            params=_renumber(params),
-            partition_count=tuple(_as_ints(state.get("partition_count"))),
+            partition_count=_as_ints(state.get("partition_count")),
             scaler=_read_scaler(state),
             clip_grad=state.get("clip_grad"),
             names=tuple(map(_as_names, named)) if kind == "torch" and named and all(named) else None,
         )
 
-    def _read_holder(self, entries: dict[str, Any]) -> Holder:
+    def _read_states(self, entries: dict[str, Any]) -> TensorStates:
         states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
         for name, value in entries.items():
             if value is None:
@@ -252,7 +247,7 @@ class HeaderReader:
                     single[str(name)] = value.item()
             else:
                 other[str(name)] = describe(value)
-        return Holder(states, scalars, zero_dim, other, single)
+        return TensorStates(states, scalars, zero_dim, other, single)
 
 
 def _is_nested(module: dict[Any, Any]) -> bool:
@@ -284,17 +279,8 @@ def _read_degrees(value: Any) -> tuple[int, int] | None:
 def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
     if optim is None:
         return []
-    states = [piece for holder in optim.holders for piece in (*holder.states.values(), *holder.zero_dim.values())]
+    states = [piece for each in optim.tensors for piece in (*each.states.values(), *each.zero_dim.values())]
     return [*optim.masters, *states]
-
-
-def _renumber(params: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Positions in file order, whatever keys the optimizer gave its parameters."""
-    result, position = [], 0
-    for group in params:
-        result.append(tuple(range(position, position + len(group))))
-        position += len(group)
-    return tuple(result)
 
 
 def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
@@ -347,8 +333,18 @@ def _simplify(value: Any) -> Any:
     return to_number(value)
 
 
-def _as_groups(shapes: Any) -> list[dict[str, tuple[int, ...]]]:
-    return [shapes] if isinstance(shapes, dict) else list(shapes)
+def _strip(named: dict[str, T]) -> dict[str, T]:
+    """The same by atom names."""
+    found = {strip_compiled(name): value for name, value in named.items()}
+    if len(found) < len(named):
+        raise ValueError("two tensors of one name, but for the prefix of torch.compile")
+    return found
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _as_pairs(shared: Any) -> list[tuple[str, str]]:
@@ -360,7 +356,7 @@ def _as_names(values: Any) -> tuple[str, ...]:
     names = tuple(values or ())
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{describe(next(name for name in names if not isinstance(name, str)))} for a name")
-    return names
+    return tuple(map(strip_compiled, names))
 
 
 def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
@@ -373,12 +369,10 @@ def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
 
 def _as_count(value: Any, key: str) -> int | None:
     number = to_number(value)
-    if number is not None and not isinstance(number, int):
+    if number is not None and not (isinstance(number, int) and number >= key.endswith("_world_size")):
         raise TypeError(f"{describe(number)} for {key}")
     return number
 
 
-def _as_ints(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]
+def _as_ints(value: Any) -> tuple[int, ...]:
+    return tuple(map(int, _as_list(value)))

@@ -16,7 +16,6 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.findings import WARNING, Finding
-from deepspeed_ucp.sources.normal import read_save
 from deepspeed_ucp.sources.open import seal_folder, survey_checkpoint
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
@@ -165,6 +164,15 @@ def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topolo
         open_checkpoint(str(path), Comm())
 
 
+def test_a_warning_of_a_file_does_not_hide_that_it_breaks_the_seal(tmp_path: Path) -> None:
+    path = write(tmp_path, make())
+    seal_folder(str(path), Comm())
+    mix(tmp_path, lambda content: content["ds_config"].update(steps_per_print=7))
+    assert {"seal", "foreign"} == {finding.kind for finding in look(path)}
+    with pytest.raises(CheckpointError, match="is not the file that was sealed"):
+        open_checkpoint(str(path), Comm())
+
+
 def test_moments_of_another_run_break_the_seal(tmp_path: Path) -> None:
     files, other = make(0, ZERO2), make(1, ZERO2)
     path = write(tmp_path, files)
@@ -205,4 +213,3 @@ def test_a_mixture_is_not_sealed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="ds_version differs"):
         seal_folder(str(path), Comm())
     assert not (path / SEAL).exists()
-    assert read_save(str(path), Comm(), sealed=False).findings

@@ -6,25 +6,27 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.flat import Cut
-from deepspeed_ucp.sources.builder import TOLD, Builder, Seat
+from deepspeed_ucp.sources.builder import TOLD, Builder
+from deepspeed_ucp.sources.files import Listing
 from deepspeed_ucp.sources.headers import FileHeader, Piece
+from deepspeed_ucp.sources.ranks import ModelRank
+from deepspeed_ucp.sources.save import Save
 from deepspeed_ucp.torchsave.records import FileRecord
 
 
 def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
     """Atoms of one flat buffer of 8 elements each."""
-    builder = Builder("folder")
-    file = builder.file(FileHeader("file.pt", 4096))
+    header = FileHeader("file.pt", 4096)
+    builder = Builder(Save(Listing("folder", {}), 1, 1, 1, [[header]], [[]]))
     piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
-    seat = Seat(shapes=dict.fromkeys(cuts, shape))
-    builder.add_cuts(seat, "fp32", list(cuts.values()), file, piece, seat.shapes)
+    builder.add_cuts(ModelRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
     return builder
 
 
 def test_every_atom_with_a_gap_is_told_on_a_line_of_its_own() -> None:
     cuts = {"whole": Cut("whole", 0, 8, 0), "first": Cut("first", 0, 5, 8), "second": Cut("second", 2, 6, 16)}
     with pytest.raises(CheckpointError) as caught:
-        build(cuts).finish_atoms({})
+        build(cuts).finish_atoms()
     lines = str(caught.value).splitlines()
     assert [line.split(" ")[0] for line in lines] == ["first", "second"]
     assert "[0, 2) are missing" in lines[1]
@@ -33,6 +35,6 @@ def test_every_atom_with_a_gap_is_told_on_a_line_of_its_own() -> None:
 def test_a_long_list_is_cut_short() -> None:
     cuts = {f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(TOLD + 3)}
     with pytest.raises(CheckpointError) as caught:
-        build(cuts).finish_atoms({})
+        build(cuts).finish_atoms()
     assert str(caught.value).splitlines()[-1] == "… and 3 more atoms."
     assert len(str(caught.value).splitlines()) == TOLD + 1

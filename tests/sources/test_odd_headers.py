@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.sources.normal import Naming
+from deepspeed_ucp.sources.naming import Naming
 from deepspeed_ucp.sources.open import survey_checkpoint
 from tests.sources.parallel import tail_cut
 from tests.sources.test_parallel import PIPE
@@ -77,3 +77,15 @@ def test_an_odd_value_anywhere_is_named_or_harmless(tmp_path: Path, model: Model
         for fault in report.findings:
             assert fault.warning or any(each in fault.text for each in files), (name, place[1], value, fault)
         write_files(tmp_path, {name: files[name]})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("frozen_param_shapes", {}), ("mp_world_size", 0), ("dp_world_size", -1), ("dp_world_size", None)],
+)
+def test_an_odd_value_in_all_model_states_is_named_or_harmless(tmp_path: Path, key: str, value: Any) -> None:
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(3, 2))
+    write_files(tmp_path, {name: {**each, key: value} if "model" in name else each for name, each in files.items()})
+    report = survey_checkpoint(str(tmp_path), Comm())
+    assert report.index is None
+    assert all(any(name in fault.text for name in files) for fault in report.findings if not fault.warning)

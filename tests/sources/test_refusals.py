@@ -16,8 +16,8 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError, UcpError, UnsupportedError
-from deepspeed_ucp.sources import normal, open_checkpoint
 from deepspeed_ucp.sources import open as opening
+from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.reading import read_file
 from deepspeed_ucp.stream.samples import check_samples
 from tests.ranks import run_ranks
@@ -160,7 +160,7 @@ def test_shards_of_another_configuration_than_the_model_states_are_refused(tmp_p
 def test_a_shard_of_another_model_is_refused(tmp_path: Path, topology: Topology) -> None:
     larger = Model((Param("a", (9, 6)), Param("frozen", (3,), frozen=True), Param("b", (17,), group=1)))
     other = build_files(larger, random_state(larger, 0, precision=topology.precision), topology)
-    text = r"rank_1_.*(holds other parts|sub-group 0 has 18 elements|has \d+ elements, rank 0's has)"
+    text = r"rank_1_.*(holds other parts|(sub-group|partition) 0 has \d+ elements, \d+ are expected)"
     refuse(tmp_path, mix(topology, other), CheckpointError, text)
 
 
@@ -399,7 +399,7 @@ def test_each_header_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
         read.append((name, threading.get_ident()))
         return read_file(folder, name)
 
-    monkeypatch.setattr(normal, "read_file", note)
+    monkeypatch.setattr(opening, "read_file", note)
     indexes = run_ranks(4, lambda _, comm: open_checkpoint(str(path), comm))
     assert sorted(name for name, _ in read) == sorted([STATES, *(shard(rank) for rank in range(5))])
     assert max(Counter(rank for _, rank in read).values()) == 3

@@ -12,7 +12,7 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.refused import describe_offload
+from deepspeed_ucp.sources.save import describe_offload
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (9, 5)), Param("frozen", (7,), frozen=True), Param("b", (17,), group=1)))

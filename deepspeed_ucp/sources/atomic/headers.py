@@ -15,14 +15,15 @@ from typing import Any
 
 from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
-from ..family import Save, arrange, find_strangers, name_model_files
+from ..compare import find_strangers
 from ..files import MANIFEST, ZERO, Listing, sort_files
 from ..findings import make_error
 from ..headers import FileHeader, OptimHeader, Piece
 from ..reading import HeaderReader, explain_damage, read_file
+from ..save import Save, arrange, name_model_files
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
 PARAM = "param"
@@ -190,7 +191,12 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
     """
     listing, main = comm.run(lambda: _find_main(folder, sizes, stage))
     first = comm.once(lambda: read_file(folder, main))
-    names = comm.run(lambda: name_model_files(listing, first))
+    names = name_model_files(listing, first)[1:]
+    if absent := [name for name in names if name not in sizes]:
+        raise CheckpointError(
+            f"{folder}: {shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "
+            "or copy again."
+        )
     save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name))])
     error = make_error(find_strangers(save))
     if error is not None:

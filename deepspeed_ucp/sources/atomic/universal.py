@@ -6,31 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...atoms import (
-    MASTER,
-    AtomicIndex,
-    GroupInfo,
-    Limits,
-    ModelInfo,
-    ParamKey,
-    RunState,
-    StoredAtoms,
-    count,
-    strip_compiled,
-)
+from ...atoms import MASTER, AtomicIndex, GroupInfo, ParamKey, count, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
 from ...patterns import Pattern, ShardH, ShardNC, ShardV
 from ...patterns.recorded import record_pattern
 from ...topology import ATOMIC, Topology
 from ...torchsave.records import FileRecord
-from ..builder import Builder, Seat
+from ..builder import Builder
 from ..findings import WARNING, Finding
 from ..headers import Piece
-from ..hints import join_hints
-from ..index import find_precision, name_optimizer
+from ..index import find_precision, make_index
 from ..leftout import add_rest, tell_copies
-from ..refused import describe_offload
+from ..ranks import ModelRank
+from ..save import describe_offload
 from .headers import ParamHeader, UniversalHeaders, read_headers
 
 _STEP = "step"
@@ -74,62 +63,31 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     Raises:
         CheckpointError: a parameter without its files, or with files of another run.
     """
-    save, builder = part.save, Builder(part.folder)
-    main = builder.file(save.main)
+    save, builder = part.save, Builder(part.save)
     owned = _list_owned(part)
     notes: list[str] = []
     for name in owned.shapes:
         _add_param(builder, part, name, owned)
     _add_steps(builder, part, owned, notes)
     notes += tell_copies(part)
-    aliases, dropped = add_rest(builder, part, set(owned.shapes), notes)
+    dropped = add_rest(builder, part, set(owned.shapes), notes)
     _check_states(part, owned)
-    atoms = builder.finish_atoms({})
-    model = save.model(0)
-    client = tuple(builder.record(main, blob) for blob in model.others)
-    zero = model.config.get("zero_optimization") or {}
+    atoms = builder.finish_atoms()
     masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
-    return AtomicIndex(
-        stored=StoredAtoms(
-            files=tuple(builder.files),
-            records=tuple(builder.records),
-            atoms=atoms,
-        ),
-        run=RunState(
-            scalars=builder.scalars,
-            groups=_make_groups(part, owned, notes),
-            counters=model.counters,
-            scaler=part.optim.scaler,
-            clip_grad=part.optim.clip_grad,
-            state_file=save.path(save.main),
-            topology=Topology(
-                zero_stage=part.stage or int(zero.get("stage") or 0),
-                wrapper=ATOMIC,
-                precision=find_precision(save, model, atoms, {}),
-                master=masters[0] if masters else "float32",
-                offload=describe_offload(zero),
-            ),
-            optimizer=name_optimizer(model.config),
-            client_records=client,
-            scalar_dtypes=builder.scalar_dtypes,
-        ),
-        model=ModelInfo(
-            aliases=aliases,
-            buffers=frozenset(strip_compiled(n) for mp in range(len(save.models)) for n in save.model(mp).buffers),
-            hints=join_hints((save.path(models[0]), save.model(mp).hints) for mp, models in enumerate(save.models)),
-            recorded=_record_cuts(part, owned),
-        ),
-        limits=Limits(
-            irregular=builder.irregular,
-            unreadable=builder.unreadable,
-            dropped=dropped,
-        ),
-    ), notes
+    topology = Topology(
+        zero_stage=part.stage or int(save.zero.get("stage") or 0),
+        wrapper=ATOMIC,
+        precision=find_precision(save, atoms),
+        master=masters[0] if masters else "float32",
+        offload=describe_offload(save.zero),
+    )
+    groups, recorded = _make_groups(part, owned, notes), _record_cuts(part, owned)
+    return make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped), notes
 
 
 def _list_owned(part: UniversalHeaders) -> _Owned:
     """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
-    owned, total = _Owned(), sum(map(len, part.optim.params))
+    owned, total = _Owned(), len(part.optim.owners)
     for mp in range(len(part.save.models)):
         groups = part.save.model(mp).param_shapes
         if groups is None:
@@ -149,8 +107,8 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str, owned: _Owne
     shapes, held = owned.shapes[name], part.params.get(name, {})
     master = held.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
-        nothing = Piece(FileRecord("", 0, 0, None), 0, (0,), "float32")
-        builder.add(Seat(), name, MASTER, shapes[min(shapes)], builder.file(part.save.main), nothing)
+        nothing = Piece(FileRecord("", 0, 0, None), 0, shapes[min(shapes)], "float32")
+        builder.add(ModelRank(), name, MASTER, part.save.main, nothing)
         return
     if master is None or master.piece is None:
         raise CheckpointError(
@@ -167,7 +125,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str, owned: _Owne
                 f"{part.folder}/{header.file.name}: holds {found}, {name} has shape {shape}. The file is of "
                 "another run."
             )
-        builder.add(Seat(), name, state, shape, builder.file(header.file), replace(header.piece, shape=shape))
+        builder.add(ModelRank(), name, state, header.file, replace(header.piece, shape=shape))
 
 
 def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
@@ -217,16 +175,15 @@ def _check_states(part: UniversalHeaders, owned: _Owned) -> None:
 def _add_steps(builder: Builder, part: UniversalHeaders, owned: _Owned, notes: list[str]) -> None:
     """The optimizer's scalars: of files below stage 3, of rank 0's states there."""
     trained = [name for name in owned.shapes if set(part.params.get(name, {})) - {MASTER}]
-    file = builder.file(part.save.main)
     for name in trained:
         if part.is_sharded:
             flat = owned.flats[name]
-            _add_sharded(builder, part, name, 0 if flat is None else flat, file)
+            _add_sharded(builder, part, name, 0 if flat is None else flat)
         elif header := part.params[name].get(_STEP):
             if header.value is None:
                 builder.irregular.setdefault(f"{name}.{_STEP}", "a tensor of several elements")
             else:
-                builder.add_scalars(ParamKey(name), {_STEP: header.value}, builder.file(header.file))
+                builder.add_scalars(ParamKey(name), {_STEP: header.value}, header.file)
                 if header.dtype:
                     builder.scalar_dtypes.setdefault(_STEP, header.dtype)
     if trained and not builder.scalars and not any(_STEP in hyper for hyper in part.optim.groups):
@@ -236,18 +193,18 @@ def _add_steps(builder: Builder, part: UniversalHeaders, owned: _Owned, notes: l
         notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
 
 
-def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int, file: int) -> None:
-    holders = part.optim.holders
-    if flat >= len(holders):
+def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int) -> None:
+    tensors = part.optim.tensors
+    if flat >= len(tensors):
         raise CheckpointError(
-            f"{part.folder}/zero/optimizer_state.pt: has states of {len(holders)} sub-groups, {part.save.main.name} "
+            f"{part.folder}/zero/optimizer_state.pt: has states of {len(tensors)} sub-groups, {part.save.main.name} "
             "says more. The file belongs to another run."
         )
-    holder = holders[flat]
-    builder.add_scalars(ParamKey(name), dict(holder.scalars), file)
-    for scalar, piece in holder.zero_dim.items():
+    held = tensors[flat]
+    builder.add_scalars(ParamKey(name), dict(held.scalars), part.save.main)
+    for scalar, piece in held.zero_dim.items():
         builder.scalar_dtypes.setdefault(scalar, piece.dtype)
-    for state, kind in holder.other.items():
+    for state, kind in held.other.items():
         builder.irregular.setdefault(f"{name}.{state}", kind)
 
 
@@ -261,10 +218,10 @@ def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tup
             f"hyper-parameters of this run are kept (the saved groups differ in {shorten(differing) or 'nothing'})"
         )
         return ()
-    owner = {flat: group for group, flats in enumerate(part.optim.params) for flat in flats}
+    owners = part.optim.owners
     members: list[list[ParamKey]] = [[] for _ in hypers]
     for name, index in owned.flats.items():
-        members[0 if index is None else owner.get(index, 0)].append(ParamKey(name))
+        members[0 if index is None or index >= len(owners) else owners[index]].append(ParamKey(name))
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
 
 

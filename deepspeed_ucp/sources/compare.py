@@ -1,0 +1,248 @@
+"""Whether files belong together: same step, same run, same number of ranks, written in one go.
+
+DeepSpeed gives a save no identity, and ``torch.save`` writes none: its ``.data/serialization_id`` is a hash of the
+records' names and checksums, its zip entries have no times. So everything is compared that every rank of a launch
+writes alike, and the file that differs from most is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+from ..errors import CheckpointError, shorten
+from ..torchsave.objects import PickledObject, has_more_parts
+from .files import Entry
+from .findings import FAULT, WARNING, Finding
+from .headers import FileHeader
+from .latest import LATEST, read_tag
+from .save import Save
+
+DEEPSPEEDS = frozenset(
+    [
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"),
+        *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"),
+        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config"),
+    ]
+)
+"""Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and kin)."""
+
+_VERSION, _WRITER, _CONFIG = "ds_version", "the form of its archive", "its whole ds_config"
+_SCHEDULER, _CLIENT = "its lr_scheduler", "its client state"
+"""Marks: what all files have alike; the scheduler and the client state are in the model states alone."""
+
+_EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
+"""Fields of the optimizer's headers that all ranks have alike."""
+
+_LIMIT = 20_000
+"""Values that are looked at; what is larger gets no mark."""
+
+_SLACK = 120.0
+"""Seconds that the files of one save may lie apart in any case."""
+
+_SLOWEST = 10 << 20
+"""Bytes per second at which the slowest storage writes, or is copied to."""
+
+Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
+"""Something that files of one save have alike: which files, what it is called, where a header has it; its severity."""
+
+
+def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
+    """The marks of a state file, each a few bytes.
+
+    Args:
+        tree: its object tree.
+        writer: the form of its archive, which differs between torch releases and DeepSpeed's writers.
+    """
+    client = {key: value for key, value in tree.items() if key not in DEEPSPEEDS and key != "optimizer_state_dict"}
+    marks = {
+        _VERSION: str(tree.get("ds_version") or ""),
+        _WRITER: writer,
+        _CONFIG: _digest(tree.get("ds_config"), str),
+        _SCHEDULER: _digest(tree.get("lr_scheduler"), str),
+        _CLIENT: _digest(client, _keep_letters),
+    }
+    return {name: mark for name, mark in marks.items() if mark}
+
+
+def _keep_letters(value: Any) -> str:
+    """A string without its digits (``cuda:0``, ``node17``); nothing of other values, which may be a rank's own."""
+    return re.sub(r"\d+", "", value) if isinstance(value, str) else ""
+
+
+def _digest(value: Any, tell: Callable[[Any], str]) -> str:
+    """A short hash of plain data; empty where there is none, or too much of it."""
+    if not value or has_more_parts(value, _LIMIT):
+        return ""
+    found, todo = hashlib.sha256(), [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, dict):
+            found.update(b"{")
+            todo += [part for pair in each.items() for part in pair]
+        elif isinstance(each, (list, tuple)):
+            found.update(b"[")
+            todo += each
+        elif isinstance(each, PickledObject):
+            found.update(each.kind.encode("utf-8", "replace"))
+        elif each is None or isinstance(each, (bool, int, float, str)):
+            found.update(tell(each).encode("utf-8", "replace") + b";")
+    return found.hexdigest()[:16]
+
+
+def find_strangers(save: Save) -> list[Finding]:
+    """A finding for every file that is of another step, run or world size than most; of two the first one counts."""
+    found: dict[str, Finding] = {}
+    for finding in chain(_check_world_sizes(save), *(_compare(save, *each) for each in _list_comparisons(save))):
+        found.setdefault(finding.file, finding)
+    return list(found.values())
+
+
+def _check_world_sizes(save: Save) -> Iterator[Finding]:
+    for header in chain(*save.shards):
+        counts = header.optim.partition_count if header.optim else ()
+        if any(count != save.dp for count in counts):
+            yield _tell_stranger(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
+
+
+def _list_comparisons(save: Save) -> Iterator[Comparison]:
+    """The comparisons in the order in which they tell: the first that fails is what is told of a file."""
+    models, shards = list(chain(*save.models)), list(chain(*save.shards))
+    files = [*models, *shards]
+    yield models, "its step", _read_counters, FAULT
+    for headers in (models, shards):
+        yield from ((headers, each, _read_optim(each), FAULT) for each in _EVERYWHERE)
+    for stage in range(save.pp):
+        ranks = slice(stage * save.tp, (stage + 1) * save.tp)
+        for held in (save.models[ranks], save.shards[ranks]):
+            yield chain(*held), "groups", _read_optim("groups"), FAULT
+    yield from ((held, "alignment", _read_optim("alignment"), FAULT) for held in save.shards)
+    yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
+    yield files, _VERSION, _read_mark(_VERSION), FAULT
+    yield shards, _WRITER, _read_mark(_WRITER), FAULT  # model states are rewritten by hand now and then
+    yield files, _CONFIG, _read_mark(_CONFIG), WARNING
+    for mark in (_SCHEDULER, _CLIENT):  # a client may well give each rank strings of its own
+        yield models, mark, _read_mark(mark), WARNING
+
+
+def _read_counters(header: FileHeader) -> dict[str, Any]:
+    return {**header.model.counters, "degrees": header.model.degrees} if header.model else {}
+
+
+def _read_mark(mark: str) -> Callable[[FileHeader], Any]:
+    return lambda header: header.marks.get(mark, "")
+
+
+def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
+    def read(header: FileHeader) -> Any:
+        optim = header.optim or (header.model.optim if header.model else None)
+        return getattr(optim, attribute) if optim else None
+
+    return read
+
+
+def _compare(
+    save: Save, headers: Iterable[FileHeader], what: str, read: Callable[[FileHeader], Any], severity: str
+) -> Iterator[Finding]:
+    alike: list[tuple[Any, list[FileHeader]]] = []
+    for header in headers:
+        value = read(header)
+        held = next((held for known, held in alike if _is_equal(known, value)), None)
+        if held is None:
+            alike.append((value, [header]))
+        else:
+            held.append(header)
+    if len(alike) < 2:
+        return
+    usual, most = max(alike, key=lambda each: len(each[1]))
+    for value, strangers in alike:
+        for header in strangers if strangers is not most else ():
+            fault = f"{what} differs from that of {most[0].name} ({_contrast(value, usual)})"
+            yield _tell_stranger(save, header, fault, severity)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself
+
+
+def _tell_stranger(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:
+    text = f"{save.path(header)}: {fault}. The file belongs to another step, run or world size; put the right one back."
+    return Finding("foreign", header.name, text, severity)
+
+
+def _contrast(mine: Any, other: Any) -> str:
+    """What two values differ in; of param groups and dicts the keys."""
+    if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
+        for index, (left, right) in enumerate(zip(mine, other, strict=True)):
+            if repr(left) != repr(right) and isinstance(left, dict) and isinstance(right, dict):
+                return f"group {index}: {_contrast(left, right)}"
+    if isinstance(mine, dict) and isinstance(other, dict):
+        keys = [key for key in {**mine, **other} if repr(mine.get(key)) != repr(other.get(key))]
+        return ", ".join(f"{key} {mine.get(key)} ≠ {other.get(key)}" for key in keys)
+    return f"{mine} ≠ {other}"
+
+
+def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[str]) -> list[Finding]:
+    """A warning where a save's files were not written in one go, by the times of their last change.
+
+    A copy may have times of its own, a restored file has a newer one, and clocks differ: so it is no more.
+
+    Args:
+        folder: the tag's folder.
+        entries: its files.
+        used: those of the save.
+    """
+    times = sorted((entries[name].changed, name) for name in used if name in entries)
+    if len(times) < 2:
+        return []
+    slack = _SLACK + max(entries[name].size for _, name in times) / _SLOWEST
+    finding = _find_gap(folder, times, slack)
+    return [finding] if finding else _find_unfinished(folder, times, slack)
+
+
+def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
+    """One gap that is longer than all the rest: two saves, or a file that was put there later."""
+    gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
+    rest = times[-1][0] - times[0][0] - gap
+    if gap <= max(slack, 2 * rest):
+        return None
+    older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
+    fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
+    text = (
+        f"{folder}: {shorten(fewer)} were written {_tell_span(gap)} {others} the other files. A save into a tag that "
+        "was there before, and that was cut off, leaves files of two runs, which nothing else may tell; load another "
+        "tag if that is what happened."
+    )
+    return Finding("times", fewer[0], text, WARNING, tuple(fewer))
+
+
+def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
+    """``latest`` is written after all files of a save: some older and some newer are those of two saves."""
+    parent, tag = os.path.split(os.path.abspath(folder))
+    path = os.path.join(parent, LATEST)
+    try:
+        written = os.stat(path).st_mtime
+        if read_tag(path) != tag:
+            return []
+    except (OSError, CheckpointError):
+        return []
+    late = [name for changed, name in times if changed > written + slack]
+    if not late or len(late) == len(times):
+        return []
+    text = (
+        f"{folder}: {shorten(late)} were written after `{LATEST}`, the other files before it. A save into this tag may "
+        "have been cut off; load another tag if that is what happened."
+    )
+    return [Finding("times", late[0], text, WARNING, tuple(late))]
+
+
+def _tell_span(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} seconds"

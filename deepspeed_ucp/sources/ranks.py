@@ -1,0 +1,184 @@
+"""The model-parallel ranks' parts of the model, and the whole model's param groups from theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..atoms import AtomKey, GroupInfo, ParamKey, count, strip_compiled
+from ..errors import CheckpointError
+from ..flat import FlatBuffer
+from .headers import FileHeader, Shape
+from .save import Save
+
+TIED = "tied_modules."
+"""What the names of a pipeline's tied modules begin with."""
+
+
+@dataclass(slots=True)
+class ModelRank:
+    """One model-parallel rank of the source while its files are added.
+
+    Attributes:
+        pp, tp: its pipeline and tensor-parallel rank.
+        shapes: local shapes of the parameters that its optimizer owns, by their own names.
+        instances: names that earlier stages hold as well → how many of them do.
+        empty: shapes of shards without elements, which other tensor-parallel ranks' optimizers have.
+        flats: its flat buffers, names as the module spells them.
+        groups: its param groups.
+    """
+
+    pp: int = 0
+    tp: int = 0
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    instances: Mapping[str, int] = field(default_factory=dict)
+    empty: dict[str, Shape] = field(default_factory=dict)
+    flats: tuple[FlatBuffer, ...] = ()
+    groups: tuple[GroupInfo, ...] = ()
+
+    def param(self, name: str) -> ParamKey:
+        """What the index calls a parameter of this rank."""
+        return ParamKey(name, self.instances.get(name, 0))
+
+    def key(self, name: str, state: str) -> AtomKey:
+        """What the index calls an atom of this rank."""
+        return AtomKey(name, state, self.instances.get(name, 0))
+
+
+def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[ModelRank], dict[str, int]]:
+    """All model-parallel ranks; what several stages hold under one name is numbered in their order.
+
+    Args:
+        save: the files.
+        names: per model-parallel rank the parameters that its optimizer owns, by their own names.
+
+    Returns:
+        The ranks; parameters that several pipeline stages hold → how many do.
+    """
+    stages = [dict.fromkeys(n for held in names[i : i + save.tp] for n in held) for i in range(0, len(names), save.tp)]
+    holders: dict[str, int] = {}
+    ranks = []
+    for pp, held in enumerate(stages):
+        instances = {name: holders[name] for name in held if name in holders}
+        for name in held:
+            holders[name] = holders.get(name, 0) + 1
+        for tp in range(save.tp):
+            lacking = held.keys() - set(names[pp * save.tp + tp])
+            empty = _find_empty(save, pp * save.tp + tp) if lacking else {}
+            mine = {name: shape for name, shape in empty.items() if name in lacking}
+            ranks.append(ModelRank(pp, tp, instances=instances, empty=mine))
+    return ranks, {name: stages for name, stages in holders.items() if stages > 1}
+
+
+def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
+    """Local shapes of a rank's tensors without elements: uneven widths can leave a rank without any."""
+    model = save.model(mp)
+    found = dict(model.frozen_shapes)
+    for layer, header in save.layers[mp % save.tp].items():
+        found.update({f"{layer}.{key}": piece.shape for key, piece in (header.layer or {}).items()})
+    if model.module and not (model.param_shapes is not None and save.is_sharded):
+        found.update({name: piece.shape for name, piece in model.module.items()})
+    return {name: shape for name, shape in found.items() if not count(shape)}
+
+
+def fill_param_shapes(save: Save) -> None:
+    """Give every rank's model states the ``param_shapes`` that they lack: BF16_Optimizer without ZeRO, in a pipeline.
+
+    The optimizer files' ``param_slice_mappings`` have the names in flat order and the element counts; the model's own
+    tensors have the shapes.
+
+    Raises:
+        CheckpointError: a parameter without a shape.
+    """
+    for mp, models in enumerate(save.models):
+        model = save.model(mp)
+        if model.param_shapes is None:
+            slices = [shard.optim.slices for shard in save.shards[mp] if shard.optim]
+            groups = tuple(_read_group(save, mp, slices, group) for group in range(max(map(len, slices), default=0)))
+            models[0] = replace(models[0], model=replace(model, param_shapes=groups, optim=None))
+
+
+def _read_group(
+    save: Save, mp: int, slices: Sequence[Sequence[Sequence[tuple[str, int, int]]]], group: int
+) -> tuple[tuple[str, Shape], ...]:
+    numels: dict[str, int] = {}
+    for shard in slices:
+        for name, _, numel in sorted(shard[group] if group < len(shard) else (), key=lambda entry: entry[1]):
+            numels[name] = numels.get(name, 0) + numel
+    return tuple((name, _find_shape(save, mp % save.tp, name, numels)) for name in numels)
+
+
+def _find_shape(save: Save, tp: int, raw: str, numels: Mapping[str, int]) -> Shape:
+    name = strip_compiled(raw)
+    module = save.model(tp).module
+    if module is None:
+        found = _look_into_layers(save.layers[tp], name, set(map(strip_compiled, numels)))
+    else:
+        found = {module[name].shape} if name in module else set()
+    fitting = {shape for shape in found if count(shape) == numels[raw]}
+    if len(fitting) == 1:
+        return fitting.pop()
+    raise CheckpointError(
+        f"{save.listing.folder}: the shape of {raw} ({numels[raw]} elements) is in none of the model's files. The "
+        "folder lacks a file or mixes files of several saves."
+    )
+
+
+def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[str]) -> set[Shape]:
+    """Shapes that a parameter has in its layer's file; that of a tied module can be any with such a key."""
+    head, _, key = name.removeprefix(TIED).partition(".")
+    if name.startswith(TIED):
+        named = {each.partition(".")[0] for each in names}
+        files = [header for layer, header in layers.items() if str(layer) not in named]
+    else:
+        files = [header for layer, header in layers.items() if str(layer) == head]
+    return {header.layer[key].shape for header in files if header.layer and key in header.layer}
+
+
+def merge_groups(save: Save, ranks: Sequence[ModelRank]) -> tuple[GroupInfo, ...]:
+    """The param groups of the whole model.
+
+    A tensor-parallel rank may lack parameters that are empty there. The stages' groups are matched by position where
+    all agree about the hyper-parameters. Elsewhere by their hyper-parameters, the n-th with the n-th of the same ones:
+    DeepSpeed drops the groups that are empty on a stage.
+    """
+    stages = [ranks[first : first + save.tp] for first in range(0, len(ranks), save.tp)]
+    hypers = [[group.hyper for group in held[0].groups] for held in stages]
+    by_place = all(hyper == hypers[0] for hyper in hypers)
+    merged: list[tuple[dict[ParamKey, None], dict[str, Any]]] = []
+    for held in stages:
+        free = list(range(len(merged)))
+        for index, group in enumerate(held[0].groups):
+            members = dict.fromkeys(member for rank in held for member in rank.groups[index].members)
+            place = next((i for i in free if by_place or merged[i][1] == group.hyper), None)
+            if place is None:
+                merged.append((members, group.hyper))
+            else:
+                free.remove(place)
+                merged[place][0].update(members)
+    return tuple(GroupInfo(tuple(members), hyper) for members, hyper in merged)
+
+
+def check_steps(save: Save, ranks: Sequence[ModelRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
+    """Refuse a pipeline stage whose files are of another step: none of its parameters has a step that others have.
+
+    Args:
+        save: the files.
+        ranks: with their param groups.
+        scalars: the optimizer's scalars by parameter.
+
+    Raises:
+        CheckpointError: naming the stage's file.
+    """
+    first: set[Any] = set()
+    for mp, rank in list(enumerate(ranks))[:: save.tp]:
+        members = (member for group in rank.groups for member in group.members)
+        held = {scalars[member]["step"] for member in members if "step" in scalars.get(member, {})}
+        first = first or held
+        if held and held.isdisjoint(first):
+            files = save.shards[mp] or save.models[mp]
+            raise CheckpointError(
+                f"{save.path(files[0])}: has step {min(held)}, other stages of this checkpoint have {min(first)}. The "
+                "file belongs to another step or run; put the right one back."
+            )
