@@ -24,7 +24,7 @@ from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.settling import describe_irregular, refuse_unreadable
 from ..sources import open_checkpoint
-from ..sources.atomic.folder import list_expected, look_at
+from ..sources.atomic.folder import find_fault
 from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
@@ -35,7 +35,6 @@ from ..sources.atomic.manifest import (
     make_manifest,
     read_manifest,
 )
-from ..sources.findings import Finding
 from ..sources.latest import find_checkpoint
 from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
@@ -275,8 +274,8 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
     if united != work.united.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was united by other patterns"
-    looks = (look_at(folder, *each) for each in list_expected(manifest))
-    return next((look.text for look in looks if isinstance(look, Finding)), "")
+    faults = (fault for file in manifest.files.items() for fault in find_fault(folder, *file))
+    return next((fault.text for fault in faults), "")
 
 
 def _convert(work: _Conversion) -> None:

@@ -49,7 +49,7 @@ def compare_proof(
         first: this rank tells what is missing, or too many.
     """
     if isinstance(proof, Manifest) and report.atomic:
-        found, names = compare_manifest(proof, sizes, listed, first=first), _list_names(proof)
+        found, names = compare_manifest(proof, sizes, listed, first=first), set(proof.files)
     else:
         seal = proof if isinstance(proof, Seal) else make_seal(proof)
         left = {finding.file for finding in report.findings if finding.kind == "leftover"}
@@ -84,16 +84,12 @@ def compare_manifest(
     What is missing is told as the checkpoint is opened, and records' bytes are held against their checksums by reading
     them. Arguments as of :func:`compare_proof`.
     """
-    extra = sorted(set(sizes) - _list_names(manifest)) if first else []
+    extra = sorted(set(sizes) - manifest.files.keys()) if first else []
     found = [
         Finding("extra", n, f"{n}: the manifest does not list it; DeepSpeed would load it all the same. Remove it.")
         for n in extra
     ]
     return [*found, *_compare_states(manifest, listed), *_compare_atoms(manifest.atoms, listed)]
-
-
-def _list_names(manifest: Manifest) -> set[str]:
-    return {atom.file for atom in manifest.atoms} | {state.name for state in manifest.states}
 
 
 def _compare_states(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:

@@ -53,16 +53,14 @@ def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tupl
         return None, [manifest]
     if manifest is None:
         return open_universal(folder, {name: entry.size for name, entry in entries.items()}, comm)
-    files = list_expected(manifest)
-    looks = comm.share(files, lambda each: look_at(folder, *each))
-    findings = [look for look in looks if isinstance(look, Finding)]
+    files = [*manifest.files.items()]
+    findings = [fault for found in comm.share(files, lambda file: find_fault(folder, *file)) for fault in found]
     header = comm.once(lambda: _read_state_file(folder, manifest, findings))
     if isinstance(header, Finding):
         findings.append(header)
     if findings or not isinstance(header, FileHeader):
         return None, findings
-    sizes = {name: size for (name, *_), size in zip(files, looks, strict=True) if isinstance(size, int)}
-    return make_index(folder, manifest, header, sizes), []
+    return make_index(folder, manifest, header), []
 
 
 def _read_manifest(folder: str) -> Manifest | Finding | None:
@@ -74,31 +72,18 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
         return Finding("manifest", MANIFEST, str(error))
 
 
-def list_expected(manifest: Manifest) -> list[tuple[str, int, bool]]:
-    """(name, bytes that it has at least, whether exactly) of every file."""
-    atoms: dict[str, tuple[int, bool]] = {}
-    for atom in manifest.atoms:
-        least, exact = atoms.get(atom.file, (0, False))
-        atoms[atom.file] = (max(least, atom.size or atom.offset + atom.nbytes), exact or bool(atom.size))
-    return [
-        *((name, *told) for name, told in sorted(atoms.items())),
-        *((state.name, state.size, True) for state in manifest.states),
-    ]
-
-
-def look_at(folder: str, name: str, nbytes: int, exact: bool) -> int | Finding:
-    """A file's bytes, or what is wrong with it."""
+def find_fault(folder: str, name: str, size: int) -> list[Finding]:
+    """What a look at a file, which has to have ``size`` bytes, finds wrong with it; nothing where it is right."""
     path = os.path.join(folder, name)
     try:
-        size = os.stat(path).st_size
+        held = os.stat(path).st_size
     except OSError as error:
         text = f"{path} is missing ({error.strerror or error}); the manifest lists it. Copy it here, or convert again."
-        return Finding("missing", name, text)
-    if size < nbytes or (exact and size != nbytes):
-        wanted = f"{nbytes} bytes" if exact else f"{nbytes} bytes or more"
-        text = f"{path}: has {size} bytes, the manifest says {wanted}; it was cut short or replaced. Copy it again."
-        return Finding("manifest", name, text)
-    return size
+        return [Finding("missing", name, text)]
+    if held != size:
+        text = f"{path}: has {held} bytes, the manifest says {size} bytes; it was cut short or replaced. Copy it again."
+        return [Finding("manifest", name, text)]
+    return []
 
 
 def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding]) -> FileHeader | Finding | None:
@@ -119,15 +104,15 @@ def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding])
     return header
 
 
-def make_index(folder: str, manifest: Manifest, header: FileHeader, sizes: Mapping[str, int]) -> AtomicIndex:
+def make_index(folder: str, manifest: Manifest, header: FileHeader) -> AtomicIndex:
     """The index that a manifest tells of.
 
     Args:
         folder: where the files lie.
         manifest: read from it.
         header: of its state file.
-        sizes: the files' sizes in bytes.
     """
+    sizes = manifest.files
     crcs = {state.name: state.crc for state in manifest.states}
     files = [FileRef(f"{folder}/{name}", size, crcs.get(name)) for name, size in sizes.items()]
     numbers = {name: number for number, name in enumerate(sizes)}
