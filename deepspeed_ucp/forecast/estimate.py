@@ -160,18 +160,8 @@ def measure_scratch(requests: Sequence[Request], threads: int) -> int:
 
 def measure_exchange(rounds: Sequence[Round], rank: int) -> int:
     """Most memory that rounds of exchange take: staged for the largest round, packed and received in a step."""
-    moved = max((_measure_step(each, rank, fresh, step) for each in rounds for fresh in (True, False)
-                 for step in range(each.steps)), default=0)  # fmt: skip
-    return max((each.staged for each in rounds), default=0) + moved
-
-
-def _measure_step(each: Round, rank: int, fresh: bool, step: int) -> int:
-    """Bytes packed and received in one step (``load.exchange``: peers take turns by their distance)."""
-    size = len(each.sends)
-    total = 0
-    for peer in range(size):
-        if (peer - rank) % size * each.steps // size == step:
-            total += sum(send.nbytes for send in each.sends[peer] if send.fresh == fresh)
-        if (rank - peer) % size * each.steps // size == step:
-            total += sum(claim.nbytes for claim in each.receives[peer] if claim.fresh == fresh)
-    return total
+    steps = (
+        each.pick_step(rank, fresh, step) for each in rounds for fresh in (True, False) for step in range(each.steps)
+    )
+    moved = (sum(part.nbytes for one in (*sends, *claims) for part in one) for sends, claims in steps)
+    return max((each.staged for each in rounds), default=0) + max(moved, default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from ..atoms import AtomicIndex, strip_compiled
@@ -98,35 +99,16 @@ def split_stages(names: Sequence[str], weights: Mapping[str, int], pp: int) -> S
 
 def balance(sizes: Sequence[int], parts: int) -> list[int]:
     """The part of each item, for runs of items of which the largest is as small as can be; no part is empty."""
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if _count_parts(sizes, middle) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill(sizes, parts, low)
-
-
-def _count_parts(sizes: Sequence[int], limit: int) -> int:
-    count, held = 1, 0
-    for size in sizes:
-        if held + size > limit:
-            count, held = count + 1, 0
-        held += size
-    return count
+    least = range(max(sizes), sum(sizes) + 1)
+    limit = least[bisect_left(least, True, key=lambda most: _fill(sizes, parts, most)[-1] < parts)]
+    return _fill(sizes, parts, limit)
 
 
 def _fill(sizes: Sequence[int], parts: int, limit: int) -> list[int]:
-    """Runs of at most ``limit``, as long as can be; the largest are halved until there are ``parts`` of them."""
-    runs: list[list[int]] = [[]]
-    for size in sizes:
-        if runs[-1] and sum(runs[-1]) + size > limit:
-            runs.append([])
-        runs[-1].append(size)
-    while len(runs) < parts:
-        at = max((n for n, run in enumerate(runs) if len(run) > 1), key=lambda n: sum(runs[n]))
-        run = runs[at]
-        cut = min(range(1, len(run)), key=lambda place: max(sum(run[:place]), sum(run[place:])))
-        runs[at : at + 1] = [run[:cut], run[cut:]]
-    return [part for part, run in enumerate(runs) for _ in run]
+    """Runs of at most ``limit``, as long as can be, but that an item is left for each further part."""
+    found, held = [0], sizes[0]
+    for at, size in enumerate(sizes[1:], 1):
+        begins = held + size > limit or len(sizes) - at < parts - found[-1]
+        held = size if begins else held + size
+        found.append(found[-1] + begins)
+    return found

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..targets import pickled_classes
 from ..torchsave.dtypes import STORAGE_DTYPES
@@ -45,8 +44,8 @@ _COPIES = 16
 one long string over and over."""
 
 
-def read_client_objects(path: str, comm: Comm, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
-    """Read everything but the model's tensors from a model-states file, on rank 0, and tell all ranks; collective.
+def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
+    """Read everything but the model's tensors from a model-states file.
 
     Args:
         path: the file.
@@ -56,11 +55,6 @@ def read_client_objects(path: str, comm: Comm, *, trust_pickle: bool, checked: b
     Raises:
         CheckpointError: the client state holds classes that are not known to be harmless, or is damaged.
     """
-    return comm.once(lambda: read_objects(path, trust_pickle=trust_pickle, checked=checked))
-
-
-def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
-    """The same without other ranks."""
     file = read_header(path)
     if not checked:
         file = replace(file, storages={key: replace(record, crc=None) for key, record in file.storages.items()})

@@ -33,7 +33,7 @@ from ..targets.finish import (
     restore_scaler,
 )
 from ..targets.guard import BROKEN, HALF_STATES, release, seal
-from .client import EXTRA_STATES, read_client_objects, read_objects
+from .client import EXTRA_STATES, read_objects
 from .custom import run_custom_load
 from .job import LoadArguments, LoadJob
 from .prepare import prepare
@@ -190,7 +190,7 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         checks.touch(index.run.client_records if comm.rank == 0 else ())
         checks.verify(index, comm)
     options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
-    saved = read_client_objects(index.run.state_file, comm, **options)
+    saved = comm.once(lambda: read_objects(index.run.state_file, **options))
     own = _find_own_file(index, target)
 
     def take() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.read import MemorySink, RecordReader, Sink
 from ..io.threads import count_threads
-from ..plan import Claim, LoadPlan, Request, Round, Send
+from ..plan import Claim, LoadPlan, Request, Send
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from .destinations import Destinations
@@ -47,12 +47,7 @@ class CollectiveReader:
     """
 
     def __init__(
-        self,
-        index: AtomicIndex,
-        into: Destinations,
-        plan: LoadPlan,
-        comm: Comm,
-        config: UniversalConfig,
+        self, index: AtomicIndex, into: Destinations, plan: LoadPlan, comm: Comm, config: UniversalConfig
     ) -> None:
         self.index, self.into, self.plan, self.comm = index, into, plan, comm
         self.sinks = into.sinks
@@ -109,8 +104,8 @@ class CollectiveReader:
             checks = self.comm.run(lambda: self._begin(reader, direct, fresh))
             arrived: Callable[[], None] = _nothing
             for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
-                sends, claims = self._pick_step(each, fresh, step)
-                reads = [] if step else each.reads if everything else _pick_reads(each, fresh)
+                sends, claims = each.pick_step(self.comm.rank, fresh, step)
+                reads = [] if step else each.reads if everything else each.pick_reads(fresh)
                 work = partial(self._take_step, reader, arrived, reads, fresh, each.staged, sends)
                 more, packed = self.comm.run(work)
                 checks += more
@@ -148,23 +143,6 @@ class CollectiveReader:
         sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
         return reader.read_parallel(requests, [*sinks, stage, None], self.threads)  # STAGE and DISCARD are the last
 
-    def _pick_step(self, each: Round, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
-        """What is sent to each rank and comes from it in one of a round's steps.
-
-        In each of them a rank sends to those whose distance from it falls to that step.
-        """
-        rank, size = self.comm.rank, self.comm.size
-        now = [distance * each.steps // size == step for distance in range(size)]
-        sends = [
-            [send for send in one if send.fresh == fresh] if now[(peer - rank) % size] else []
-            for peer, one in enumerate(each.sends)
-        ]
-        claims = [
-            [claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
-            for peer, one in enumerate(each.receives)
-        ]
-        return sends, claims
-
     def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
         """Send bytes, in rank order, to those who claimed them; what came; collective."""
         counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
@@ -198,15 +176,6 @@ def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
 def _allocate_pinned(nbytes: int) -> memoryview:
     """Page-locked memory, where bytes are copied to a GPU."""
     return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
-
-
-def _pick_reads(each: Round, fresh: bool) -> list[Request]:
-    """Those of a round's reads of which some bytes are sent to fresh memory, or to live buffers."""
-    sends = [send for one in each.sends for send in one if send.fresh == fresh]
-    lows = np.array([send.position for send in sends], np.int64)
-    highs = np.array([send.position + (send.count - 1) * send.step + send.run for send in sends], np.int64)
-    staged = [(read, read.parts[0].position) for read in each.reads]
-    return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
 
 
 def default_threads() -> int:

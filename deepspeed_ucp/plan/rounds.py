@@ -109,6 +109,27 @@ class Round:
         received = sum(claim.nbytes for one in self.receives for claim in one)
         return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
 
+    def pick_step(self, rank: int, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
+        """What ``rank`` sends to each rank and gets from it in one of the steps, for fresh memory or for live buffers.
+
+        In each step a rank sends to those whose distance from it falls to that step.
+        """
+        size = len(self.sends)
+        now = [distance * self.steps // size == step for distance in range(size)]
+        sends = [[send for send in one if send.fresh == fresh] if now[(peer - rank) % size] else []
+                 for peer, one in enumerate(self.sends)]
+        claims = [[claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
+                  for peer, one in enumerate(self.receives)]
+        return sends, claims
+
+    def pick_reads(self, fresh: bool) -> list[Request]:
+        """Those of the reads of which some bytes are sent to fresh memory, or to live buffers."""
+        sends = [send for one in self.sends for send in one if send.fresh == fresh]
+        lows = np.array([send.position for send in sends], np.int64)
+        highs = np.array([send.position + (send.count - 1) * send.step + send.run for send in sends], np.int64)
+        staged = [(read, read.parts[0].position) for read in self.reads]
+        return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
+
 
 @dataclass(slots=True)
 class OwnerPlan:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.load import exchange
-from deepspeed_ucp.load.exchange import CollectiveReader, _pick_reads
+from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
 from tests.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -85,6 +85,6 @@ def test_only_reads_of_which_something_is_sent_are_wanted() -> None:
     reads = [Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20)]
     sends = [[Send(2, 3, 3, 1, True), Send(12, 2, 4, 2, False)], [Send(20, 5, 5, 1, True), Send(25, 5, 5, 1, False)]]
     each = Round(sends, [[], []], reads, 30)
-    assert _pick_reads(each, fresh=True) == [reads[0], reads[2]]
-    assert _pick_reads(each, fresh=False) == [reads[1], reads[2]]
-    assert _pick_reads(Round([[], []], [[], []], reads, 30), fresh=True) == []
+    assert each.pick_reads(fresh=True) == [reads[0], reads[2]]
+    assert each.pick_reads(fresh=False) == [reads[1], reads[2]]
+    assert Round([[], []], [[], []], reads, 30).pick_reads(fresh=True) == []

@@ -20,7 +20,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, UcpError
-from deepspeed_ucp.load.client import read_client_objects
+from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.reading import read_hyper
 from deepspeed_ucp.torchsave.objects import Global, PickledObject, to_member, to_number
@@ -141,9 +141,9 @@ def test_the_client_state_runs_code_only_with_the_users_consent(tmp_path: Path, 
     write_files(path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run), legacy=legacy)
     file = str(path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match=r"touch.*trust_pickle"):
-        read_client_objects(file, Comm(), trust_pickle=UniversalConfig().trust_pickle)
+        read_objects(file, trust_pickle=UniversalConfig().trust_pickle)
     assert not mark.exists()
-    read_client_objects(file, Comm(), trust_pickle=True)
+    read_objects(file, trust_pickle=True)
     assert mark.exists()
 
 
