@@ -19,6 +19,7 @@ from ..plan.rounds import plan_ranks
 from ..plan.settling import describe_irregular, describe_unreadable
 from ..plan.wants import Wants, is_replicated
 from ..sources.files import MANIFEST, list_sizes
+from ..stream.samples import spread_evenly
 from ..topology import find_differences
 from ..torchsave.torchfile import read_header
 from .degrees import Degrees
@@ -197,7 +198,7 @@ def measure(
         found = {rank: measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans)}
     else:
         each = max(sampler.count_bytes() // sizes.block // target.ranks, 1)
-        chosen = choose_ranks(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES))
+        chosen = spread_evenly(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES))
         wants = {rank: target.wants(rank) for rank in chosen}
         found = {rank: sampler.measure(rank, wants[rank], threads) for rank in chosen}
     run.ranks = [_place(target, rank, wants[rank], figures) for rank, figures in found.items()]
@@ -224,12 +225,6 @@ def _count_claims(wants: Sequence[Want], block: int) -> int:
     return shards + sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants) // block
 
 
-def choose_ranks(world: int, samples: int) -> list[int]:
-    """The first, the last, and some between."""
-    count = max(min(samples, world), 1)
-    return sorted({at * (world - 1) // max(count - 1, 1) for at in range(count)})
-
-
 def _place(target: ForecastTarget, rank: int, wants: Wants, figures: Mapping[str, int]) -> RankFigures:
     needed = sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants.wants)
     return RankFigures(rank, *target.place(rank), needed=needed, engine=target.measure_engine(rank), **figures)
@@ -242,11 +237,11 @@ def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sa
     return LoadTotals(
         checkpoint=sum(sizes),
         files=len(sizes),
-        state=sum(atom.nbytes for param in sampler.users for atom in target.atoms[param]),
+        state=sum(atom.nbytes for param in sampler.homes for atom in target.atoms[param]),
         read=sampler.count_bytes(),
         needed=target.count_needed(),
         exchanged=exchanged,
-        replicas=_count_replicas(target, sampler.users),
+        replicas=_count_replicas(target, sampler.homes),
         headers=_count_headers(index, len(sizes), target.ranks),
     )
 
@@ -259,7 +254,7 @@ def _count_headers(index: AtomicIndex, files: int, world: int) -> int:
 
 
 def list_checkpoint(index: AtomicIndex) -> list[int]:
-    """ReadSizes of the checkpoint's files."""
+    """Sizes of the checkpoint's files."""
     if index.run.topology.wrapper == "atomic":
         return [file.size for file in index.stored.files]
     return [size for size in list_sizes(os.path.dirname(index.run.state_file)).values() if size >= 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ..plan import LoadPlan, Request, Round
 
@@ -160,8 +161,10 @@ def measure_scratch(requests: Sequence[Request], threads: int) -> int:
 
 def measure_exchange(rounds: Sequence[Round], rank: int) -> int:
     """Most memory that rounds of exchange take: staged for the largest round, packed and received in a step."""
-    steps = (
-        each.pick_step(rank, fresh, step) for each in rounds for fresh in (True, False) for step in range(each.steps)
-    )
-    moved = (sum(part.nbytes for one in (*sends, *claims) for part in one) for sends, claims in steps)
-    return max((each.staged for each in rounds), default=0) + max(moved, default=0)
+    moved = 0
+    for each in rounds:
+        for step, fresh in product(range(each.steps), (True, False)):
+            sends, claims = each.pick_step(rank, fresh, step)
+            nbytes = [send.nbytes for one in sends for send in one] + [claim.nbytes for one in claims for claim in one]
+            moved = max(moved, sum(nbytes))
+    return max((each.staged for each in rounds), default=0) + moved

@@ -22,7 +22,7 @@ from ..plan.claims import GRANTED, Blocks, Claim, address_claims, list_claims, m
 from ..plan.locate import Extent, Want, cut_blocks, find_shards, locate
 from ..plan.wants import Wants, view_shards
 from .estimate import measure_scratch
-from .target import ForecastTarget, ModelRank
+from .target import ForecastTarget
 
 LIVE, FRESH = 0, 1
 """Numbers that stand for all buffers of the engine, and for all memory that is not part of it yet."""
@@ -46,23 +46,23 @@ class Sampler:
     def __init__(self, index: AtomicIndex, target: ForecastTarget, sizes: ReadSizes) -> None:
         self.index, self.target, self.sizes, self.block = index, target, sizes, sizes.block
         self.blocks = Blocks.of(index.stored.records, sizes.block, target.ranks)
-        self.users = self._find_users()
-        self.homes = [_find_homes(held) for held in target.model_ranks]
+        self.homes = self._find_homes()
         self.held = self._list_fragments()
         self.touched = np.array(sorted(self.held), np.int64)
 
-    def _find_users(self) -> dict[ParamKey, list[int]]:
-        """Model-parallel ranks that hold each parameter."""
-        users: dict[ParamKey, list[int]] = defaultdict(list)
+    def _find_homes(self) -> dict[ParamKey, list[tuple[int, FlatBuffer, int]]]:
+        """Per parameter where it is held: (model-parallel rank, buffer, place in it)."""
+        homes: dict[ParamKey, list[tuple[int, FlatBuffer, int]]] = defaultdict(list)
         for number, held in enumerate(self.target.model_ranks):
-            for param in held.match.params.values():
-                users[param].append(number)
-        return users
+            for each in held.buffers:
+                for place, name in enumerate(each.buffer.names):
+                    homes[held.match.params[name]].append((number, each.buffer, place))
+        return homes
 
     def _list_fragments(self) -> dict[int, list[tuple[int, int, Atom, int, Fragment, int]]]:
         """Per record (first byte, behind the last, atom, shard, fragment, buffer), of what some rank wants."""
         held: dict[int, list[tuple[int, int, Atom, int, Fragment, int]]] = defaultdict(list)
-        for param in self.users:
+        for param in self.homes:
             for number, atom in enumerate(self.target.atoms[param]):
                 for shard in self._find_shards(atom):
                     for fragment in atom.shards[shard].fragments:
@@ -130,17 +130,7 @@ class Sampler:
             direct = claim.count == 1 and claim.run >= self.sizes.min_direct
             long[key] = long.get(key, False) or direct
         blocks = (block for block in sorted(long) if block not in owned)
-        return [block for block in blocks if long[block] or not self._is_shared(block, rank)]
-
-    def _is_shared(self, block: Block, rank: int) -> bool:
-        """Whether another rank claims something of a block."""
-        others = (want for other, want in self._find_wants({block}) if other != rank)
-        return any(self._touches(piece, block) for want in others for piece in locate(want))
-
-    def _touches(self, whole: Extent, block: Block) -> bool:
-        return whole.record == block[0] and any(
-            piece.run.src * piece.itemsize // self.block == block[1] for piece in cut_blocks(whole, self.block)
-        )
+        return [each for each in blocks if long[each] or all(other == rank for other, _ in self._find_pieces({each}))]
 
     def _decide(self, chosen: list[Block], rank: int) -> tuple[list[Claim], OwnerPlan, Round, int]:
         """What the owners of some blocks, as if they were one rank, decide.
@@ -161,14 +151,18 @@ class Sampler:
 
     def _claim(self, chosen: Iterable[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""
-        wanted = set(chosen)
         pieces: dict[int, list[Extent]] = defaultdict(list)
+        for rank, piece in self._find_pieces(set(chosen)):
+            pieces[rank].append(piece)
+        return {rank: make_claims(held, lambda buffer: buffer == FRESH, self.block) for rank, held in pieces.items()}
+
+    def _find_pieces(self, wanted: set[Block]) -> Iterator[tuple[int, Extent]]:
+        """What each rank wants of some blocks."""
         for rank, want in self._find_wants(wanted):
             for whole in locate(want):
                 for piece in cut_blocks(whole, self.block):
                     if (piece.record, piece.run.src * piece.itemsize // self.block) in wanted:
-                        pieces[rank].append(piece)
-        return {rank: make_claims(held, _is_fresh, self.block) for rank, held in pieces.items()}
+                        yield rank, piece
 
     def _find_wants(self, wanted: set[Block]) -> Iterator[tuple[int, Want]]:
         """Parts of ranks' wants among which are all that these blocks hold, each element once."""
@@ -217,36 +211,18 @@ class Sampler:
 
     def _assign(self, atom: Atom, buffer: int, tp_rank: int, low: int, high: int) -> Iterator[tuple[int, Want]]:
         """The wants of every rank that holds some of elements [low, high) of a target shard."""
-        tp, layouts = self.target.degrees.tp, self.target.layouts.get(atom.name)
+        tp, shards = self.target.degrees.tp, self.target.degrees.shards
+        layouts = self.target.layouts.get(atom.name)
         views = view_shards(layouts, tp_rank)
         if layouts is not None and layouts[0].mean:  # replicas are read into memory of their own
             buffer = FRESH
-        for number in self.users[atom.param]:
+        for number, held, place in self.homes[atom.param]:
             if number % tp != tp_rank:
                 continue
-            for dp_rank, first, last in self._find_holders(number, atom.param, low, high):
-                rank = (number // tp * self.target.degrees.shards + dp_rank) * tp + tp_rank
-                for view in views:
-                    yield rank, Want(atom, first, last - first, buffer, 0, view)
-
-    def _find_holders(self, number: int, param: ParamKey, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """(data-parallel rank, first, behind the last element) of those that hold elements of a parameter."""
-        if param not in self.homes[number]:
-            return
-        buffer, place = self.homes[number][param]
-        for part, first, last in buffer.find_holders(place, low, high):
-            for dp_rank in buffer.find_ranks(part, self.target.degrees.shards):
-                yield dp_rank, first, last
-
-
-def _find_homes(held: ModelRank) -> dict[ParamKey, tuple[FlatBuffer, int]]:
-    """Per parameter where a model-parallel rank holds it: a buffer and the place in it."""
-    buffers = [each.buffer for each in held.buffers]
-    return {held.match.params[name]: (each, at) for each in buffers for at, name in enumerate(each.names)}
-
-
-def _is_fresh(buffer: int) -> bool:
-    return buffer == FRESH
+            for part, first, last in held.find_holders(place, low, high):
+                for dp_rank in held.find_ranks(part, shards):
+                    rank = (number // tp * shards + dp_rank) * tp + tp_rank
+                    yield from ((rank, Want(atom, first, last - first, buffer, 0, view)) for view in views)
 
 
 def _end(run: Run) -> int:

@@ -116,10 +116,14 @@ class Round:
         """
         size = len(self.sends)
         now = [distance * self.steps // size == step for distance in range(size)]
-        sends = [[send for send in one if send.fresh == fresh] if now[(peer - rank) % size] else []
-                 for peer, one in enumerate(self.sends)]
-        claims = [[claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
-                  for peer, one in enumerate(self.receives)]
+        sends = [
+            [send for send in one if send.fresh == fresh] if now[(peer - rank) % size] else []
+            for peer, one in enumerate(self.sends)
+        ]
+        claims = [
+            [claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
+            for peer, one in enumerate(self.receives)
+        ]
         return sends, claims
 
     def pick_reads(self, fresh: bool) -> list[Request]:
