@@ -51,18 +51,12 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
     live = optimizer.param_groups[group]
     # Another optimizer's hyper-parameters may be of other types: then the live ones have to do.
     for fields in ({**live, **adopt_hyper(live, hyper)}, live):
-        found = _take_step(optimizer, fields, shape, like)
-        if found is not None:
-            return found
-    return _look(optimizer, group)
-
-
-def _take_step(
-    optimizer: Any, fields: Mapping[str, Any], shape: tuple[int, ...], like: torch.Tensor
-) -> StateKinds | None:
-    param = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
-    return None if state is None else _sort(state, param.shape)
+        param = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
+        if state is not None:
+            return _sort_states(state, param.shape)
+    kept = next((param for param in live["params"] if optimizer.state.get(param)), None)
+    return None if kept is None else replace(_sort_states(optimizer.state[kept], kept.shape), lazy=False)
 
 
 _UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
@@ -114,15 +108,7 @@ def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     return shadow
 
 
-def _look(optimizer: Any, group: int) -> StateKinds | None:
-    for param in optimizer.param_groups[group]["params"]:
-        if optimizer.state.get(param):
-            found = _sort(optimizer.state[param], param.shape)
-            return replace(found, lazy=False)
-    return None
-
-
-def _sort(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
+def _sort_states(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
     elementwise, scalars, other = {}, {}, {}
     for name, value in state.items():
         if value is None:

@@ -24,7 +24,7 @@ def test_resumes(resume_equivalence):       # with pytest_plugins = ["deepspeed_
 from __future__ import annotations
 
 from deepspeed_ucp.testing.resume import LOSS_TOLERANCE, Launch, ResumeReport, assert_resume_equivalent
-from deepspeed_ucp.testing.world import World, WorldFailure, WorldPool, WorldTimeout, run_world
+from deepspeed_ucp.testing.world import World, WorldFailure, WorldPool, WorldTimeout
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -35,5 +35,4 @@ __all__ = [
     "WorldPool",
     "WorldTimeout",
     "assert_resume_equivalent",
-    "run_world",
 ]

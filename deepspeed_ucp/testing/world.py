@@ -23,10 +23,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 DEFAULT_TIMEOUT = 180.0
@@ -47,18 +49,18 @@ class WorldFailure(RuntimeError):
     """
 
     def __init__(self, errors: Mapping[int, str]):
-        self.errors = dict(errors)
-        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(self.errors.items())))
+        super().__init__(dict(errors))
+        self.errors: dict[int, str] = self.args[0]
 
-    def __reduce__(self) -> tuple[type[WorldFailure], tuple[dict[int, str]]]:
-        return type(self), (self.errors,)
+    def __str__(self) -> str:
+        return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(self.errors.items()))
 
 
 class WorldTimeout(WorldFailure, TimeoutError):
     """The ranks named in `errors` did not come back in time; the others' errors are listed beside them."""
 
 
-class World:
+class World(AbstractContextManager["World"]):
     """`world_size` processes in one gloo process group, in which DeepSpeed is initialised.
 
     Every call of `run` runs one function on all ranks; state of the processes (modules, globals) lives on between
@@ -117,15 +119,13 @@ class World:
         if self.closed:
             raise RuntimeError("this world is closed: it was left, or an earlier call on it failed")
         call = pickle.dumps((fn, args, kwargs))
-        for rank, connection in enumerate(self._connections):
-            self._send(rank, connection, call)
-        answers, timed_out = self._collect(self.timeout if timeout is None else timeout)
-        if not timed_out and all(answer.error is None for answer in answers.values()):
-            return [answers[rank].result for rank in range(self.world_size)]
-        errors = self._describe(answers, timed_out)
-        self.close()
-        raise_first(answers, errors, timed_out)
-        raise AssertionError("unreachable")
+        for connection in self._connections:
+            with suppress(OSError):  # a rank that has ended is found when its answer is read
+                connection.send_bytes(call)
+        answers, silent = self._collect(self.timeout if timeout is None else timeout)
+        if silent or any(answer.error is not None for answer in answers.values()):
+            self._fail(answers, silent)
+        return [answers[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Kill the ranks and remove what they left in the temporary folder and in /dev/shm. May be called twice."""
@@ -141,19 +141,8 @@ class World:
         for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
             left.unlink(missing_ok=True)
 
-    def __enter__(self) -> World:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _send(self, rank: int, connection: Connection, call: bytes) -> None:
-        try:
-            connection.send_bytes(call)
-        except OSError as error:
-            text = f"the rank had ended before the call ({error})\n{self._log(rank)}"
-            self.close()
-            raise WorldFailure({rank: text}) from error
 
     def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
         """The answers by rank, and the ranks that gave none in time."""
@@ -180,20 +169,28 @@ class World:
             process.join(5)
             return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._log(rank)}")
 
-    def _describe(self, answers: Mapping[int, _Answer], silent: list[int]) -> dict[int, str]:
+    def _fail(self, answers: Mapping[int, _Answer], silent: list[int]) -> NoReturn:
+        """Close the world and raise what the rank that failed first raised, or a summary where nothing tells that."""
         for rank in silent:
-            os.kill(_pid(self._processes[rank]), signal.SIGUSR1)  # faulthandler writes where it hangs
+            os.kill(_get_pid(self._processes[rank]), signal.SIGUSR1)  # faulthandler writes where it hangs
         if silent:
             time.sleep(0.5)
-        errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
-        return errors | {rank: f"did not come back; it was here:\n{self._log(rank)}" for rank in silent}
+        failed = {rank: answer for rank, answer in answers.items() if answer.error is not None}
+        errors = {rank: str(answer.error) for rank, answer in failed.items()}
+        errors |= {rank: f"did not come back; it was here:\n{self._log(rank)}" for rank in silent}
+        self.close()
+        summary = WorldTimeout(errors) if silent else WorldFailure(errors)
+        first = min(failed.values(), key=lambda answer: answer.stamp, default=None)
+        if first is None or first.exception is None:
+            raise summary
+        raise pickle.loads(first.exception) from summary
 
     def _log(self, rank: int) -> str:
         path = _log_path(self._folder, rank)
         return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
 
 
-class WorldPool:
+class WorldPool(AbstractContextManager["WorldPool"]):
     """Worlds by size, started when first asked for, replaced when a call broke one, closed together."""
 
     def __init__(self, *, timeout: float = DEFAULT_TIMEOUT, env: Mapping[str, str] | None = None):
@@ -213,41 +210,18 @@ class WorldPool:
             world.close()
         self._worlds.clear()
 
-    def __enter__(self) -> WorldPool:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def run_world(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
-) -> list[Any]:
-    """Run `fn(*args, **kwargs)` on a new world of `world_size` ranks and close it. See `World.run`."""
-    with World(world_size, timeout=timeout) as world:
-        return world.run(fn, *args, **kwargs)
-
-
+@dataclass
 class _Answer:
     """What one rank sends back: a result, or an error's text with the exception itself where it can be pickled."""
 
-    def __init__(self, result: Any = None, error: str | None = None, exception: bytes | None = None):
-        self.result = result
-        self.error = error
-        self.exception = exception
-        self.stamp = time.monotonic()  # one clock for all processes of a machine
-
-
-def raise_first(answers: Mapping[int, _Answer], errors: Mapping[int, str], timed_out: list[int]) -> None:
-    """Raise what the rank that failed first raised, or the summary where there is no such exception."""
-    summary = WorldTimeout(errors) if timed_out else WorldFailure(errors)
-    failed = sorted((a.stamp, rank) for rank, a in answers.items() if a.error is not None)
-    if not failed:
-        raise summary
-    exception = answers[failed[0][1]].exception
-    if exception is None:
-        raise summary
-    raise pickle.loads(exception) from summary
+    result: Any = None
+    error: str | None = None
+    exception: bytes | None = None
+    stamp: float = field(default_factory=time.monotonic)  # one clock for all processes of a machine
 
 
 def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float) -> None:
@@ -369,12 +343,12 @@ def _log_path(folder: Path, rank: int) -> Path:
 def _kill_group(process: mp.process.BaseProcess) -> None:
     for kill in (os.killpg, os.kill):  # the group is only there once the rank has called setsid
         try:
-            kill(_pid(process), signal.SIGKILL)
+            kill(_get_pid(process), signal.SIGKILL)
         except ProcessLookupError:
             continue
 
 
-def _pid(process: mp.process.BaseProcess) -> int:
+def _get_pid(process: mp.process.BaseProcess) -> int:
     if process.pid is None:
         raise RuntimeError(f"{process.name} was never started")
     return process.pid

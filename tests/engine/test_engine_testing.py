@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import time
 from collections.abc import Callable, Generator
 from functools import partial
@@ -20,7 +22,6 @@ from deepspeed_ucp.testing import (
     WorldPool,
     WorldTimeout,
     assert_resume_equivalent,
-    run_world,
 )
 
 SOURCE, TARGET = Case(1, 2), Case(3, 1)
@@ -157,25 +158,35 @@ def test_several_calls_on_one_world() -> None:
 
 @pytest.mark.parametrize("hang", [False, True], ids=["others-return", "others-wait"])
 def test_an_error_is_raised_here(hang: bool) -> None:
-    with pytest.raises(ValueError, match="rank 1 cannot go on") as caught:
-        run_world(fail_on, 2, 1, hang)
+    with pytest.raises(ValueError, match="rank 1 cannot go on") as caught, World(2) as world:
+        world.run(fail_on, 1, hang)
     assert isinstance(caught.value.__cause__, WorldFailure)
     assert "fail_on" in caught.value.__cause__.errors[1]
 
 
 def test_a_rank_that_hangs() -> None:
     begin = time.monotonic()
-    with pytest.raises(WorldTimeout) as caught:
-        run_world(hang_on, 2, 1, timeout=8)
+    with pytest.raises(WorldTimeout) as caught, World(2, timeout=8) as world:
+        world.run(hang_on, 1)
     assert list(caught.value.errors) == [1]
     assert "hang_on" in caught.value.errors[1]  # where it was
     assert time.monotonic() - begin < 60
 
 
 def test_a_rank_that_dies() -> None:
-    with pytest.raises(WorldFailure) as caught:
-        run_world(leave, 2, 1)
+    with pytest.raises(WorldFailure) as caught, World(2) as world:
+        world.run(leave, 1)
     assert "exit code 3" in caught.value.errors[1]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_rank_that_has_died_between_two_calls() -> None:
+    with World(2) as world:
+        pids = world.run(os.getpid)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorldFailure) as caught:
+            world.run(rank)
+    assert "exit code -9" in caught.value.errors[0]
 
 
 def test_a_pool_replaces_a_broken_world() -> None:
