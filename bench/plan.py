@@ -29,7 +29,6 @@ from ranks import release_free_memory
 from synthetic import TIED, Parameter, Sizes, Source, pad_flat, split_groups
 
 from deepspeed_ucp.atoms import COPY, ITEMSIZE, AtomicIndex, AtomKey, count
-from deepspeed_ucp.collection import pause_collection
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
@@ -46,6 +45,7 @@ from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
 from deepspeed_ucp.sources.naming import Naming
 from deepspeed_ucp.sources.save import arrange
+from deepspeed_ucp.stream.report import pause_collection
 from deepspeed_ucp.targets.base import Target
 from deepspeed_ucp.targets.parallel import Instance, Place
 

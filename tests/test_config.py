@@ -127,42 +127,6 @@ def test_several_faults_are_told_at_once() -> None:
         parse({"threads": -1, "verify": "md5"})
 
 
-@pytest.mark.parametrize(
-    ("train", "micro", "gas", "world", "found"),
-    [
-        (64, None, None, 4, (16, 1)),
-        (64, 4, None, 4, (4, 4)),
-        (64, None, 2, 4, (8, 2)),
-        (64, 4, 4, 4, (4, 4)),
-        (64, 4, 4, 2, None),
-        (64, 4, None, 3, None),
-        (64, 5, None, 4, None),
-        (64, None, 3, 4, None),
-        (64, 32, None, 4, None),
-        (0, None, None, 0, None),
-    ],
-)
-def test_fit_batch(train: int, micro: int | None, gas: int | None, world: int, found: tuple[int, int] | None) -> None:
-    assert fit_batch(train, micro, gas, world) == found
-
-
-@pytest.mark.parametrize(
-    ("train", "micro", "world", "found"),
-    [
-        (64, 4, 2, (4, 8)),
-        (64, 4, 8, (4, 2)),
-        (64, 16, 8, (8, 1)),
-        (96, 4, 8, (4, 3)),
-        (56, 4, 8, (1, 7)),
-        (60, 8, 4, (5, 3)),
-        (64, None, 4, (16, 1)),
-        (64, 4, 3, None),
-    ],
-)
-def test_adapt_batch(train: int, micro: int | None, world: int, found: tuple[int, int] | None) -> None:
-    assert adapt_batch(train, micro, world) == found
-
-
 NUMBERS = st.integers(1, 300)
 MAYBE = st.none() | st.integers(1, 20)
 
@@ -179,6 +143,7 @@ def test_what_fits_multiplies_to_the_batch(train: int, micro: int | None, gas: i
     )
     assert (found is not None) == exists
     if found is not None:
+        assert micro or found[0] * (gas or 1) * world == train, "the largest micro batch"
         assert found[0] * found[1] * world == train
         assert (micro in (None, found[0])) and (gas in (None, found[1]))
 

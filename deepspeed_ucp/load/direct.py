@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
-from ..collection import pause_collection
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError
 from ..stream.checks import Checks
+from ..stream.report import pause_collection
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..atoms import MODULE, AtomicIndex, ParamKey
-from ..collection import pause_collection
 from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
@@ -21,7 +20,7 @@ from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import is_atomic
 from ..sources.ownfiles import compare_own_files, list_own_globals
-from ..stream.report import OutputReport
+from ..stream.report import OutputReport, pause_collection
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load

@@ -127,20 +127,12 @@ def restrict_source(run: Run, low: int, high: int) -> tuple[Run, ...]:
 
 def find_faults(layout: Layout) -> list[str]:
     """What is wrong with a layout: elements held twice or by nobody, shapes that contradict the intervals."""
-    faults = []
-    if count(layout.view) != count(layout.shape):
-        faults.append(f"view {layout.view} has not the elements of shape {layout.shape}")
-    if len(layout.shards) != len(layout.local_shapes):
-        faults.append(f"{len(layout.shards)} shards, {len(layout.local_shapes)} local shapes")
-    for rank, (shard, local) in enumerate(zip(layout.shards, layout.local_shapes, strict=False)):
-        faults += [f"rank {rank}: {fault}" for fault in _find_shard_faults(shard, local, layout.view)]
+    sides = enumerate(zip(layout.shards, layout.local_shapes, strict=True))
+    faults = [f"rank {r}: {fault}" for r, side in sides for fault in _find_shard_faults(*side, layout.view)]
     return faults or _find_cover_faults(layout)
 
 
 def _find_shard_faults(shard: Product, local: Shape, view: Shape) -> Iterator[str]:
-    if len(shard) != len(view):
-        yield f"{len(shard)} interval lists for {len(view)} view axes"
-        return
     if _product_numel(shard) != count(local):
         yield f"intervals hold {_product_numel(shard)} elements, local shape {local} has {count(local)}"
     for axis, (intervals, size) in enumerate(zip(shard, view, strict=True)):

@@ -154,14 +154,6 @@ class Spec:
         )
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """The checkpoints of which a set says that it is not theirs, and why."""
-
-    when: str
-    reason: str
-
-
 _PLAIN: dict[str, type[Pattern]] = {"unique": Unique, "replicate": Replicate, "partial": Partial}
 
 
@@ -232,7 +224,7 @@ class RuleSet:
     literal: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Sequence[Size]] = field(default_factory=dict)
-    refuse: tuple[Refusal, ...] = ()
+    refuse: Sequence[Mapping[str, str]] = ()
     vocab: int | None = None
     renames: tuple[Rename, ...] = ()
     by: str = "checkpoint"
@@ -276,8 +268,8 @@ class RuleSet:
         """
         facts = replace(facts, variables=self.variables)
         for each in self.refuse:
-            if facts.is_true(each.when):
-                raise MismatchError(f"{self.name} contradicts the checkpoint ({each.when}): {each.reason}")
+            if facts.is_true(each["when"]):
+                raise MismatchError(f"{self.name} contradicts the checkpoint ({each['when']}): {each['reason']}")
 
     def find_unused(self, names: Iterable[str]) -> list[str]:
         """Rules that match none of the names, as text."""
@@ -306,13 +298,15 @@ class RuleFile:
     variables: dict[str, Size | tuple[Size, ...]] = field(default_factory=dict)
     original_vocab_size: Any = None
     rename: Any = ()
-    refuse: tuple[Refusal, ...] = ()
+    refuse: tuple[dict[str, str], ...] = ()
     rules: tuple[Spec, ...] = ()
 
     def __post_init__(self) -> None:
         vocab = self.original_vocab_size
         if vocab is not None and (type(vocab) is not int or vocab < 1):
             raise ValueError(f"original_vocab_size is a positive integer, found {vocab!r}")
+        if any(set(each) != {"when", "reason"} for each in self.refuse):
+            raise ValueError("refuse is a list of objects with when and reason")
 
 
 def _read_file(value: object, name: str) -> RuleFile:

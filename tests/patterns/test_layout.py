@@ -196,10 +196,7 @@ ROWS = ((0, 2), (0, 2))
         (Layout((4,), (4,), ((((0, 3), (2, 4)),),), ((5,),)), r"\[2, 3\) is held twice"),
         (Layout((4,), (4,), ((((0, 5),),),), ((5,),)), r"\[0, 5\) is not inside \[0, 4\)"),
         (Layout((4,), (4,), ((((0, 4),),),), ((3,),)), "intervals hold 4 elements"),
-        (Layout((4,), (2, 3), ((((0, 2),), ((0, 3),)),), ((6,),)), "has not the elements"),
         (Layout((4,), (4,), ((((0, 4),),), (((0, 3),),)), ((4,), (3,)), replicated=True), "rank 1 does not hold"),
-        (Layout((4,), (4,), ((((0, 4),), ((0, 1),)),), ((4,),)), "2 interval lists for 1"),
-        (Layout((4,), (4,), ((((0, 4),),),), ((4,), (4,))), "1 shards, 2 local shapes"),
     ],
 )
 def test_faults_are_found(layout, fault):

@@ -87,7 +87,7 @@ def test_every_pattern_can_be_written(spec, shapes, pattern):
         ({"original_vocab_size": 0}, "original_vocab_size is a positive integer"),
         ({"original_vocab_size": True}, "original_vocab_size is a positive integer"),
         ([{"match": "a", "pattern": "unique", "angle": 3}], "rules.0.angle: Unexpected keyword argument"),
-        ({"refuse": [{"when": "1"}]}, "refuse.0.reason: Field required"),
+        ({"refuse": [{"when": "1"}]}, "refuse is a list of objects with when and reason"),
         ([{"match": "a"}], "rules.0.pattern: Field required"),
         ([{"match": "a", "pattern": "shard-nc", "parts": 3}], "rules.0.parts: Input should be a valid tuple"),
         ([{"match": "a", "pattern": "shard-h", "dim": "rows"}], "rules.0.dim: Input should be a valid integer"),
