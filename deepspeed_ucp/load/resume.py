@@ -18,7 +18,7 @@ from ..io.memory import identify_host
 from ..patterns import RuleSet, from_config
 from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
-from ..sources.files import is_atomic
+from ..sources.files import holds_atoms, list_entries
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.report import OutputReport, pause_collection
 from ..targets import Target, open_target
@@ -136,7 +136,7 @@ def decide(job: LoadJob, folder: str, *, upstream: bool = False) -> LoaderChoice
     Raises:
         UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
     """
-    if upstream and job.comm.run(lambda: is_atomic(folder)):
+    if upstream and job.comm.run(lambda: holds_atoms(list_entries(folder))):
         if not job.config.trust_pickle:
             job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
         return LoaderChoice("load_universal is on and this is an atomic checkpoint")

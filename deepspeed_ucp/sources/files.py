@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -148,15 +148,6 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     )
 
 
-def is_atomic(folder: str) -> bool:
-    """Whether a folder holds an atomic checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
-    return holds_atoms(list_entries(folder))
-
-
 def is_layer_file(name: str) -> bool:
     """Whether a file holds the state_dict of one layer of a pipeline."""
     return _LAYER.fullmatch(name) is not None
@@ -194,9 +185,3 @@ def compare_listings(folder: str, listings: list[dict[str, int]]) -> None:
                     f"{folder}: {name} has {listing[name]} bytes on rank {rank} and {listings[0][name]} on rank 0; "
                     "the nodes hold different copies of the checkpoint."
                 )
-
-
-def find_leftovers(listing: Listing, used: Iterable[str]) -> list[str]:
-    """State files that the checkpoint does not consist of: left by an earlier save into the same folder."""
-    known = set(used)
-    return sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in known)

@@ -14,7 +14,7 @@ from typing import Any
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
 from .index import enabled
-from .reading import list_globals
+from .reading import as_list, list_globals
 
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 
@@ -83,13 +83,13 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
         "precision": name_precision(config),
         "data-parallel ranks": tree.get("dp_world_size"),
         "model-parallel ranks": tree.get("mp_world_size"),
-        "experts per layer": _as_list(tree.get("num_experts")),
+        "experts per layer": as_list(tree.get("num_experts")),
         "use_data_before_expert_parallelism": bool(config.get("use_data_before_expert_parallelism", False)),
         "expert-parallel ranks": _count_expert_states(model),
         "expert-parallel degrees": None,
         "AutoEP placement": [layer.get("expert_placement") for layer in layers],
         "parameters": _list_shapes(tree.get("param_shapes")),
-        "partitions": [int(to_member(count)) for count in _as_list(state.get("partition_count"))],
+        "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),
     }
 
@@ -101,15 +101,8 @@ def name_precision(config: Mapping[str, Any]) -> str:
     return "fp16" if enabled(config, "fp16") else "fp32"
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _list_shapes(groups: Any) -> list[list[tuple[str, tuple[int, ...]]]]:
-    held = [groups] if isinstance(groups, dict) else groups or []
-    return [[(str(name), tuple(shape)) for name, shape in group.items()] for group in held]
+    return [[(str(name), tuple(shape)) for name, shape in group.items()] for group in as_list(groups)]
 
 
 def _count_expert_states(model: str) -> int:

@@ -140,9 +140,11 @@ class HeaderReader:
         if saved is not None and not isinstance(saved, dict):
             raise TypeError(f"{describe(saved)} for the module's state_dict")
         module = None if saved is None else self.read_tensors(saved)
-        shapes = tree.get("param_shapes")
+        shapes = tuple(tuple(_as_shapes(each).items()) for each in as_list(tree.get("param_shapes")))
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
+        degrees = tree.get("checkpoint_parallel_dimensions")
+        has_degrees = isinstance(degrees, dict) and {"pp_degree", "tp_degree"} <= degrees.keys()
         fragments = tree.get("frozen_param_fragments") or {}
         frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
         frozen_shapes = _strip(_as_shapes(tree.get("frozen_param_shapes") or {}))
@@ -153,16 +155,14 @@ class HeaderReader:
             module=module,
             nested=isinstance(saved, dict) and _is_nested(saved),
             buffers=_as_names(tree.get("buffer_names")),
-            param_shapes=None
-            if shapes is None
-            else tuple(tuple(_as_shapes(each).items()) for each in _as_list(shapes)),
+            param_shapes=None if tree.get("param_shapes") is None else shapes,
             frozen_shapes=frozen_shapes,
             frozen=frozen,
             shared=dict(_as_pairs(tree.get("shared_params"))),
             counters={key: _as_count(tree[key], key) for key in _COUNTED if key in tree},
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
-            degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
+            degrees=(int(degrees["pp_degree"]), int(degrees["tp_degree"])) if has_degrees else None,
             hints=read_hints(tree),
         )
 
@@ -270,12 +270,6 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
             todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
 
 
-def _read_degrees(value: Any) -> tuple[int, int] | None:
-    if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= set(value):
-        return None
-    return int(value["pp_degree"]), int(value["tp_degree"])
-
-
 def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
     if optim is None:
         return []
@@ -341,7 +335,8 @@ def _strip(named: dict[str, T]) -> dict[str, T]:
     return found
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """What may be one value, a list of them, or nothing."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -375,4 +370,4 @@ def _as_count(value: Any, key: str) -> int | None:
 
 
 def _as_ints(value: Any) -> tuple[int, ...]:
-    return tuple(map(int, _as_list(value)))
+    return tuple(map(int, as_list(value)))

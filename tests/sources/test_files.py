@@ -11,7 +11,6 @@ from deepspeed_ucp.sources import check_tag, find_tags, read_latest
 from deepspeed_ucp.sources.files import (
     NO_AXIS,
     compare_listings,
-    find_leftovers,
     holds_atoms,
     list_entries,
     list_sizes,
@@ -187,8 +186,3 @@ def test_a_rank_that_lacks_files_is_named() -> None:
 def test_a_rank_with_another_copy_is_named() -> None:
     with pytest.raises(CheckpointError, match="b has 3 bytes on rank 2 and 2 on rank 0"):
         compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}])
-
-
-def test_files_that_are_not_used_are_leftovers() -> None:
-    listing = sort_files("folder", {MODEL: 1, "zero_pp_rank_7_mp_rank_00_optim_states.pt": 1, "sub": -1})
-    assert find_leftovers(listing, [MODEL]) == ["zero_pp_rank_7_mp_rank_00_optim_states.pt"]

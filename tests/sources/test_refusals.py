@@ -253,6 +253,7 @@ def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
 
 
 def test_a_clean_folder_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "sub").mkdir()
     open_files(tmp_path, make_files(Topology(3, 3)))
     assert not caplog.records
 

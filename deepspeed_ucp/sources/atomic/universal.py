@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...atoms import MASTER, AtomicIndex, GroupInfo, ParamKey, count, strip_compiled
+from ...atoms import MASTER, MODULE, AtomicIndex, GroupInfo, ParamKey, are_alike, count, strip_compiled
 from ...comm import Comm
-from ...errors import CheckpointError, shorten
-from ...patterns import Pattern, ShardH, ShardNC, ShardV
+from ...errors import CheckpointError, MismatchError, shorten
+from ...patterns import Pattern, ShardH, ShardNC, ShardV, from_universal_info
 from ...patterns.recorded import record_pattern
+from ...patterns.regex import Matcher
 from ...topology import ATOMIC, Topology
 from ...torchsave.records import FileRecord
 from ..builder import Builder
 from ..findings import WARNING, Finding
 from ..headers import Piece
+from ..hints import INFO
 from ..index import find_precision, make_index
-from ..leftout import add_rest, tell_copies
+from ..module import add_modules
 from ..ranks import ModelRank
 from ..save import describe_offload
+from ..zero import add_frozen_zero3
 from .headers import ParamHeader, UniversalHeaders, read_headers
 
 _STEP = "step"
@@ -69,8 +72,8 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     for name in owned.shapes:
         _add_param(builder, part, name, owned)
     _add_steps(builder, part, owned, notes)
-    notes += tell_copies(part)
-    dropped = add_rest(builder, part, set(owned.shapes), notes)
+    notes += _tell_copies(part)
+    dropped = _add_rest(builder, part, set(owned.shapes), notes)
     _check_states(part, owned)
     atoms = builder.finish_atoms()
     masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
@@ -206,6 +209,71 @@ def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int)
         builder.scalar_dtypes.setdefault(scalar, piece.dtype)
     for state, kind in held.other.items():
         builder.irregular.setdefault(f"{name}.{state}", kind)
+
+
+def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]) -> str:
+    """Buffers, frozen parameters and ties, from the model states as far as these hold them whole.
+
+    Returns:
+        Why some may be missing.
+    """
+    save = part.save
+    if not save.is_pipeline and save.tp == save.pp == 1:
+        if part.is_sharded:
+            add_frozen_zero3(builder, ModelRank(), save.models[0], optimized)
+        add_modules(builder, save, optimized)
+        return ""
+    builder.aliases = dict(save.model(0).shared)
+    if save.is_pipeline:
+        dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
+        notes.append(f"{dropped}; a load leaves them as the new model has them")
+        return dropped
+    lost = _add_replicas(builder, part, optimized | set(builder.aliases))
+    if not lost:
+        return ""
+    dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
+    notes.append(f"{dropped}: {shorten(lost)}; a load leaves them as the new model has them")
+    return dropped
+
+
+def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) -> list[str]:
+    """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
+    ranks = [part.save.model(tp).module or {} for tp in range(part.save.tp)]
+    buffers = set(part.save.model(0).buffers)
+    lost = [name for name in part.save.model(0).frozen_shapes if name not in others]
+    for name, piece in ranks[0].items():
+        if name in others or (part.is_sharded and name not in buffers):
+            continue
+        held = [rank[name] for rank in ranks if name in rank]
+        if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
+            builder.add(ModelRank(), name, MODULE, part.save.main, piece)
+        elif name not in lost:
+            lost.append(name)
+    return lost
+
+
+def _read_shared(part: UniversalHeaders) -> tuple[Matcher, ...]:
+    """What the checkpoint says to be alike on all pipeline stages."""
+    try:
+        return from_universal_info(part.save.model(0).hints.get(INFO)).shared
+    except MismatchError:
+        return ()
+
+
+def _tell_copies(part: UniversalHeaders) -> list[str]:
+    """Parameters of several pipeline stages: the converter joins all stages' files under one name, the last one counts.
+
+    Those that the checkpoint says to be alike are taken from the first stage.
+    """
+    save = part.save
+    stages: dict[str, int] = {}
+    for stage in range(save.pp):
+        for name in save.model(stage * save.tp).owned:
+            stages[name] = stages.get(name, 0) + 1
+    shared = _read_shared(part)
+    copies = sorted(n for n, held in stages.items() if held > 1 and not any(match(n) for match in shared))
+    told = "of parameters that several pipeline stages hold the converter kept one stage's values, whichever it was"
+    return [f"{told}: {shorten(copies)}"] if copies else []
 
 
 def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tuple[GroupInfo, ...]:
