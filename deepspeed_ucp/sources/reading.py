@@ -143,8 +143,6 @@ class HeaderReader:
         shapes = tuple(tuple(_as_shapes(each).items()) for each in as_list(tree.get("param_shapes")))
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
-        degrees = tree.get("checkpoint_parallel_dimensions")
-        has_degrees = isinstance(degrees, dict) and {"pp_degree", "tp_degree"} <= degrees.keys()
         fragments = tree.get("frozen_param_fragments") or {}
         frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
         frozen_shapes = _strip(_as_shapes(tree.get("frozen_param_shapes") or {}))
@@ -162,7 +160,7 @@ class HeaderReader:
             counters={key: _as_count(tree[key], key) for key in _COUNTED if key in tree},
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
-            degrees=(int(degrees["pp_degree"]), int(degrees["tp_degree"])) if has_degrees else None,
+            degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
             hints=read_hints(tree),
         )
 
@@ -268,6 +266,12 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
                 raise ValueError(f"a module of more than {_MOST_ENTRIES} entries")
             prefix = f"{name}." if name else ""
             todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
+
+
+def _read_degrees(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= value.keys():
+        return None
+    return int(value["pp_degree"]), int(value["tp_degree"])
 
 
 def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
