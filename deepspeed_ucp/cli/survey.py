@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
+from ..examine.verify import list_findings
 from ..patterns import RuleSet, Settled, list_families, load_family
 from ..plan.settling import settle_index
 from ..sources.compare import DEEPSPEEDS
 from ..sources.files import list_sizes
 from ..sources.findings import NOTE, WARNING, Finding
-from ..sources.latest import check_latest
 from ..sources.open import FolderReport
 from ..torchsave.objects import describe
 from ..torchsave.torchfile import read_header
@@ -109,7 +109,7 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
     settled = settle_index(index, rules)
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
-    findings = [*_find_limits(index, rows, settled, rules), *_find_oddities(report, index)]
+    findings = [*_find_limits(index, rows, settled, rules), *_find_unchecked(index), *list_findings(report)]
     written = {"deepspeed": version or None, **_find_writer(index, report.folder)}
     return Survey(report.folder, index, rows, files, count_totals(index, files, rows), client, written, findings)
 
@@ -260,17 +260,7 @@ def _advise(index: AtomicIndex, rules: Sequence[RuleSet]) -> str:
     )
 
 
-def _find_oddities(report: FolderReport, index: AtomicIndex) -> list[Finding]:
-    """Files without checksums, what opening the folder has found, ``latest`` beside it."""
-    found: list[Finding] = []
-    if unchecked := {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}:
-        text = "files without checksums; damage to them cannot be found"
-        found.append(Finding("checksums", "", text, NOTE, tuple(sorted(unchecked))))
-    if left := [each.file for each in report.findings if each.kind == "leftover"]:
-        found.append(_warn("leftover", "files of an earlier save, which are not read; remove them", left))
-    found += [each for each in report.findings if each.kind not in ("leftover", "unnamed")]
-    for each in report.findings:
-        if each.kind == "unnamed":
-            text = f"the optimizer's states have no names; give --groups ({each.text})"
-            found.append(Finding("unnamed", each.file, text, WARNING))
-    return [*found, *check_latest(report.folder, atomic=report.atomic)]
+def _find_unchecked(index: AtomicIndex) -> list[Finding]:
+    names = {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}
+    text = "files without checksums; damage to them cannot be found"
+    return [Finding("checksums", "", text, NOTE, tuple(sorted(names)))] if names else []

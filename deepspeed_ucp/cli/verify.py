@@ -45,41 +45,36 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look at the checkpoint; collective under mpirun and torchrun."""
-    from ..examine.verify import Verification, verify_checkpoint
+    from ..examine.verify import verify_checkpoint
+    from ..stream.batches import WorkOptions
 
-    means = read_work_options(options, least=1)
-    if (dangling := find_dangling(options.checkpoint)) is not None:
-        nothing = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (dangling,))
-        emit(options, to_data(nothing), [_word(dangling)])
-        return FAULT
-    folder = resolve(options.checkpoint)
+    how = WorkOptions(**read_work_options(options, least=1))
+    try:
+        folder = resolve(options.checkpoint)
+    except CheckpointError as error:
+        return _tell_dangling(options, error)
     with join_launch() as comm:
-        found = verify_checkpoint(
-            folder,
-            comm,
-            threads=means["workers"],
-            window=means["window"],
-            bar=means["bar"],
-            headers_only=options.headers_only,
-            groups=read_groups(options.groups),
-            against=options.against,
-        )
+        more = {"headers_only": options.headers_only, "groups": read_groups(options.groups), "against": options.against}
+        found = verify_checkpoint(folder, comm, how, **more)
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
 
 
-def find_dangling(path: str) -> Finding | None:
-    """`latest` that leads nowhere, although it is there."""
+def _tell_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
+    """`latest` that leads nowhere, although it is there, is a fault of the checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from ..examine.verify import Verification
     from ..sources.findings import Finding
 
     for latest in ("latest", "latest_universal"):
-        if os.path.lexists(os.path.join(path, latest)):
-            try:
-                resolve(path)
-            except CheckpointError as error:
-                return Finding("latest", latest, str(error))
-            return None
-    return None
+        if os.path.lexists(os.path.join(options.checkpoint, latest)):
+            fault = Finding("latest", latest, str(error))
+            emit(options, to_data(Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))), [_word(fault)])
+            return FAULT
+    raise error
 
 
 def to_data(found: Verification) -> dict[str, Any]:

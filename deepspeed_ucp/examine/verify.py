@@ -19,7 +19,7 @@ from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_checkpoint
-from ..stream.batches import MakeBar, default_workers, no_bar
+from ..stream.batches import WorkOptions, default_workers
 from ..stream.samples import check_samples
 from ..torchsave.records import FileRecords
 from ..torchsave.torchfile import list_records
@@ -27,6 +27,8 @@ from .faults import find_damage
 
 if TYPE_CHECKING:
     from ..sources.atomic.manifest import Manifest
+
+DEFAULT = WorkOptions(window=64 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,39 +110,34 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
 def verify_checkpoint(
     folder: str,
     comm: Comm | None = None,
+    options: WorkOptions = DEFAULT,
     *,
-    threads: int | None = None,
-    window: int = 64 << 20,
     headers_only: bool = False,
     groups: Any = None,
     against: str | None = None,
-    bar: MakeBar = no_bar,
 ) -> Verification:
     """Look at every file of a checkpoint; collective, the same result on every rank.
 
     Args:
         folder: a tag's folder, or an atomic checkpoint.
         comm: the ranks that share the files.
-        threads: how many reads are under way at once on a rank; None: by its cores.
-        window: bytes of memory for them.
+        options: a rank's means: so many reads are under way at once.
         headers_only: leave the tensors' bytes alone.
         groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
         against: path of a seal, or of an atomic checkpoint's manifest, that the files are held against: it proves that
             they are the ones that were sealed, converted, or written.
-        bar: makes a progress bar of so many bytes.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds nothing that could be looked at.
         ConfigError: ``groups`` are of another form, or ``against`` is neither a seal nor a manifest.
     """
     comm, begin = comm or Comm(), time.perf_counter()
-    threads = threads or default_workers()
     sizes, others = comm.run(lambda: list_files(folder))
     mine = share_files(sizes, comm.size)[comm.rank]
-    listed, faults = _list_all(folder, mine, threads)
-    scans = [] if headers_only else _scan(folder, mine, sizes, listed, threads=threads, window=window, bar=bar)
-    report, more = _examine_headers(folder, comm, groups)
-    index = report.index
+    listed, faults = _list_all(folder, mine, options)
+    scans = [] if headers_only else _scan(folder, mine, sizes, listed, options)
+    report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
+    more, index = list_findings(report, groups), report.index
     manifest, told = _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0)
     faults += told
     if against is not None:
@@ -185,7 +182,7 @@ def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     return [sorted(share) for share in shares]
 
 
-def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str, FileRecords], list[Finding]]:
+def _list_all(folder: str, names: Sequence[str], options: WorkOptions) -> tuple[dict[str, FileRecords], list[Finding]]:
     """The directories of files, several at once."""
 
     def look(name: str) -> FileRecords | Finding:
@@ -194,7 +191,7 @@ def _list_all(folder: str, names: Sequence[str], threads: int) -> tuple[dict[str
         except UcpError as error:
             return Finding("header", name, str(error))
 
-    with ThreadPoolExecutor(max_workers=max(threads, 1)) as pool:
+    with ThreadPoolExecutor(max_workers=options.workers or default_workers()) as pool:
         found = list(zip(names, pool.map(look, names), strict=True))
     listed = {name: each for name, each in found if isinstance(each, FileRecords)}
     return listed, [each for _, each in found if isinstance(each, Finding)]
@@ -205,10 +202,7 @@ def _scan(
     names: Iterable[str],
     sizes: Mapping[str, int],
     listed: Mapping[str, FileRecords],
-    *,
-    threads: int,
-    window: int,
-    bar: MakeBar,
+    options: WorkOptions,
 ) -> list[Scanned]:
     """Read files with the CRC32 of their records; of those whose directory is not readable the bytes alone."""
     files = []
@@ -216,31 +210,32 @@ def _scan(
         file, path = listed.get(name), os.path.join(folder, name)
         ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
         files.append(ScanFile(path, file.size if file else sizes[name], ranges))
-    with bar(sum(file.size for file in files)) as progress:
-        return scan_files(files, threads=threads, window=window, progress=progress)
+    threads = options.workers or default_workers()
+    with options.bar(sum(file.size for file in files)) as progress:
+        return scan_files(files, threads=threads, window=options.window, progress=progress)
 
 
-def _examine_headers(folder: str, comm: Comm, groups: Any) -> tuple[FolderReport, list[Finding]]:
-    """What the headers tell of the checkpoint as a whole; collective."""
-    report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
-    findings = [_weigh(finding, groups) for finding in report.findings]
+def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
+    """What there is to tell of a folder's headers, and of ``latest`` beside it.
+
+    Args:
+        groups: parameter names that a stage-0 checkpoint was opened with; it saves optimizer states without names.
+    """
+    found = []
+    for each in report.findings:
+        if each.kind == "unsupported":
+            each = replace(each, text=f"{each.text} Checksums apart, whether it is whole was not looked at.")
+        elif each.kind == "unnamed" and not groups:
+            text = (
+                f"{each.text} Whether its optimizer states are those of its parameters was not looked at: give the "
+                "parameters' names (--groups)."
+            )
+            each = replace(each, text=text, severity=WARNING)
+        found.append(each)
     if report.index is not None and report.index.run.topology.wrapper == "none":
-        text = f"{folder}: holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
-        findings.append(Finding("missing", "", text, WARNING))
-    return report, [*findings, *check_latest(folder, atomic=report.atomic)]
-
-
-def _weigh(finding: Finding, groups: Any) -> Finding:
-    """What verifying makes of what keeps a checkpoint from being opened."""
-    if finding.kind == "unsupported":
-        return replace(finding, text=f"{finding.text} Checksums apart, whether it is whole was not looked at.")
-    if finding.kind == "unnamed" and not groups:  # stage 0 saves optimizer states without names
-        text = (
-            f"{finding.text} Whether its optimizer states are those of its parameters was not looked at: give the "
-            "parameters' names (--groups)."
-        )
-        return replace(finding, text=text, severity=WARNING)
-    return finding
+        text = f"{report.folder}: holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
+        found.append(Finding("missing", "", text, WARNING))
+    return [*found, *check_latest(report.folder, atomic=report.atomic)]
 
 
 def _compare_own_manifest(

@@ -206,7 +206,7 @@ def test_leftovers_and_latest(tmp_path: Path, inspect: Callable[..., Any]) -> No
     )
     (tmp_path / "latest").write_text("another")
     told = {finding["kind"]: finding for finding in inspect(folder)["findings"]}
-    assert told["leftover"]["names"] == ["zero_pp_rank_7_mp_rank_00_optim_states.pt"]
+    assert told["leftover"]["file"] == "zero_pp_rank_7_mp_rank_00_optim_states.pt"
     assert "'another'" in told["latest"]["text"]
     (tmp_path / "latest").unlink()
     assert "no `latest`" in inspect(folder)["findings"][1]["text"]

@@ -109,8 +109,8 @@ def test_unsettled_patterns_come_with_rules_to_paste(folder: Path, plan: Plan) -
     code, found = plan(folder, "dp=2,tp=5,zero=1", "--patterns", RULES)
     assert (code, found["obstacles"]) == (
         1,
-        ["The model and the checkpoint cannot be brought together: h.0.attn: dimension 0 of shape (27, 9) has no 5 "
-         "equal parts. A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows "
+        ["The model and the checkpoint cannot be brought together: h.0.attn: dimension 0: 27 does not divide into "
+         "5 equal parts. A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows "
          "the checkpoint and the rules that it is given (--patterns)."],
     )  # fmt: skip
 

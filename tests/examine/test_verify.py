@@ -21,7 +21,7 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.sources.findings import Finding
-from deepspeed_ucp.stream.batches import no_bar
+from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.ranks import run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
@@ -365,7 +365,7 @@ def test_progress_is_told_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
         totals.append(total)
         return nullcontext(told.append)
 
-    found = verify_checkpoint(str(path), bar=make_bar)
+    found = verify_checkpoint(str(path), options=WorkOptions(bar=make_bar))
     assert sum(told) == found.read == sum(list_files(str(path))[0].values()) == totals[0]
     assert max(told) <= 4096
 
@@ -410,7 +410,7 @@ def test_ranks_share_the_files_and_tell_the_same(tmp_path: Path, size: int) -> N
             told[rank] = total
             return no_bar(total)
 
-        return replace(verify_checkpoint(str(path), comm, bar=make_bar), seconds=0.0)  # type: ignore[arg-type]
+        return replace(verify_checkpoint(str(path), comm, WorkOptions(bar=make_bar)), seconds=0.0)  # type: ignore[arg-type]
 
     results = run_ranks(size, work)
     assert all(result == results[0] for result in results)
