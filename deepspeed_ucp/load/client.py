@@ -156,7 +156,7 @@ def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
     for made in calls:
         given = [item for arg in made.args if isinstance(arg, (list, tuple, dict)) for item in arg]
         given += [item[0] for item in given if isinstance(item, (list, tuple)) and item]
-        filled = [key for name, operands in made.edits if name.startswith("setitem") for key in operands[::2]]
+        filled = [key for op, operands in made.edits if op == pickle.SETITEMS for key in operands[::2]]
         keys = [key for key in (*given, *filled) if isinstance(key, (tuple, frozenset))]
         if any(has_more_parts(key, MOST_KEY_PARTS) for key in keys):
             raise CheckpointError(f"{file.path}: {describe(made)} has a key of more than {MOST_KEY_PARTS} parts.")

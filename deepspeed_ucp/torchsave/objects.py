@@ -6,6 +6,7 @@ what the pickle gives, so that :mod:`~.repickle` writes again what :mod:`~.unpic
 
 from __future__ import annotations
 
+import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator, Mapping
@@ -38,16 +39,16 @@ class PickledObject:
     """An object that a pickle makes by a call. Equal to itself only: what its class takes for equal is not known.
 
     Attributes:
-        op: ``reduce`` (parts: function, arguments), ``newobj`` (class, arguments) or ``newobj_ex`` (class, arguments,
-            keywords).
+        op: instruction that makes it: ``pickle.REDUCE`` (parts: function, arguments), ``NEWOBJ`` (class, arguments) or
+            ``NEWOBJ_EX`` (class, arguments, keywords).
         parts: what it is made of.
-        edits: what changes it afterwards, in order: (``append``, ``appends``, ``setitem``, ``setitems``, ``additems``
-            or ``build``; operands).
+        edits: what changes it afterwards, in order: instruction (``pickle.APPENDS``, ``SETITEMS``, ``ADDITEMS`` or
+            ``BUILD``) and operands.
     """
 
-    op: str
+    op: bytes
     parts: list[Any]
-    edits: list[tuple[str, list[Any]]] = field(default_factory=list)
+    edits: list[tuple[bytes, list[Any]]] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -66,16 +67,16 @@ class PickledObject:
     @property
     def state(self) -> Any:
         """What its ``__setstate__`` or ``__dict__`` is given; None where nothing is."""
-        return next((operands[0] for name, operands in reversed(self.edits) if name == "build"), None)
+        return next((operands[0] for op, operands in reversed(self.edits) if op == pickle.BUILD), None)
 
     @property
     def items(self) -> list[Any]:
         """What it is filled with: items, or pairs of key and value."""
         found: list[Any] = []
-        for name, operands in self.edits:
-            if name.startswith("setitem"):
+        for op, operands in self.edits:
+            if op == pickle.SETITEMS:
                 found += zip(operands[::2], operands[1::2], strict=True)
-            elif name != "build":
+            elif op != pickle.BUILD:
                 found += operands
         return found
 
@@ -87,7 +88,7 @@ class PickledObject:
         """Made by protocols 0 and 1: an object of a class without arguments."""
         maker, args = self.parts[:2]
         return (
-            self.op == "reduce"
+            self.op == pickle.REDUCE
             and isinstance(maker, Global)
             and maker.kind == "copyreg._reconstructor"
             and isinstance(args, tuple)
@@ -99,12 +100,7 @@ class PickledObject:
 class OrderedItems(dict[Any, Any]):
     """A ``collections.OrderedDict``; ``state`` is its ``__dict__`` (a module's ``_metadata``), or None."""
 
-    __slots__ = ("state",)
-
-    def __init__(self, items: Any = (), state: Any = None) -> None:
-        if items:
-            self.update(items)
-        self.state = state
+    state: Any = None
 
 
 class TensorSize(tuple[int, ...]):
@@ -164,12 +160,12 @@ class TensorRef:
 
 def call(module: str, name: str, *args: Any) -> PickledObject:
     """The object that a function returns."""
-    return PickledObject("reduce", [Global(module, name), tuple(args)])
+    return PickledObject(pickle.REDUCE, [Global(module, name), tuple(args)])
 
 
 def make_instance(module: str, name: str, fields: Mapping[str, Any]) -> PickledObject:
     """An instance of a class, as a dataclass is pickled: made empty, then given its ``__dict__``."""
-    return PickledObject("newobj", [Global(module, name), ()], [("build", [dict(fields)])])
+    return PickledObject(pickle.NEWOBJ, [Global(module, name), ()], [(pickle.BUILD, [dict(fields)])])
 
 
 def to_number(value: Any) -> Any:
@@ -207,7 +203,7 @@ def list_parts(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     if isinstance(value, PickledObject):
-        return [*value.parts, *(operand for _name, operands in value.edits for operand in operands)]
+        return [*value.parts, *(operand for _op, operands in value.edits for operand in operands)]
     if isinstance(value, TensorRef):
         return [value.made]
     return []
@@ -228,13 +224,16 @@ def walk(root: Any) -> Iterator[Any]:
 def has_more_parts(value: Any, most: int) -> bool:
     """Whether a value written out in full (parts anew wherever they are shared) has more than ``most`` parts.
 
+    64 bits of an integer are a part.
+
     What is compared, hashed or copied by recursion is held against this first: a chain of tuples that hold their
     predecessor twice takes two bytes a level and doubles what a visitor sees. Takes no more than ``most`` steps.
     """
     todo, found = [value], 1
     while todo and found <= most:
-        parts = list_parts(todo.pop())
-        found += len(parts)
+        each = todo.pop()
+        parts = list_parts(each)
+        found += each.bit_length() >> 6 if isinstance(each, int) else len(parts)
         todo += parts
     return found > most
 

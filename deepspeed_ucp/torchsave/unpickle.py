@@ -1,16 +1,21 @@
-"""The pickle machine: reads a pickle as inert data (:mod:`~.objects`); nothing of it is imported, called or built.
+"""Reads a pickle as inert data (:mod:`~.objects`): Python's own machine, whose every action is replaced by a record.
 
-Pickles are hostile input, and time and memory stay proportional to their length: every instruction makes at most one
-object out of what lies in the stream or on the stack; lengths are held against the bytes that are there, the memo is a
-table of what was put into it (whatever numbers it is given), and only short keys are hashed.
+Nothing of a pickle is imported, called or built. Pickles are hostile input, and time and memory stay proportional to
+their length: every instruction makes at most one object out of what lies in the stream or on the stack; the memo is a
+table of what was put into it, whatever numbers it is given; keys are hashed only if that is cheap and tells them apart.
 """
 
 from __future__ import annotations
 
+import gc
+import io
 import pickle
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from ..errors import CheckpointError, UnsupportedError
@@ -24,22 +29,23 @@ MOST_KEY_PARTS: Final = 256
 """Of a dictionary's key or a set's item, written out in full. Python hashes nested tuples anew each time, in C and by
 recursion: sharing makes that exponential, depth makes it overflow the stack."""
 
-_FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error)
+_MOST_ALIKE = 32  # keys of one dictionary with one hash: more are made so, and cost the square of their number
+_FAULTS = (
+    *(ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError),
+    *(struct.error, pickle.UnpicklingError),
+)
 _LARGE = 1 << 16
 _TENSORS = ("", "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-_ALLOCATING = frozenset(
-    (
-        *("builtins.bytearray", "builtins.bytes", "numpy.void", "numpy.ndarray"),
-        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
-        *(f"torch.{name}{kind}" for name in _TENSORS for kind in ("Tensor", "Storage")),
-        "torch.storage.UntypedStorage",
-    )
+_ALLOCATING = (
+    *("builtins.bytearray", "builtins.bytes", "numpy.void", "numpy.ndarray"),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+    *(f"torch.{name}{kind}" for name in _TENSORS for kind in ("Tensor", "Storage")),
+    "torch.storage.UntypedStorage",
 )
 """What makes as many bytes as a number says. No writer pickles them so; what they hold stands in the file."""
 _MOST_ARGUMENTS = 16  # of a call whose result is looked into
-_MAKERS = (Global, PickledObject)
-_HASHED_AT_ONCE = frozenset((str, int, float, bool, bytes, type(None), Global, PickledObject, TensorRef))
-_NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}
+_CHEAP = frozenset((str, float, bool, bytes, type(None), Global, PickledObject, TensorRef))
+"""Types of keys whose hashes are kept, made of a few bytes, or secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,144 +79,137 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         CheckpointError: it is damaged, does not end, or is made to harm.
         UnsupportedError: it uses instructions that Python 3 and ``torch.save`` do not write.
     """
-    machine = _Machine(data, path)
+    stream = io.BytesIO(data)
+    stream.seek(start)
+    machine = _Machine(stream, path)
     try:
-        end = machine.run(start)
-        root = machine.finish()
+        with _pause_collection():
+            root = machine.load()
     except EOFError:
         raise CheckpointError(f"{path}: its pickle cannot be read (it does not end); the file is truncated.") from None
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
         raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
-    return Pickled(root, machine.protocol, end, machine.tensors, machine.storages, machine.globals)
+    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals)
 
 
-class _Machine:
-    """Stack, marks and memo of the machine that pickles are programs for."""
+@contextmanager
+def _pause_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector: it goes through all that has been made again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
-    __slots__ = (
-        "allocating",
-        "data",
-        "end",
-        "globals",
-        "marks",
-        "memo",
-        "path",
-        "protocol",
-        "stack",
-        "storages",
-        "tensors",
-        "views",
-    )
 
-    def __init__(self, data: bytes, path: str) -> None:
-        self.data, self.path = data, path
-        self.protocol = 0
-        self.end: int | None = None  # behind STOP
+def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
+    """Refuse keys that are costly to hash (:data:`MOST_KEY_PARTS`) or to tell apart, before anything hashes them.
+
+    Args:
+        known: keys of the same dictionary that were not cheap, by hash; is added to.
+
+    Raises:
+        ValueError: a key is too large, or too many different ones have the same hash.
+    """
+    for key in keys:
+        if type(key) in _CHEAP or _is_short(key):
+            continue
+        if has_more_parts(key, MOST_KEY_PARTS):
+            raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
+        alike = known.setdefault(hash(key), [])
+        if key not in alike:
+            alike.append(key)
+        if len(alike) > _MOST_ALIKE:
+            raise ValueError(f"a key of more than {_MOST_ALIKE} that have one hash")
+
+
+def _is_short(number: Any) -> bool:
+    """Whether a value is an integer of a few digits."""
+    return isinstance(number, int) and number.bit_length() <= 64
+
+
+class _Machine(pickle._Unpickler):
+    """Python's unpickler in Python: its stack, marks and memo, its readers of numbers, texts and plain containers.
+
+    Every instruction that could run something, hash something or make more than the stream holds is one of ours;
+    :data:`_INSTRUCTIONS` lists all that there are.
+    """
+
+    def __init__(self, stream: io.BytesIO, path: str) -> None:
+        super().__init__(stream)
+        self.path = path
+        self.read, self.readline = stream.read, stream.readline
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # heights of the stack
-        self.memo: dict[int, Any] = {}
+        self.metastack: list[list[Any]] = []  # what lies below each mark
+        self.append = self.stack.append
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
-        self.allocating: set[int] = set()  # globals of :data:`_ALLOCATING`, by identity
-        self.views: dict[int, Callable[..., Any]] = {}  # of globals whose results are looked into, by identity
+        self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
+        self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # see `check_keys`; by the dictionary's identity
 
-    def run(self, at: int) -> int:
-        """Run the instructions from byte ``at``; each takes the position behind it and returns the next one's.
+    def load(self) -> Any:
+        """Run the instructions up to STOP; the object that they make.
 
-        Small numbers and the memo's are two thirds of all instructions, and cheaper here than a call each.
+        Small numbers, texts and the memo's are three quarters of all, and cheaper here than a call each.
         """
-        data, size, opcodes, stack, memo, unpack = self.data, len(self.data), _OPCODES, self.stack, self.memo, _UNPACK
-        while 0 <= at < size:
-            code = data[at]
-            if code == _BINPUT:
-                memo[data[at + 1]] = stack[-1]
-                at += 2
-            elif code == _BININT1:
-                stack.append(data[at + 1])
-                at += 2
-            elif code == _BINGET:
-                stack.append(memo[data[at + 1]])
-                at += 2
-            elif code == _LONG_BINPUT:
-                memo[unpack(data, at + 1)[0]] = stack[-1]
-                at += 5
-            elif code == _LONG_BINGET:
-                stack.append(memo[unpack(data, at + 1)[0]])
-                at += 5
+        put, get, number, text = pickle.LONG_BINPUT, pickle.BINGET, pickle.BININT1, pickle.BINUNICODE
+        read, memo, instructions, unpack = self.read, self.memo, _INSTRUCTIONS, struct.Struct("<I").unpack
+        for code in iter(partial(read, 1), pickle.STOP):
+            if code == put:
+                memo[unpack(read(4))[0]] = self.stack[-1]
+            elif code == number:
+                self.append(read(1)[0])
+            elif code == get:
+                self.append(memo[read(1)[0]])
+            elif code == text:
+                self.append(str(read(unpack(read(4))[0]), "utf-8", "surrogatepass"))
+            elif load := instructions.get(code):
+                load(self)
             else:
-                at = opcodes[code](self, at + 1)
-        if self.end is None:
-            raise EOFError
-        return self.end
-
-    def finish(self) -> Any:
-        """The object, when all is done."""
-        if len(self.stack) != 1 or self.marks:
+                self.refuse(code)
+        if len(self.stack) != 1 or self.metastack:
             raise ValueError(f"{len(self.stack)} objects left on its stack")
         return self.stack.pop()
 
-    def take(self, number: int) -> list[Any]:
-        """The topmost objects."""
-        low = len(self.stack) - number
-        if low < 0:
-            raise IndexError("its stack is empty")
-        taken = self.stack[low:]
-        del self.stack[low:]
-        return taken
+    def refuse(self, code: bytes) -> None:
+        """Tell why an instruction is none of ours."""
+        if not code:
+            raise EOFError
+        if code not in _NAMES:
+            raise ValueError(f"{code[0]:#04x} is no instruction")
+        raise UnsupportedError(
+            f"{self.path}: its pickle uses the instruction {_NAMES[code]}, which Python 3's pickle and torch.save do "
+            "not write; save the checkpoint anew with a current release."
+        )
 
-    def take_marked(self) -> list[Any]:
-        """The objects above the last mark, which goes as well."""
-        low = self.marks.pop()
-        taken = self.stack[low:]
-        del self.stack[low:]
-        return taken
+    def load_frame(self) -> None:
+        self.read(8)  # frames are for readers of files
 
-    def name(self, module: str, name: str) -> None:
-        """Push a global."""
+    def load_put(self) -> None:
+        index = int(self.readline())
+        if not _is_short(index):
+            raise ValueError("a large number in its memo")
+        self.memo[index] = self.stack[-1]
+
+    def load_bytearray8(self) -> None:
+        self.load_binbytes8()
+        self.append(bytearray(self.stack.pop()))
+
+    def find_class(self, module: str, name: str) -> Global:
         named = Global(module, name)
         self.globals.append(named)
-        self.stack.append(named)
         if view := _VIEWS.get(named.kind):
             self.views[id(named)] = view
-        elif named.kind in _ALLOCATING:
-            self.allocating.add(id(named))
+        return named
 
-    def make(self, op: str, number: int) -> None:
-        """Push the object that a call makes; tensors and a few containers by what they are."""
-        parts = self.take(number)
-        maker, args = parts[0], parts[1]
-        if not isinstance(maker, _MAKERS) or not isinstance(args, tuple):
-            raise ValueError(f"it calls {describe(maker)} with {describe(args)}")
-        if id(maker) in self.allocating and any(map(_is_large, (*args[:_MOST_ARGUMENTS], parts[1:]))):
-            raise ValueError(f"it calls {describe(maker)} for a memory of many bytes")
-        made: Any = PickledObject(op, parts)
-        view = self.views.get(id(maker))
-        if view and op == "reduce" and len(args) <= _MOST_ARGUMENTS:
-            made = view(made, *args)
-            if isinstance(made, TensorRef):
-                self.tensors.append(made)
-        self.stack.append(made)
-
-    def edit(self, op: str, operands: list[Any]) -> None:
-        """Change what lies on top."""
-        if not self.stack:
-            raise IndexError("its stack is empty")
-        changed = self.stack[-1]
-        edit = _PLAIN_EDITS.get((type(changed), op))
-        if edit:
-            edit(changed, operands)
-        elif op == "setitems" and len(operands) % 2:
-            raise ValueError("a key without a value")
-        else:
-            _find_made(changed).edits.append((op, operands))
-
-    def refer(self, pid: Any) -> None:
-        """Push what a persistent id means: a storage, or in the legacy format a class with its source text."""
+    def persistent_load(self, pid: Any) -> Any:
+        """What a persistent id means: a storage, or in the legacy format a class with its source text."""
         if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
-            self.stack.append(pid[1])
-            return
+            return pid[1]
         if not _names_storage(pid):
             raise UnsupportedError(
                 f"{self.path}: its pickle refers to {describe(pid)} instead of a storage; it is damaged or too old."
@@ -218,13 +217,95 @@ class _Machine:
         _, kind, key, location, numel = pid[:5]
         storage = StorageRef(str(key), kind, location, numel)
         self.storages[storage.key] = storage
-        self.stack.append(storage)
+        return storage
 
+    def load_reduce(self) -> None:
+        self._make(pickle.REDUCE, 2)
 
-def _is_large(value: Any) -> bool:
-    """Whether a value is a large number, or a tuple with one: a count of elements."""
-    numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
-    return any(isinstance(number, int) and number > _LARGE for number in numbers)
+    def load_newobj(self) -> None:
+        self._make(pickle.NEWOBJ, 2)
+
+    def load_newobj_ex(self) -> None:
+        self._make(pickle.NEWOBJ_EX, 3)
+
+    def _make(self, op: bytes, number: int) -> None:
+        """Push the object that a call makes; tensors and a few containers by what they are."""
+        stack = self.stack
+        parts = stack[-number:]
+        del stack[-number:]
+        maker, args = parts[0], parts[1]
+        if len(parts) < number or not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
+            raise ValueError(f"it calls {describe(maker)} with {describe(args)}")
+        made: Any = PickledObject(op, parts)
+        view = self.views.get(id(maker))
+        if view is _check_amount or (view and op == pickle.REDUCE and len(args) <= _MOST_ARGUMENTS):
+            made = view(made)
+            if type(made) is TensorRef:
+                self.tensors.append(made)
+        stack.append(made)
+
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        changed = self.stack[-1]
+        if type(changed) is list:
+            changed += items
+        else:
+            _find_made(changed).edits.append((pickle.APPENDS, items))
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._set(items)
+
+    def load_setitem(self) -> None:
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._set(items)
+
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        """Give entries to what lies on top: keys and values by turns."""
+        changed, keys = self.stack[-1], items[::2]
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        if isinstance(changed, dict):
+            self._check(keys, changed)
+            changed.update(zip(keys, items[1::2], strict=True))
+        else:
+            _find_made(changed).edits.append((pickle.SETITEMS, items))
+
+    def load_additems(self) -> None:
+        items = self.pop_mark()
+        changed = self.stack[-1]
+        if type(changed) is set:
+            self._check(items, changed)
+            changed.update(items)
+        else:
+            _find_made(changed).edits.append((pickle.ADDITEMS, items))
+
+    def _check(self, keys: list[Any], changed: Any) -> None:
+        if costly := [key for key in keys if type(key) not in _CHEAP]:
+            check_keys(costly, self.keys[id(changed)])
+
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()
+        check_keys(items, {})
+        self.append(frozenset(items))
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        changed = self.stack[-1]
+        if type(changed) is OrderedItems:
+            changed.state = state
+        else:
+            _find_made(changed).edits.append((pickle.BUILD, [state]))
 
 
 def _find_made(value: Any) -> PickledObject:
@@ -245,59 +326,30 @@ def _names_storage(pid: Any) -> bool:
     return pid[0] == "storage" and isinstance(kind, Global) and isinstance(location, str) and whole
 
 
-def _is_short(number: Any) -> bool:
-    """Whether a value is an integer of a few digits."""
-    return isinstance(number, int) and number.bit_length() <= 64
+def _check_amount(made: PickledObject) -> PickledObject:
+    """Refuse what :data:`_ALLOCATING` would make of a large number, or of a tuple with one."""
+    args = made.parts[1][:_MOST_ARGUMENTS]
+    for value in (*args, args):
+        numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
+        if made.op == pickle.NEWOBJ_EX or any(isinstance(number, int) and number > _LARGE for number in numbers):
+            raise ValueError(f"it calls {describe(made)} for a memory of many bytes")
+    return made
 
 
-def _check_keys(keys: list[Any]) -> None:
-    """Refuse keys that are costly to hash (:data:`MOST_KEY_PARTS`)."""
-    for key in keys:
-        if type(key) not in _HASHED_AT_ONCE and has_more_parts(key, MOST_KEY_PARTS):
-            raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
-
-
-def _fill_dict(changed: dict[Any, Any], operands: list[Any]) -> None:
-    keys = operands[::2]
-    _check_keys(keys)
-    changed.update(zip(keys, operands[1::2], strict=True))
-
-
-def _fill_set(changed: set[Any], operands: list[Any]) -> None:
-    _check_keys(operands)
-    changed.update(operands)
-
-
-def _set_state(changed: OrderedItems, operands: list[Any]) -> None:
-    changed.state = operands[0]
-
-
-_PLAIN_EDITS: dict[tuple[type, str], Callable[[Any, list[Any]], None]] = {
-    (list, "append"): list.extend,
-    (list, "appends"): list.extend,
-    (dict, "setitem"): _fill_dict,
-    (dict, "setitems"): _fill_dict,
-    (OrderedItems, "setitem"): _fill_dict,
-    (OrderedItems, "setitems"): _fill_dict,
-    (OrderedItems, "build"): _set_state,
-    (set, "additems"): _fill_set,
-}
-
-
-def _view_tensor(made: PickledObject, *args: Any) -> Any:
+def _view_tensor(made: PickledObject) -> Any:
     """``_rebuild_tensor`` and ``_v2``: the storage class tells the element type."""
-    storage = args[0]
+    storage, *view = made.parts[1][:4]
     if not isinstance(storage, StorageRef):
         return made
-    return _make_tensor(made, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), *args[1:4])
+    return _make_tensor(made, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), *view)
 
 
-def _view_typed_tensor(made: PickledObject, *args: Any) -> Any:
+def _view_typed_tensor(made: PickledObject) -> Any:
     """``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
-    storage, dtype = args[0], args[6]
+    storage, *view, _grad, _hooks, dtype = made.parts[1][:7]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
         return made
-    return _make_tensor(made, storage, dtype.name, *args[1:4])
+    return _make_tensor(made, storage, dtype.name, *view)
 
 
 def _make_tensor(made: PickledObject, storage: StorageRef, dtype: str, offset: Any, shape: Any, stride: Any) -> Any:
@@ -310,37 +362,36 @@ def _make_tensor(made: PickledObject, storage: StorageRef, dtype: str, offset: A
     return TensorRef(storage, offset, tuple(shape), stride, dtype, made)
 
 
-def _view_parameter(made: PickledObject, *args: Any) -> Any:
-    return _remake(args[0], made)
+def _view_parameter(made: PickledObject) -> Any:
+    return _remake(made.parts[1][0], made)
 
 
-def _view_subclass(made: PickledObject, *args: Any) -> Any:
+def _view_subclass(made: PickledObject) -> Any:
     """A tensor that carries Python attributes, as ZeRO 3's flat buffers do after a step."""
-    inner, given = args[0], args[2]
+    inner, _kind, given, *_state = made.parts[1]
     view = _VIEWS.get(inner.kind) if isinstance(inner, Global) else None
     few = isinstance(given, tuple) and len(given) <= _MOST_ARGUMENTS
     if view in (_view_tensor, _view_typed_tensor, _view_parameter) and few:
-        return _remake(view(made, *given), made)
+        return _remake(view(PickledObject(pickle.REDUCE, [inner, given])), made)
     return made
 
 
 def _remake(value: Any, made: PickledObject) -> Any:
     """The same tensor, made by another call."""
-    if not isinstance(value, TensorRef):
-        return made
-    return TensorRef(value.storage, value.offset, value.shape, value.stride, value.dtype, made)
+    return replace(value, made=made) if isinstance(value, TensorRef) else made
 
 
-def _view_ordered(made: PickledObject, *args: Any) -> Any:
-    return made if args else OrderedItems()
+def _view_ordered(made: PickledObject) -> Any:
+    return made if made.parts[1] else OrderedItems()
 
 
-def _view_size(made: PickledObject, *args: Any) -> Any:
-    sizes = args[0] if args else None
+def _view_size(made: PickledObject) -> Any:
+    sizes = made.parts[1][0] if made.parts[1] else None
     return TensorSize(sizes) if isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS else made
 
 
-_VIEWS: dict[str, Callable[..., Any]] = {
+_VIEWS: dict[str, Callable[[PickledObject], Any]] = {
+    **dict.fromkeys(_ALLOCATING, _check_amount),
     "torch._utils._rebuild_tensor": _view_tensor,
     "torch._utils._rebuild_tensor_v2": _view_tensor,
     "torch._utils._rebuild_tensor_v3": _view_typed_tensor,
@@ -351,299 +402,18 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "torch.Size": _view_size,
     "collections.OrderedDict": _view_ordered,
 }
-"""Calls whose results are looked into; each gets the call and its arguments, and calls nothing of the file."""
-
-
-_Opcode = Callable[[_Machine, int], int]
-_BYTE, _SHORT, _INT, _LONG = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q"))
-_UNPACK = _INT.unpack_from
-_BININT1, _BINPUT, _LONG_BINPUT = pickle.BININT1[0], pickle.BINPUT[0], pickle.LONG_BINPUT[0]
-_BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
-"""Instructions that :meth:`_Machine.run` takes itself."""
-
-
-def _push_sized(head: struct.Struct, decode: Callable[[bytes], Any]) -> _Opcode:
-    """An instruction that is followed by a length and as many bytes."""
-    width, unpack = head.size, head.unpack_from
-
-    def push(machine: _Machine, at: int) -> int:
-        low = at + width
-        high = low + unpack(machine.data, at)[0]
-        if high > len(machine.data):
-            raise EOFError
-        machine.stack.append(decode(machine.data[low:high]))
-        return high  # type: ignore[no-any-return]
-
-    return push
-
-
-def _push_text(head: struct.Struct) -> _Opcode:
-    """Like :func:`_push_sized`, of the instructions that are met most of all these."""
-    width, unpack = head.size, head.unpack_from
-
-    def push(machine: _Machine, at: int) -> int:
-        low = at + width
-        high = low + unpack(machine.data, at)[0]
-        if high > len(machine.data):
-            raise EOFError
-        machine.stack.append(str(machine.data[low:high], "utf-8", "surrogatepass"))
-        return high  # type: ignore[no-any-return]
-
-    return push
-
-
-def _push_number(head: struct.Struct) -> _Opcode:
-    width, unpack = head.size, head.unpack_from
-
-    def push(machine: _Machine, at: int) -> int:
-        machine.stack.append(unpack(machine.data, at)[0])
-        return at + width
-
-    return push
-
-
-def _find_line(machine: _Machine, at: int) -> int:
-    """Position of the next newline."""
-    end = machine.data.find(b"\n", at)
-    if end < 0:
-        raise EOFError
-    return end
-
-
-def _with_line(apply: Callable[[_Machine, bytes], None]) -> _Opcode:
-    """An instruction that is followed by a line of text."""
-
-    def run(machine: _Machine, at: int) -> int:
-        end = _find_line(machine, at)
-        apply(machine, machine.data[at:end])
-        return end + 1
-
-    return run
-
-
-def _push_line(decode: Callable[[bytes], Any]) -> _Opcode:
-    return _with_line(lambda machine, line: machine.stack.append(decode(line)))
-
-
-def _plain(apply: Callable[[_Machine], None]) -> _Opcode:
-    """An instruction that nothing follows."""
-
-    def run(machine: _Machine, at: int) -> int:
-        apply(machine)
-        return at
-
-    return run
-
-
-def _push(make: Callable[[], Any]) -> _Opcode:
-    def push(machine: _Machine, at: int) -> int:
-        machine.stack.append(make())
-        return at
-
-    return push
-
-
-def _push_value(value: Any) -> _Opcode:
-    """An instruction that pushes what cannot be changed."""
-
-    def push(machine: _Machine, at: int) -> int:
-        machine.stack.append(value)
-        return at
-
-    return push
-
-
-def _push_tuple(number: int) -> _Opcode:
-    def push(machine: _Machine, at: int) -> int:
-        stack = machine.stack
-        if len(stack) < number:
-            raise IndexError("its stack is empty")
-        stack[-number:] = (tuple(stack[-number:]),)
-        return at
-
-    return push
-
-
-def _push_marked(machine: _Machine, at: int) -> int:
-    stack, low = machine.stack, machine.marks.pop()
-    stack[low:] = (tuple(stack[low:]),)
-    return at
-
-
-def _call(op: str, number: int) -> _Opcode:
-    def call(machine: _Machine, at: int) -> int:
-        machine.make(op, number)
-        return at
-
-    return call
-
-
-def _refer(machine: _Machine, at: int) -> int:
-    machine.refer(machine.take(1)[0])
-    return at
-
-
-def _edit(op: str, number: int) -> _Opcode:
-    def edit(machine: _Machine, at: int) -> int:
-        machine.edit(op, machine.take(number))
-        return at
-
-    return edit
-
-
-def _edit_marked(op: str) -> _Opcode:
-    def edit(machine: _Machine, at: int) -> int:
-        machine.edit(op, machine.take_marked())
-        return at
-
-    return edit
-
-
-def _get_line(machine: _Machine, line: bytes) -> None:
-    machine.stack.append(machine.memo[int(line)])
-
-
-def _put_line(machine: _Machine, line: bytes) -> None:
-    machine.memo[int(line)] = machine.stack[-1]
-
-
-def _memoize(machine: _Machine, at: int) -> int:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
-    return at
-
-
-def _mark(machine: _Machine, at: int) -> int:
-    machine.marks.append(len(machine.stack))
-    return at
-
-
-def _pop(machine: _Machine) -> None:
-    if machine.marks and machine.marks[-1] == len(machine.stack):
-        machine.marks.pop()
-    else:
-        machine.take(1)
-
-
-def _declare(machine: _Machine, at: int) -> int:
-    machine.protocol = machine.data[at]
-    return at + 1
-
-
-def _stop(machine: _Machine, at: int) -> int:
-    machine.end = at
-    return -1
-
-
-def _global(machine: _Machine, at: int) -> int:
-    end = _find_line(machine, at)
-    last = _find_line(machine, end + 1)
-    machine.name(machine.data[at:end].decode(), machine.data[end + 1 : last].decode())
-    return last + 1
-
-
-def _stack_global(machine: _Machine) -> None:
-    module, name = machine.take(2)
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise ValueError("a global whose name is no string")
-    machine.name(module, name)
-
-
-def _dict_marked(machine: _Machine) -> None:
-    operands = machine.take_marked()
-    machine.stack.append({})
-    machine.edit("setitems", operands)
-
-
-def _frozenset_marked(machine: _Machine) -> None:
-    items = machine.take_marked()
-    _check_keys(items)
-    machine.stack.append(frozenset(items))
-
-
-def _decode_escaped(data: bytes) -> str:
-    return data.decode("raw-unicode-escape")
-
-
-def _decode_long(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _decode_long_line(data: bytes) -> int:
-    return int(data.removesuffix(b"L"))
-
-
-def _decode_int_line(data: bytes) -> int:
-    return {b"00": False, b"01": True}[data] if data in (b"00", b"01") else int(data)
-
-
-_TABLE: dict[bytes, _Opcode] = {
-    pickle.NONE: _push_value(None),
-    pickle.NEWTRUE: _push_value(True),
-    pickle.NEWFALSE: _push_value(False),
-    pickle.INT: _push_line(_decode_int_line),
-    pickle.LONG: _push_line(_decode_long_line),
-    pickle.FLOAT: _push_line(float),
-    pickle.UNICODE: _push_line(_decode_escaped),
-    pickle.BININT: _push_number(struct.Struct("<i")),
-    pickle.BININT2: _push_number(_SHORT),
-    pickle.BINFLOAT: _push_number(struct.Struct(">d")),
-    pickle.LONG1: _push_sized(_BYTE, _decode_long),
-    pickle.LONG4: _push_sized(_INT, _decode_long),
-    pickle.SHORT_BINUNICODE: _push_text(_BYTE),
-    pickle.BINUNICODE: _push_text(_INT),
-    pickle.BINUNICODE8: _push_text(_LONG),
-    pickle.SHORT_BINBYTES: _push_sized(_BYTE, bytes),
-    pickle.BINBYTES: _push_sized(_INT, bytes),
-    pickle.BINBYTES8: _push_sized(_LONG, bytes),
-    pickle.BYTEARRAY8: _push_sized(_LONG, bytearray),
-    pickle.EMPTY_LIST: _push(list),
-    pickle.EMPTY_DICT: _push(dict),
-    pickle.EMPTY_SET: _push(set),
-    pickle.EMPTY_TUPLE: _push_value(()),
-    pickle.TUPLE: _push_marked,
-    pickle.TUPLE1: _push_tuple(1),
-    pickle.TUPLE2: _push_tuple(2),
-    pickle.TUPLE3: _push_tuple(3),
-    pickle.LIST: _plain(lambda machine: machine.stack.append(machine.take_marked())),
-    pickle.DICT: _plain(_dict_marked),
-    pickle.FROZENSET: _plain(_frozenset_marked),
-    pickle.GLOBAL: _global,
-    pickle.STACK_GLOBAL: _plain(_stack_global),
-    pickle.REDUCE: _call("reduce", 2),
-    pickle.NEWOBJ: _call("newobj", 2),
-    pickle.NEWOBJ_EX: _call("newobj_ex", 3),
-    pickle.BINPERSID: _refer,
-    pickle.APPEND: _edit("append", 1),
-    pickle.SETITEM: _edit("setitem", 2),
-    pickle.BUILD: _edit("build", 1),
-    pickle.APPENDS: _edit_marked("appends"),
-    pickle.SETITEMS: _edit_marked("setitems"),
-    pickle.ADDITEMS: _edit_marked("additems"),
-    pickle.GET: _with_line(_get_line),
-    pickle.PUT: _with_line(_put_line),
-    pickle.MEMOIZE: _memoize,
-    pickle.MARK: _mark,
-    pickle.POP: _plain(_pop),
-    pickle.POP_MARK: _plain(lambda machine: machine.take_marked().clear()),
-    pickle.DUP: _plain(lambda machine: machine.stack.append(machine.stack[-1])),
-    pickle.PROTO: _declare,
-    pickle.FRAME: lambda _machine, at: at + 8,
-    pickle.STOP: _stop,
+"""Calls that are looked into; each gets the call, and calls nothing of the file."""
+
+_INERT = """
+proto frame none true false int binint binint1 binint2 long long1 long4 float binfloat
+unicode binunicode binunicode8 short_binunicode binbytes binbytes8 short_binbytes bytearray8
+empty_list empty_dictionary empty_set empty_tuple tuple tuple1 tuple2 tuple3 list dict frozenset
+global stack_global binpersid reduce newobj newobj_ex append appends setitem setitems additems build
+mark pop pop_mark dup get binget long_binget put binput long_binput memoize
+""".split()
+_INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
+    bytes([code]): getattr(_Machine, load.__name__)
+    for code, load in pickle._Unpickler.dispatch.items()
+    if load.__name__.removeprefix("load_") in _INERT
 }
-
-
-def _refuse(code: int) -> _Opcode:
-    name = _NAMES.get(bytes([code]), f"{code:#04x}")
-
-    def refuse(machine: _Machine, _at: int) -> int:
-        if bytes([code]) not in _NAMES:
-            raise ValueError(f"{name} is no instruction")
-        raise UnsupportedError(
-            f"{machine.path}: its pickle uses the instruction {name}, which Python 3's pickle and torch.save do not "
-            "write; save the checkpoint anew with a current release."
-        )
-
-    return refuse
-
-
-_OPCODES: list[_Opcode] = [_TABLE.get(bytes([code]), _refuse(code)) for code in range(256)]
+_NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}
