@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _GROWTH = 1 << 20
@@ -35,6 +37,18 @@ class Scratch:
             self._memory = memoryview(b"")  # the smaller one goes back first
             self._memory = self._allocate(-(-nbytes // _GROWTH) * _GROWTH)
         return self._memory[:nbytes]
+
+
+@contextmanager
+def pause_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector, which goes through all that is made again and again while much is made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def identify_host() -> str:

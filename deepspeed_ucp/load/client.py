@@ -27,11 +27,11 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from ..errors import CheckpointError, UcpError, shorten
 from ..targets import pickled_classes
 from ..torchsave.dtypes import STORAGE_DTYPES
-from ..torchsave.objects import Global, PickledObject, describe, has_more_parts, walk
+from ..torchsave.objects import Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage
 from ..torchsave.torchfile import TorchFile, read_header
-from ..torchsave.unpickle import MOST_KEY_PARTS
+from ..torchsave.unpickle import check_keys
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
 """Key under which the modules' extra states are returned."""
@@ -157,9 +157,10 @@ def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
         given = [item for arg in made.args if isinstance(arg, (list, tuple, dict)) for item in arg]
         given += [item[0] for item in given if isinstance(item, (list, tuple)) and item]
         filled = [key for op, operands in made.edits if op == pickle.SETITEMS for key in operands[::2]]
-        keys = [key for key in (*given, *filled) if isinstance(key, (tuple, frozenset))]
-        if any(has_more_parts(key, MOST_KEY_PARTS) for key in keys):
-            raise CheckpointError(f"{file.path}: {describe(made)} has a key of more than {MOST_KEY_PARTS} parts.")
+        try:
+            check_keys([key for key in (*given, *filled) if isinstance(key, (int, tuple, frozenset))], {})
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: {describe(made)} has {error}.") from None
 
 
 def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..atoms import ITEMSIZE, strip_compiled
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..io.memory import pause_collection
 from ..torchsave.dtypes import is_dtype, is_storage
 from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number, walk
 from ..torchsave.records import FileRecord
@@ -64,7 +65,7 @@ def read_file(folder: str, name: str) -> FileHeader:
         UnsupportedError: an optimizer wrapper that is not covered.
     """
     path = os.path.join(folder, name)
-    with explain_damage(path):
+    with explain_damage(path), pause_collection():
         file = read_header(path)
         if file.saved_as not in (None, name.removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
             raise CheckpointError(

@@ -6,7 +6,7 @@ Shared parts stay shared and cycles stay closed, by identity.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from ..errors import UcpError
@@ -64,7 +64,9 @@ class _Writer:
             yield from self._make(value)
 
     def _make(self, value: Any) -> Iterator[Any]:
-        op, parts, edits = _take_apart(value)
+        if type(value) not in _MAKERS:
+            raise UcpError(f"a value of type {type(value).__name__} ({describe(value)}) has no place in a pickle")
+        op, parts, edits = _MAKERS[type(value)](value)
         marked = op in (pickle.TUPLE, pickle.FROZENSET)
         self.out += pickle.MARK * marked
         yield from parts
@@ -102,38 +104,38 @@ def _number(short: bytes, long: bytes, index: int) -> bytes:
     return short + bytes([index]) if index < 256 else long + index.to_bytes(4, "little")
 
 
-def _take_apart(value: Any) -> tuple[bytes, Sequence[Any], _Edits]:
-    """How a value is made: the instruction, the parts that it takes, and what fills the value afterwards.
-
-    Raises:
-        UcpError: nothing makes it.
-    """
-    if isinstance(value, PickledObject):
-        return value.op, value.parts, value.edits
-    if isinstance(value, (str, bytes)):
-        return pickle.dumps(value, 3)[2:-3], (), ()  # without PROTO, BINPUT and STOP
-    if isinstance(value, bytearray):
-        return pickle.BYTEARRAY8 + len(value).to_bytes(8, "little") + value, (), ()
-    if isinstance(value, Global):
-        return pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode(), (), ()
-    if isinstance(value, TensorSize):
-        return pickle.REDUCE, (Global("torch", "Size"), (tuple(value),)), ()
-    if isinstance(value, tuple):
-        return _TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE, value, ()
-    if isinstance(value, frozenset):
-        return pickle.FROZENSET, tuple(value), ()
-    if isinstance(value, list):
-        return pickle.EMPTY_LIST, (), [(pickle.APPENDS, value)]
-    if isinstance(value, set):
-        return pickle.EMPTY_SET, (), [(pickle.ADDITEMS, tuple(value))]
-    if isinstance(value, dict):
-        return _take_apart_dict(value)
-    raise UcpError(f"a value of type {type(value).__name__} ({describe(value)}) has no place in a pickle")
+_Made = tuple[bytes, Sequence[Any], _Edits]
+"""How a value is made: the instruction, the parts that it takes, and what fills the value afterwards."""
 
 
-def _take_apart_dict(value: dict[Any, Any]) -> tuple[bytes, Sequence[Any], _Edits]:
-    filled = (pickle.SETITEMS, [part for pair in value.items() for part in pair])
-    if not isinstance(value, OrderedItems):
-        return pickle.EMPTY_DICT, (), [filled]
+def _make_tuple(value: tuple[Any, ...]) -> _Made:
+    return _TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE, value, ()
+
+
+def _list_items(value: dict[Any, Any]) -> tuple[bytes, Sequence[Any]]:
+    return pickle.SETITEMS, [part for pair in value.items() for part in pair]
+
+
+def _make_ordered(value: OrderedItems) -> _Made:
     state = () if value.state is None else (value.state,)
-    return pickle.REDUCE, (Global("collections", "OrderedDict"), ()), [filled, (pickle.BUILD, state)]
+    return pickle.REDUCE, (Global("collections", "OrderedDict"), ()), [_list_items(value), (pickle.BUILD, state)]
+
+
+def _make_text(value: str | bytes) -> _Made:
+    return pickle.dumps(value, 3)[2:-3], (), ()  # without PROTO, BINPUT and STOP
+
+
+_MAKERS: dict[type, Callable[[Any], _Made]] = {
+    PickledObject: lambda value: (value.op, value.parts, value.edits),
+    Global: lambda value: (pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode(), (), ()),
+    TensorSize: lambda value: (pickle.REDUCE, (Global("torch", "Size"), (tuple(value),)), ()),
+    OrderedItems: _make_ordered,
+    str: _make_text,
+    bytes: _make_text,
+    bytearray: lambda value: (pickle.BYTEARRAY8 + len(value).to_bytes(8, "little") + value, (), ()),
+    tuple: _make_tuple,
+    list: lambda value: (pickle.EMPTY_LIST, (), [(pickle.APPENDS, value)]),
+    dict: lambda value: (pickle.EMPTY_DICT, (), [_list_items(value)]),
+    set: lambda value: (pickle.EMPTY_SET, (), [(pickle.ADDITEMS, tuple(value))]),
+    frozenset: lambda value: (pickle.FROZENSET, tuple(value), ()),
+}

@@ -170,8 +170,7 @@ def _read_element(ref: TensorRef, path: str, stream: BinaryIO, storages: dict[st
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
         raise CheckpointError(f"{path}: storage {key} of a tensor of one element is missing; the file is damaged.")
-    stream.seek(record.offset + ref.offset * itemsize)
-    data = stream.read(itemsize)
+    data = os.pread(stream.fileno(), itemsize, record.offset + ref.offset * itemsize)
     if record.nbytes == itemsize:
         check_crc(path, record, isal_zlib.crc32(data))
     return data

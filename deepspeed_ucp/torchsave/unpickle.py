@@ -7,18 +7,17 @@ table of what was put into it, whatever numbers it is given; keys are hashed onl
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from ..errors import CheckpointError, UnsupportedError
+from ..io.memory import pause_collection
 from .dtypes import STORAGE_DTYPES, is_dtype
 from .objects import Global, OrderedItems, PickledObject, StorageRef, TensorRef, TensorSize, describe, has_more_parts
 
@@ -83,7 +82,7 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
     stream.seek(start)
     machine = _Machine(stream, path)
     try:
-        with _pause_collection():
+        with pause_collection():
             root = machine.load()
     except EOFError:
         raise CheckpointError(f"{path}: its pickle cannot be read (it does not end); the file is truncated.") from None
@@ -91,18 +90,6 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         kind, text = type(error).__name__, str(error)[:200]
         raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
     return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals)
-
-
-@contextmanager
-def _pause_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector: it goes through all that has been made again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
@@ -119,7 +106,10 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
             continue
         if has_more_parts(key, MOST_KEY_PARTS):
             raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
-        alike = known.setdefault(hash(key), [])
+        try:
+            alike = known.setdefault(hash(key), [])
+        except TypeError:
+            continue  # no key at all, as a dictionary tells
         if key not in alike:
             alike.append(key)
         if len(alike) > _MOST_ALIKE:
@@ -145,6 +135,8 @@ class _Machine(pickle._Unpickler):
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []  # what lies below each mark
         self.append = self.stack.append
+        self.memo: dict[int, Any] = {}
+        self.proto = 0
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
@@ -156,7 +148,8 @@ class _Machine(pickle._Unpickler):
 
         Small numbers, texts and the memo's are three quarters of all, and cheaper here than a call each.
         """
-        put, get, number, text = pickle.LONG_BINPUT, pickle.BINGET, pickle.BININT1, pickle.BINUNICODE
+        put, get, get_long = pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET
+        number, text = pickle.BININT1, pickle.BINUNICODE
         read, memo, instructions, unpack = self.read, self.memo, _INSTRUCTIONS, struct.Struct("<I").unpack
         for code in iter(partial(read, 1), pickle.STOP):
             if code == put:
@@ -165,10 +158,12 @@ class _Machine(pickle._Unpickler):
                 self.append(read(1)[0])
             elif code == get:
                 self.append(memo[read(1)[0]])
+            elif code == get_long:
+                self.append(memo[unpack(read(4))[0]])
             elif code == text:
                 self.append(str(read(unpack(read(4))[0]), "utf-8", "surrogatepass"))
-            elif load := instructions.get(code):
-                load(self)
+            elif code in instructions:
+                instructions[code](self)
             else:
                 self.refuse(code)
         if len(self.stack) != 1 or self.metastack:
@@ -196,8 +191,8 @@ class _Machine(pickle._Unpickler):
         self.memo[index] = self.stack[-1]
 
     def load_bytearray8(self) -> None:
-        self.load_binbytes8()
-        self.append(bytearray(self.stack.pop()))
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
 
     def find_class(self, module: str, name: str) -> Global:
         named = Global(module, name)
@@ -208,9 +203,9 @@ class _Machine(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """What a persistent id means: a storage, or in the legacy format a class with its source text."""
-        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
-            return pid[1]
         if not _names_storage(pid):
+            if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
+                return pid[1]
             raise UnsupportedError(
                 f"{self.path}: its pickle refers to {describe(pid)} instead of a storage; it is damaged or too old."
             )
@@ -230,22 +225,35 @@ class _Machine(pickle._Unpickler):
 
     def _make(self, op: bytes, number: int) -> None:
         """Push the object that a call makes; tensors and a few containers by what they are."""
-        stack = self.stack
-        parts = stack[-number:]
-        del stack[-number:]
+        parts = self._take(number)
         maker, args = parts[0], parts[1]
-        if len(parts) < number or not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
+        if not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
             raise ValueError(f"it calls {describe(maker)} with {describe(args)}")
-        made: Any = PickledObject(op, parts)
+        made: Any = None
         view = self.views.get(id(maker))
         if view is _check_amount or (view and op == pickle.REDUCE and len(args) <= _MOST_ARGUMENTS):
-            made = view(made)
+            made = view(parts)
             if type(made) is TensorRef:
                 self.tensors.append(made)
-        stack.append(made)
+        self.append(PickledObject(op, parts) if made is None else made)
+
+    def pop_mark(self) -> list[Any]:
+        """The objects above the last mark, which goes as well."""
+        taken = self.stack
+        self.stack = self.metastack.pop()
+        self.append = self.stack.append
+        return taken
+
+    def _take(self, number: int) -> list[Any]:
+        """The topmost objects."""
+        taken = self.stack[-number:]
+        if len(taken) < number:
+            raise IndexError("its stack is empty")
+        del self.stack[-number:]
+        return taken
 
     def load_append(self) -> None:
-        self._extend([self.stack.pop()])
+        self._extend(self._take(1))
 
     def load_appends(self) -> None:
         self._extend(self.pop_mark())
@@ -263,9 +271,7 @@ class _Machine(pickle._Unpickler):
         self._set(items)
 
     def load_setitem(self) -> None:
-        items = self.stack[-2:]
-        del self.stack[-2:]
-        self._set(items)
+        self._set(self._take(2))
 
     def load_setitems(self) -> None:
         self._set(self.pop_mark())
@@ -322,75 +328,74 @@ def _names_storage(pid: Any) -> bool:
     if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[5:] not in ((), (None,)):
         return False
     _, kind, key, location, numel = pid[:5]
-    whole = isinstance(numel, int) and numel >= 0 and (isinstance(key, str) or _is_short(key))
-    return pid[0] == "storage" and isinstance(kind, Global) and isinstance(location, str) and whole
+    named = pid[0] == "storage" and isinstance(kind, Global) and (isinstance(key, str) or _is_short(key))
+    return named and isinstance(location, str) and isinstance(numel, int) and numel >= 0
 
 
-def _check_amount(made: PickledObject) -> PickledObject:
-    """Refuse what :data:`_ALLOCATING` would make of a large number, or of a tuple with one."""
-    args = made.parts[1][:_MOST_ARGUMENTS]
+def _check_amount(parts: list[Any]) -> None:
+    """Refuse what :data:`_ALLOCATING` would make of a large number, or of a tuple with one, and of any keywords."""
+    args = parts[1][:_MOST_ARGUMENTS]
     for value in (*args, args):
         numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
-        if made.op == pickle.NEWOBJ_EX or any(isinstance(number, int) and number > _LARGE for number in numbers):
-            raise ValueError(f"it calls {describe(made)} for a memory of many bytes")
-    return made
+        if len(parts) > 2 or any(isinstance(number, int) and number > _LARGE for number in numbers):
+            raise ValueError(f"it calls {describe(parts[0])} for a memory of many bytes")
 
 
-def _view_tensor(made: PickledObject) -> Any:
+def _view_tensor(parts: list[Any]) -> TensorRef | None:
     """``_rebuild_tensor`` and ``_v2``: the storage class tells the element type."""
-    storage, *view = made.parts[1][:4]
+    storage, offset, shape, stride, *_ = parts[1]
     if not isinstance(storage, StorageRef):
-        return made
-    return _make_tensor(made, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), *view)
+        return None
+    return _make_tensor(parts, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), offset, shape, stride)
 
 
-def _view_typed_tensor(made: PickledObject) -> Any:
+def _view_typed_tensor(parts: list[Any]) -> TensorRef | None:
     """``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
-    storage, *view, _grad, _hooks, dtype = made.parts[1][:7]
+    storage, offset, shape, stride, _grad, _hooks, dtype, *_ = parts[1]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
-        return made
-    return _make_tensor(made, storage, dtype.name, *view)
+        return None
+    return _make_tensor(parts, storage, dtype.name, offset, shape, stride)
 
 
-def _make_tensor(made: PickledObject, storage: StorageRef, dtype: str, offset: Any, shape: Any, stride: Any) -> Any:
+def _make_tensor(parts: list[Any], storage: StorageRef, dtype: str, offset: Any, shape: Any, stride: Any) -> TensorRef:
     fits = isinstance(offset, int) and isinstance(shape, tuple) and isinstance(stride, tuple)
     if not fits or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or offset < 0:
         raise ValueError(f"a tensor at {describe(offset)} of shape {describe(shape)} and strides {describe(stride)}")
     for size in (*shape, *stride):
         if not isinstance(size, int) or size < 0:
             raise ValueError(f"a tensor of shape {describe(shape)} and strides {describe(stride)}")
-    return TensorRef(storage, offset, tuple(shape), stride, dtype, made)
+    return TensorRef(storage, offset, tuple(shape), stride, dtype, PickledObject(pickle.REDUCE, parts))
 
 
-def _view_parameter(made: PickledObject) -> Any:
-    return _remake(made.parts[1][0], made)
+def _view_parameter(parts: list[Any]) -> TensorRef | None:
+    return _remake(parts[1][0], parts)
 
 
-def _view_subclass(made: PickledObject) -> Any:
+def _view_subclass(parts: list[Any]) -> TensorRef | None:
     """A tensor that carries Python attributes, as ZeRO 3's flat buffers do after a step."""
-    inner, _kind, given, *_state = made.parts[1]
+    inner, _kind, given, *_ = parts[1]
     view = _VIEWS.get(inner.kind) if isinstance(inner, Global) else None
     few = isinstance(given, tuple) and len(given) <= _MOST_ARGUMENTS
     if view in (_view_tensor, _view_typed_tensor, _view_parameter) and few:
-        return _remake(view(PickledObject(pickle.REDUCE, [inner, given])), made)
-    return made
+        return _remake(view([inner, given]), parts)
+    return None
 
 
-def _remake(value: Any, made: PickledObject) -> Any:
+def _remake(value: Any, parts: list[Any]) -> TensorRef | None:
     """The same tensor, made by another call."""
-    return replace(value, made=made) if isinstance(value, TensorRef) else made
+    return replace(value, made=PickledObject(pickle.REDUCE, parts)) if isinstance(value, TensorRef) else None
 
 
-def _view_ordered(made: PickledObject) -> Any:
-    return made if made.parts[1] else OrderedItems()
+def _view_ordered(parts: list[Any]) -> OrderedItems | None:
+    return None if parts[1] else OrderedItems()
 
 
-def _view_size(made: PickledObject) -> Any:
-    sizes = made.parts[1][0] if made.parts[1] else None
-    return TensorSize(sizes) if isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS else made
+def _view_size(parts: list[Any]) -> TensorSize | None:
+    sizes = parts[1][0] if parts[1] else None
+    return TensorSize(sizes) if isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS else None
 
 
-_VIEWS: dict[str, Callable[[PickledObject], Any]] = {
+_VIEWS: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(_ALLOCATING, _check_amount),
     "torch._utils._rebuild_tensor": _view_tensor,
     "torch._utils._rebuild_tensor_v2": _view_tensor,
@@ -402,15 +407,67 @@ _VIEWS: dict[str, Callable[[PickledObject], Any]] = {
     "torch.Size": _view_size,
     "collections.OrderedDict": _view_ordered,
 }
-"""Calls that are looked into; each gets the call, and calls nothing of the file."""
+"""Calls that are looked into; each gets the function and its arguments, calls neither, and gives None where the call is
+only to be remembered."""
 
-_INERT = """
-proto frame none true false int binint binint1 binint2 long long1 long4 float binfloat
-unicode binunicode binunicode8 short_binunicode binbytes binbytes8 short_binbytes bytearray8
-empty_list empty_dictionary empty_set empty_tuple tuple tuple1 tuple2 tuple3 list dict frozenset
-global stack_global binpersid reduce newobj newobj_ex append appends setitem setitems additems build
-mark pop pop_mark dup get binget long_binget put binput long_binput memoize
-""".split()
+_INERT = [
+    "proto",
+    "frame",
+    "none",
+    "true",
+    "false",
+    "int",
+    "binint",
+    "binint1",
+    "binint2",
+    "long",
+    "long1",
+    "long4",
+    "float",
+    "binfloat",
+    "unicode",
+    "binunicode",
+    "binunicode8",
+    "short_binunicode",
+    "binbytes",
+    "binbytes8",
+    "short_binbytes",
+    "bytearray8",
+    "empty_list",
+    "empty_dictionary",
+    "empty_set",
+    "empty_tuple",
+    "tuple",
+    "tuple1",
+    "tuple2",
+    "tuple3",
+    "list",
+    "dict",
+    "frozenset",
+    "global",
+    "stack_global",
+    "binpersid",
+    "reduce",
+    "newobj",
+    "newobj_ex",
+    "append",
+    "appends",
+    "setitem",
+    "setitems",
+    "additems",
+    "build",
+    "mark",
+    "pop",
+    "pop_mark",
+    "dup",
+    "get",
+    "binget",
+    "long_binget",
+    "put",
+    "binput",
+    "long_binput",
+    "memoize",
+]
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     bytes([code]): getattr(_Machine, load.__name__)
     for code, load in pickle._Unpickler.dispatch.items()

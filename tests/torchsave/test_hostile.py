@@ -68,6 +68,35 @@ def text(value: str) -> bytes:
 
 REDUCE_SET = b"c__builtin__\nset\n"
 
+
+def collide(form: str) -> list[Any]:
+    """Different keys with one hash: Python's numbers are hashed modulo 2 ** 61 - 1, tuples without a secret."""
+    numbers = [(2**61 - 1) * each for each in range(2**7, 20_000)]
+    return numbers if form == "numbers" else [(each, "x") for each in numbers]
+
+
+def pickled(value: Any) -> bytes:
+    return write_pickle(value)[2:-1]
+
+
+def dict_of(keys: list[Any]) -> bytes:
+    return b"}(" + b"".join(pickled(key) + b"N" for key in keys) + b"u"
+
+
+COLLISIONS = {
+    "items of a dict": dict_of,
+    "items one by one": lambda keys: b"}" + b"".join(pickled(key) + b"Ns" for key in keys),
+    "an ordered dict": lambda keys: (
+        b"ccollections\nOrderedDict\n)R(" + b"".join(pickled(k) + b"N" for k in keys) + b"u"
+    ),
+    "a set": lambda keys: b"\x8f(" + b"".join(map(pickled, keys)) + b"\x90",
+    "a frozenset": lambda keys: b"(" + b"".join(map(pickled, keys)) + b"\x91",
+    "a dict of protocol 0": lambda keys: b"(" + b"".join(pickled(key) + b"N" for key in keys) + b"d",
+    "a set of protocol 2": lambda keys: REDUCE_SET + b"](" + b"".join(map(pickled, keys)) + b"e\x85R",
+    "the memo": lambda keys: b"N" + b"".join(b"p%d\n" % (key[0] if isinstance(key, tuple) else key) for key in keys),
+}
+
+
 BOMBS = {
     "tuples": nest(60),
     "lists": b"]" + b"".join(b"q\x00](h\x00h\x00e" for _ in range(60)),
@@ -101,6 +130,7 @@ BOMBS = {
     "an array": b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n\x8a\x05\x00\x00\x00\x00\x02\x85"
     + text("b")
     + b"\x87R",
+    "an array with keywords": b"cnumpy\nndarray\n)}" + text("shape") + b"\x8a\x05\x00\x00\x00\x00\x02s\x92",
     "a tensor class": b"ctorch\nFloatTensor\n\x8a\x05\x00\x00\x00\x00\x02\x85R",
     "a storage class": b"ctorch\nFloatStorage\n\x8a\x05\x00\x00\x00\x00\x02\x85R",
     "a long string": b"\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc",
@@ -111,7 +141,16 @@ BOMBS = {
     "many views of a long shape": b"(" + b"K\x01" * 10_000 + b"tq\x00" + b"ctorch\nSize\nh\x00\x85R0" * 2_000 + b"N",
     "a long frame": b"\x95\xff\xff\xff\xff\xff\xff\xff\xff",
 }
-DAMAGED = ("bytearray", "bytes", "a new bytearray", "an array", "a tensor class", "a storage class", "a dict's key")
+DAMAGED = (
+    "bytearray",
+    "bytes",
+    "a new bytearray",
+    "an array",
+    "an array with keywords",
+    "a tensor class",
+    "a storage class",
+    "a dict's key",
+)
 
 
 @pytest.mark.parametrize("kind", BOMBS)
@@ -159,6 +198,26 @@ def test_messages_stay_short(kind: str) -> None:
     with pytest.raises(UcpError) as caught:
         read_pickle(forge(BOMBS[kind]), "x.pt")
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("form", ["numbers", "tuples"])
+@pytest.mark.parametrize("kind", COLLISIONS)
+def test_keys_with_one_hash(kind: str, form: str, tmp_path: Path) -> None:
+    """Telling n of them apart takes the square of n."""
+    data = forge(b"}", text("client"), COLLISIONS[kind](collide(form)), b"s")
+    path = tmp_path / MODEL_FILE
+    path.write_bytes(make_zip(data))
+    with bounded(), pytest.raises(CheckpointError, match=r"one hash|large number in its memo"):
+        read_objects(str(path), trust_pickle=False)
+
+
+def test_keys_that_happen_to_be_alike() -> None:
+    """Large numbers, tuples and frozensets are keys like others, and may recur."""
+    keys = [2**70, -(2**90), (1, -1), (1, -2), frozenset((1, "x")), (0.5, ("a", None))]
+    value = [dict.fromkeys(keys, number) for number in range(100)] + [{-1: 1, -2: 2, 0.5: 3}]
+    for protocol in (2, 5):
+        assert read_pickle(pickle.dumps(value[:-1], protocol), "x.pt").end
+    assert read_pickle(pickle.dumps([dict.fromkeys(keys[:4])] * 2 + value[-1:], 2), "x.pt").root[-1] == value[-1]
 
 
 EXTENSIONS = [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"]
