@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import Atom, Record
 from deepspeed_ucp.patterns import Run
 from deepspeed_ucp.plan import DISCARD, Claim, Extent, Part, Request, Send, Want
-from deepspeed_ucp.plan.claims import MAX_PARTS, STAGE
+from deepspeed_ucp.plan.claims import STAGE
 from tests.plan.planning import Planned, carry_out, make_atom, plan_pieces, plan_wants
 from tests.reshard import examples
 
@@ -62,26 +62,12 @@ def test_dp4_to_dp8_every_rank_reads_its_own_part_only() -> None:
     ]
 
 
-def test_dp4_to_dp1_one_rank_reads_everything_into_consecutive_positions() -> None:
-    atom, records = dp4()
-    plan = requests_of([Want(atom, 0, 12, 0, 0)], records)
-    assert [request.parts for request in plan] == [(Part(12, 0, position),) for position in (0, 3, 6, 9)]
-
-
 def test_neighbours_in_a_record_become_one_request_for_several_buffers() -> None:
     first, second = make_atom("a", 3, (0, 3, 0, 0)), make_atom("b", 2, (0, 2, 0, 12))
     records = [Record(0, 64, 20, 0)]
     assert requests_of([Want(second, 0, 2, 1, 7), Want(first, 0, 3, 0, 0)], records) == [
         Request(0, 0, 20, (Part(12, 0, 0), Part(8, 1, 7))),
     ]
-
-
-def test_neighbouring_records_stay_apart() -> None:
-    """Also where the offset in the second would follow the end in the first."""
-    first, second = make_atom("a", 3, (0, 3, 0, 0)), make_atom("b", 2, (0, 2, 1, 12))
-    records = [Record(0, 64, 12, 0), Record(0, 76, 20, 0)]
-    plan = requests_of([Want(first, 0, 3, 0, 0), Want(second, 0, 2, 0, 3)], records)
-    assert places(plan) == [(0, 0, 12), (1, 0, 12), (1, 12, 8)]
 
 
 def test_requests_follow_files_and_offsets_whatever_the_order_of_records_and_wants() -> None:
@@ -100,26 +86,6 @@ def test_each_rank_begins_at_a_place_of_its_own() -> None:
         [1, 2, 3, 4, 5, 0],
         [3, 4, 5, 0, 1, 2],
         [4, 5, 0, 1, 2, 3],
-    ]
-
-
-def test_requests_are_cut_at_blocks() -> None:
-    plan = requests_of([Want(make_atom("w", 5, (0, 5, 0, 0)), 0, 5, 0, 3)], [Record(0, 0, 20, 0)], block=8)
-    assert plan == [
-        Request(0, 0, 8, (Part(8, 0, 3),)),
-        Request(0, 8, 8, (Part(8, 0, 5),)),
-        Request(0, 16, 4, (Part(4, 0, 7),)),
-    ]
-
-
-def test_positions_count_elements_of_any_size() -> None:
-    atom = make_atom("w", 6, (0, 6, 0, 2), dtype="bfloat16")
-    plan = requests_of([Want(atom, 1, 4, 0, 9)], [Record(0, 0, 14, 0)], block=4)
-    assert plan == [
-        Request(0, 0, 4, (Part(4, DISCARD, 0),)),
-        Request(0, 4, 4, (Part(4, 0, 9),)),
-        Request(0, 8, 4, (Part(4, 0, 11),)),
-        Request(0, 12, 2, (Part(2, DISCARD, 0),)),
     ]
 
 
@@ -146,31 +112,11 @@ def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
     ]
 
 
-def test_records_that_nobody_touches_are_not_read() -> None:
-    atom = make_atom("a", 1, (0, 1, 1, 0))
-    plan = requests_of([Want(atom, 0, 1, 0, 0)], [Record(0, 0, 100, 0), Record(0, 100, 4, 0)])
-    assert places(plan) == [(1, 0, 4)]
-
-
-def test_a_request_has_no_more_parts_than_the_kernel_takes() -> None:
-    atoms = [make_atom(f"a{i}", 1, (0, 1, 0, 4 * i)) for i in range(600)]
-    plan = requests_of([Want(atom, 0, 1, 0, 2 * i) for i, atom in enumerate(atoms)], [Record(0, 0, 2400, 0)])
-    assert [len(request.parts) for request in plan] == [MAX_PARTS, 600 - MAX_PARTS]
-    assert [request.offset for request in plan] == [0, 4 * MAX_PARTS]
-
-
 def test_wanting_nothing_reads_nothing() -> None:
     atom, records = dp4()
     assert requests_of([], records) == []
     assert requests_of([Want(make_atom("e", 0), 0, 0, 0, 0)], records) == []
     assert requests_of([Want(atom, 3, 0, 0, 0)], records) == []
-
-
-def test_rows_of_a_run_go_to_places_apart() -> None:
-    """Contiguous in the record, every other pair of elements in the buffer."""
-    plan = plan_pieces([[Extent(0, 7, 4, Run(1, 10, 2, 3, 2, 4))]], [Record(0, 0, 32, 0)]).plans[0]
-    assert Request(0, 4, 24, (Part(24, 7, 10, 8, 4),)) in plan.direct
-    assert plan.rounds == []
 
 
 # -- exchange ---------------------------------------------------------------------------------------------------------
@@ -200,15 +146,6 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
     assert plans[0].rounds[0].sends == [[Send(0, 8, 16, 2, True)], [Send(8, 8, 16, 2, True)]]
     assert plans[1].rounds[0].receives[0] == [Claim(0, 8, 8, 16, 2, True, (Part(16, 0, 0),))]
     assert [plan.nbytes for plan in plans] == [32, 0]
-
-
-def test_bytes_that_two_buffers_of_one_rank_share_are_read_once() -> None:
-    atoms = [make_atom("a", 4, (0, 4, 0, 0)), make_atom("b", 2, (0, 2, 0, 4))]
-    (plan,) = plan_wants(
-        [[Want(atom, 0, atom.numel, i, 0) for i, atom in enumerate(atoms)]], [Record(0, 0, 16, 0)]
-    ).plans
-    assert places(plan.requests) == [(0, 0, 16)]
-    assert [part.buffer for claim in plan.rounds[0].receives[0] for part in claim.parts] == [0, 1]
 
 
 def test_a_part_that_is_granted_is_not_staged() -> None:
