@@ -28,6 +28,7 @@ from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.prepare import Work, prepare
+from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
 from deepspeed_ucp.sources import open_checkpoint
@@ -238,7 +239,7 @@ class Loaded:
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
     """The index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
-    return open_checkpoint(str(folder), comm, join_groups(target, comm).names)
+    return open_checkpoint(str(folder), comm, join_groups(target, comm)[0])
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:
@@ -297,7 +298,7 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
         rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     rank.transfer.fill()
     if options.with_states and target.wrapped is not None:
-        rank.transfer.attach(target)
+        attach_states(target, rank.work.states, rank.work.match)
     return rank
 
 

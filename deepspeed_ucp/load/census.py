@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..atoms import MASTER, MODULE, AtomicIndex
@@ -96,47 +95,42 @@ def check_alike(live: Live, target: Target, extras: Iterable[Extra]) -> None:
         raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
 
 
-@dataclass(slots=True)
-class LiveGroups:
-    """The optimizer's param groups as the user made them, over all pipeline stages in stage order.
-
-    Attributes:
-        names: per group (raw name, owned by the optimizer).
-        hyper: per group its hyper-parameters.
-    """
-
-    names: list[list[tuple[str, bool]]] = field(default_factory=list)
-    hyper: list[dict[str, Any]] = field(default_factory=list)
+Group = list[tuple[str, bool]]
+"""Of a param group (raw name, owned by the optimizer)."""
 
 
-def join_groups(target: Target, comm: Comm) -> LiveGroups:
-    """Put the stages' param groups together; collective.
+def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str, Any]]]:
+    """The optimizer's param groups as the user made them, over all pipeline stages in stage order; collective.
 
     DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
+
+    Returns:
+        The groups, and the hyper-parameters of each.
     """
     place = target.place
 
-    def tell() -> tuple[int, list[list[tuple[str, bool]]], list[dict[str, Any]]] | None:
+    def tell() -> tuple[int, list[Group], list[dict[str, Any]]] | None:
         first = place.dp_rank == place.tp_rank == 0
         return (place.pp_rank, target.live_groups(), target.live_hyper()) if first else None
 
     stages = sorted((each for each in comm.each(tell) if each is not None), key=lambda told: told[0])
     if len(stages) == 1:
-        return LiveGroups(*stages[0][1:])
-    joined = LiveGroups()
+        return stages[0][1:]
+    joined: list[Group] = []
+    joined_hyper: list[dict[str, Any]] = []
     known: dict[tuple[str, int], int] = {}
-    for _, names, hyper in stages:
+    for _, groups, hyper in stages:
         seen: Counter[str] = Counter()
-        for group, fields in zip(names, hyper, strict=False):
+        for group, fields in zip(groups, hyper, strict=False):
             kind = repr(sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING))
             seen[kind] += 1
-            number = known.setdefault((kind, seen[kind]), len(joined.names))
-            if number == len(joined.names):
-                joined.names.append([])
-                joined.hyper.append(fields)
-            present = {name for name, _ in joined.names[number]}
-            joined.names[number] += [item for item in group if item[0] not in present]
-    return joined
+            number = known.setdefault((kind, seen[kind]), len(joined))
+            if number == len(joined):
+                joined.append([])
+                joined_hyper.append(fields)
+            present = {name for name, _ in joined[number]}
+            joined[number] += [item for item in group if item[0] not in present]
+    return joined, joined_hyper
 
 
 def find_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:

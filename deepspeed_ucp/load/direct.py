@@ -37,6 +37,7 @@ from .client import EXTRA_STATES, read_objects
 from .custom import run_custom_load
 from .job import LoadArguments, LoadJob
 from .prepare import prepare
+from .states import attach_states
 from .transfer import Transfer
 
 
@@ -80,7 +81,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
 
     def finish() -> None:
         if with_states:
-            transfer.attach(target)
+            attach_states(target, work.states, work.match)
         _finish(engine, index, saved, arguments, with_states=with_states)
 
     with guard_engine(engine, with_states=with_states):

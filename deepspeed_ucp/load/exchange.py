@@ -102,7 +102,7 @@ class CollectiveReader:
         with RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate) as reader:
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
             checks = self.comm.run(lambda: self._begin(reader, direct, fresh))
-            arrived: Callable[[], None] = _nothing
+            arrived = partial(self._scatter, (), memoryview(b""))  # nothing has come yet
             for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
                 sends, claims = each.pick_step(self.comm.rank, fresh, step)
                 reads = [] if step else each.reads if everything else each.pick_reads(fresh)
@@ -154,10 +154,6 @@ class CollectiveReader:
         for part in (part for one in claims for claim in one for part in claim.parts):
             self.sinks[part.buffer].take(part, data[position : position + part.nbytes])
             position += part.nbytes
-
-
-def _nothing() -> None:
-    """Nothing has come yet."""
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:

@@ -189,8 +189,7 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
     """Hold the checkpoint's index against the live engine's layout; collective."""
     comm, arguments = job.comm, job.arguments
     weights_only = not (arguments.with_states and has_masters(target, comm))
-    live = join_groups(target, comm)
-    index = open_checkpoint(folder, comm, live.names, live.hyper, weights_only=weights_only)
+    index = open_checkpoint(folder, comm, *join_groups(target, comm), weights_only=weights_only)
     found = comm.each(lambda: _list_differences(index, target, arguments))
     everyone = [text for part in found for text in part]
     if upstream:

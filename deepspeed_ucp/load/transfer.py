@@ -16,12 +16,10 @@ from ..io.memory import identify_host, measure_available
 from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
 from ..plan.wants import Wants
 from ..stream.samples import check_samples
-from ..targets import Target
 from .destinations import Buffer
 from .exchange import CollectiveReader
 from .prepare import Work
 from .replicas import check_replicas
-from .states import attach_states
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -80,10 +78,6 @@ class Transfer:
         again = [] if self.apart else self.reader.fill_live()
         self.comm.run(self.work.into.commit)  # a rank without memory for it must not leave the others waiting
         return again
-
-    def attach(self, target: Target) -> None:
-        """Hand states, scalars and hyper-parameters to the optimizer; of this rank alone."""
-        attach_states(target, self.work.states, self.work.match)
 
 
 def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:

@@ -98,15 +98,15 @@ class Stage:
 
 def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
     stages: list[Any] = [Stage(0, [(0.1, ["0.w"]), (0.0, ["0.b"])]), Stage(1, [(0.0, ["1.b"])])]
-    for joined in run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm)):
-        assert joined.names == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
-        assert [fields["weight_decay"] for fields in joined.hyper] == [0.1, 0.0]
+    for joined, hyper in run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm)):
+        assert joined == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
+        assert [fields["weight_decay"] for fields in hyper] == [0.1, 0.0]
 
 
 def test_the_same_parameter_in_two_stages_is_named_once() -> None:
     stages: list[Any] = [Stage(0, [(0.1, ["t", "0.w"])]), Stage(1, [(0.1, ["t", "1.w"])])]
-    joined = run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm))[0]
-    assert [name for name, _ in joined.names[0]] == ["t", "0.w", "1.w"]
+    joined, _ = run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm))[0]
+    assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]
 
 
 def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
