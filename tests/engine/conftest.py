@@ -12,14 +12,22 @@ from engine_cases import Case, build_op, is_direct, training
 from engine_parallel import Runs
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
-from deepspeed_ucp.testing.resume import SavedRun, check_resume, save_run
+from deepspeed_ucp.testing.resume import SavedRun, save_run
 from deepspeed_ucp.testing.resume import resume_each as resume_each_of
 
 STEPS = (3, 3)
+DEFAULTS = {"model": "mixed", "optimizer": "adamw", "scheduler": False}
+
+
+Source = Case | tuple[Case, dict[str, Any]]
+"""What saves: a case, and what its training has that the engine that loads has not."""
 
 
 class Sources:
-    """Saved runs by what they were made of."""
+    """Saved runs by what they were made of.
+
+    Each is trained from other weights, so that what one leaves in an engine is seen in the next.
+    """
 
     def __init__(self, worlds: WorldPool, root: Path):
         self._worlds = worlds
@@ -28,10 +36,11 @@ class Sources:
 
     def get(self, case: Case, steps: tuple[int, int] = STEPS, **options: Any) -> SavedRun:
         """The run of `training(**options)` under `case`; its folder must not be changed."""
-        key = json.dumps([case.dp, case.ds_config, steps, sorted(options.items())], sort_keys=True)
+        chosen = {**DEFAULTS, "seed": sum(map(ord, str(case))), **options}
+        key = json.dumps([case.dp, case.ds_config, steps, sorted(chosen.items())], sort_keys=True)
         if key not in self._runs:
             folder = self._root / f"source{len(self._runs)}"
-            self._runs[key] = save_run(training(**options), case.launch, steps, folder, self._worlds)
+            self._runs[key] = save_run(training(**chosen), case.launch, steps, folder, self._worlds)
         return self._runs[key]
 
 
@@ -46,52 +55,27 @@ def sources(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> 
     return Sources(ucp_worlds, tmp_path_factory.mktemp("sources"))
 
 
-@pytest.fixture(scope="session")
-def resume(sources: Sources, ucp_worlds: WorldPool) -> Callable[..., ResumeReport]:
-    """`resume(source, target, **options)`: save under one case, compare and go on under the other."""
-
-    def run(
-        source: Case,
-        target: Case,
-        *,
-        steps: tuple[int, int] = STEPS,
-        changes: dict[str, Any] | None = None,
-        loss_tolerance: float | None = None,
-        **options: Any,
-    ) -> ResumeReport:
-        saved = sources.get(source, steps, **options)
-        train_fn = training(**{**options, **(changes or {})})
-        return check_resume(train_fn, saved, target.launch, ucp_worlds, loss_tolerance=loss_tolerance)
-
-    return run
-
-
 @pytest.fixture
 def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> Callable[..., None]:
-    """`resume_each(sources, target, check, **options)`: one engine takes all of them, each is a subtest.
-
-    Every source is trained from other weights, so that what one leaves in the engine is seen in the next.
-    """
+    """`resume_each(sources, target, check, **options)`: one engine takes all of them, each is a subtest."""
 
     def run(
-        cases: Sequence[Case],
+        cases: Sequence[Source],
         target: Case,
         check: Callable[[Case, Case, ResumeReport], None] = is_direct,
         *,
-        steps: tuple[int, int] = STEPS,
+        live: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        saves = [sources.get(case, steps, seed=find_seed(case), **options) for case in cases]
-        judges = resume_each_of(training(**options), saves, target.launch, ucp_worlds)
-        for case, judge in zip(cases, judges, strict=True):
-            with subtests.test(f"{case}→{target}"):
+        pairs = [case if isinstance(case, tuple) else (case, {}) for case in cases]
+        saves = [sources.get(case, **{**options, **own}) for case, own in pairs]
+        options.pop("steps", None)
+        judges = resume_each_of(training(**{**options, **(live or {})}), saves, target.launch, ucp_worlds)
+        for (case, own), judge in zip(pairs, judges, strict=True):
+            with subtests.test("-".join([f"{case}→{target}", *map(str, own.values())])):
                 check(case, target, judge())
 
     return run
-
-
-def find_seed(case: Case) -> int:
-    return sum(map(ord, str(case)))
 
 
 @pytest.fixture(scope="session")
