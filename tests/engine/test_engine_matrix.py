@@ -1,8 +1,7 @@
 """Every ZeRO stage in every precision to every other, at other data-parallel sizes and at the same one.
 
 One engine of each kind takes its sources one after the other. Of the stages and precisions of both sides every three
-are combined, and all four under `-m exhaustive`, at every size. Then the options of ZeRO and the formats of files, each on
-one side or on both.
+are combined, and all four under `-m exhaustive`, at every size. Then the options of ZeRO and the formats of files.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ OFFLOAD_ALL = {**OFFLOAD, "offload_param": {"device": "cpu"}, **SCATTERED}
 CLIPPING = {"gradient_clipping": 0.1}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 64}}
 LEGACY = {"checkpoint": {"checkpoint_serialization": False}}  # files that are no zips
-# Without "replica" DeepSpeed's writer factory dies below stage 3. All data-parallel ranks write mp_rank_00_model_states.pt
+# Without "replica" DeepSpeed's writer factory dies below stage 3. All data-parallel ranks write a file of model states
 # with it at once, and not the same bytes: what DeepSpeed leaves of several is at times no file that anything can read.
 REPLICA = {"type": "python", "data_parallel": "replica"}
 WRITER = {"checkpoint": {"writer": REPLICA}}

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import yaml
 
@@ -71,7 +73,7 @@ def run_tests(tests: list[str], root: Path) -> int:
         sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "deepspeed_ucp")]:
             del sys.modules[name]
-        with open(root / "output", "a") as output:
+        with open(root / "output", "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         import pytest
@@ -100,6 +102,15 @@ def judge(mutant: Mutant, root: Path) -> bool:
         path.write_text(text)
 
 
+def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, bool, float]:
+    """A mutant, whether the tests notice it, and the seconds that they took; in a copy of the checkout that is free."""
+    start, root = time.monotonic(), roots.get()
+    try:
+        return mutant, judge(mutant, root), time.monotonic() - start
+    finally:
+        roots.put(root)
+
+
 def _notices(code: int, root: Path) -> bool:
     """Tests that fail, or that cannot be imported; anything else says nothing about the mutant."""
     if code not in (0, 1, 2):
@@ -110,6 +121,7 @@ def _notices(code: int, root: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("numbers", nargs="*", type=int, help="only these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
     parser.add_argument("--list", action="store_true", help="only say which there are, and which are out of date")
     options = parser.parse_args()
     mutants, missed = read_mutants(), []
@@ -122,14 +134,16 @@ def main() -> int:
     import numpy as np  # noqa: F401
     import pytest  # noqa: F401
 
-    with tempfile.TemporaryDirectory(prefix="ucp-mutants-") as folder:
-        copy_checkout(Path(folder))
-        for mutant in (each for each in mutants if not options.numbers or each.number in options.numbers):
-            start = time.monotonic()
-            caught = judge(mutant, Path(folder))
-            print(f"{'caught' if caught else 'MISSED'} {mutant} ({time.monotonic() - start:.0f} s)", flush=True)
+    chosen = [each for each in mutants if not options.numbers or each.number in options.numbers]
+    with tempfile.TemporaryDirectory(prefix="ucp-mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        roots: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.jobs):
+            copy_checkout(Path(folder) / str(number))
+            roots.put(Path(folder) / str(number))
+        for mutant, caught, seconds in pool.map(lambda each: judge_in_turn(each, roots), chosen):
+            print(f"{'caught' if caught else 'MISSED'} {mutant} ({seconds:.0f} s)", flush=True)
             missed += [] if caught else [mutant]
-    print(f"{len(missed)} of {len(mutants)} mutants were missed")
+    print(f"{len(missed)} of {len(chosen)} mutants were missed")
     return 1 if missed or stale else 0
 
 
