@@ -32,7 +32,7 @@ from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.targets import Extra, Flat, Target
+from deepspeed_ucp.targets import LiveBuffer, Target
 from deepspeed_ucp.targets.base import hold_whole
 from deepspeed_ucp.targets.parallel import Instance, Place
 from tests.ranks import run_ranks
@@ -118,22 +118,22 @@ class FakeTarget(Target):
     def shape_of(self, name: str) -> tuple[int, ...]:
         return _find(self.model, name).shape
 
-    def extras(self) -> list[Extra]:
+    def extras(self) -> list[LiveBuffer]:
         return list(self.others)
 
-    def _make_extras(self) -> list[Extra]:
+    def _make_extras(self) -> list[LiveBuffer]:
         found = [self._extra(param) for param in self.model.owners if param.name not in self.owned]
         for name, value in self.model.buffers.items():
             found.append(hold_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
         return found
 
-    def _extra(self, param: Param) -> Extra:
+    def _extra(self, param: Param) -> LiveBuffer:
         if self.kind.stage < 3:
             whole = torch.full(param.shape, SENTINEL, dtype=self.kind.dtype)
             return hold_whole(param.name, whole)
         part = stage3_slice(param, self.kind.dp, self.rank)
         held = torch.full((part.numel,), SENTINEL, dtype=self.kind.dtype)
-        return Extra(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
+        return LiveBuffer(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(param.name, param.trains) for param in group] for group in self.model.groups]
@@ -211,7 +211,7 @@ class Loaded:
 
     target: FakeTarget
     work: Work
-    extras: list[Extra]
+    extras: list[LiveBuffer]
     comm: Comm = field(default_factory=Comm)
     transfer: Transfer | None = None
     counts: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
@@ -357,11 +357,11 @@ def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
         assert kept.keys() == saved.keys() - {"fp32"}, f"{where} {flat.names}"
         assert (flat.holder in rank.target.wrapped.state) == bool(kept), f"{where}: an empty state"
         for key, value in saved.items():
-            live = flat.master if key == "fp32" else kept[key]
+            live = flat.data if key == "fp32" else kept[key]
             if key != "fp32" and value.dim() == 0 and key == "step":
                 assert live == value, f"{where} {flat.names} {key}"
                 continue
-            assert live.shape == (flat.master if key == "fp32" else flat.holder).shape
+            assert live.shape == (flat.data if key == "fp32" else flat.holder).shape
             check_filled(live.detach().reshape(-1), value.detach().reshape(-1), f"{where} {flat.names} {key}")
             check_counts(rank, live, f"{where} {flat.names} {key}")
 
@@ -373,13 +373,13 @@ def check_extras(rank: Loaded, expected: State) -> None:
         if extra.is_buffer:
             value = model.buffers[extra.name].reshape(-1)
         else:
-            value = expected.atoms[extra.name]["fp32"].reshape(-1).to(extra.tensor.dtype)
-        value = value[find_start(extra) :][: extra.tensor.numel()]
-        check_filled(extra.tensor, value, f"{rank.target.label} {extra.name}")
-        check_counts(rank, extra.tensor, f"{rank.target.label} {extra.name}")
+            value = expected.atoms[extra.name]["fp32"].reshape(-1).to(extra.data.dtype)
+        value = value[find_start(extra) :][: extra.data.numel()]
+        check_filled(extra.data, value, f"{rank.target.label} {extra.name}")
+        check_counts(rank, extra.data, f"{rank.target.label} {extra.name}")
 
 
-def find_start(extra: Extra) -> int:
+def find_start(extra: LiveBuffer) -> int:
     """The first of the tensor's elements that a rank holds."""
     return next((cut.start for cut in extra.buffer.cuts(extra.part)), 0)
 
@@ -435,19 +435,19 @@ def collect(ranks: Sequence[Loaded]) -> State:
         for extra in rank.extras:
             if not extra.is_buffer:
                 start = find_start(extra)
-                atoms[extra.name]["fp32"].view(-1)[start : start + extra.tensor.numel()] = extra.tensor.float()
+                atoms[extra.name]["fp32"].view(-1)[start : start + extra.data.numel()] = extra.data.float()
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     live = ranks[0].target.wrapped.param_groups if ranks[0].target.wrapped else ()
     return State(atoms, scalars, tuple({key: group[key] for key in names} for group in live))
 
 
 def _collect_flat(
-    target: FakeTarget, flat: Flat, atoms: dict[str, dict[str, torch.Tensor]], scalars: dict[str, dict[str, Any]]
+    target: FakeTarget, flat: LiveBuffer, atoms: dict[str, dict[str, torch.Tensor]], scalars: dict[str, dict[str, Any]]
 ) -> None:
     kept = target.wrapped.state.get(flat.holder, {})
     tensors = {key: value for key, value in kept.items() if key != "step"}
     for cut in flat.buffer.cuts(flat.part):
-        for key, value in {"fp32": flat.master, **tensors}.items():
+        for key, value in {"fp32": flat.data, **tensors}.items():
             part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
             whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))
             whole.view(-1)[cut.start : cut.start + cut.numel] = part

@@ -16,13 +16,13 @@ from ..plan.match import Live, Match
 from ..plan.settling import Shapes, settle_index
 from ..plan.wants import Layouts
 from ..sources.naming import CHANGING
-from ..targets import Extra, Target
+from ..targets import LiveBuffer, Target
 from ..targets.parallel import live_attributes, live_universal_info
 
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def take_census(target: Target, extras: Sequence[Extra], comm: Comm) -> Live:
+def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Live:
     """Ask every model-parallel rank what it holds; collective.
 
     Raises:
@@ -82,7 +82,7 @@ def _order(parts: Iterable[tuple[int, Shapes]], tp: int) -> Shapes:
     return {name: tuple(held[rank] for rank in range(tp)) for name, held in found.items()}
 
 
-def check_alike(live: Live, target: Target, extras: Iterable[Extra]) -> None:
+def check_alike(live: Live, target: Target, extras: Iterable[LiveBuffer]) -> None:
     """Hold this rank's tensors against those that data-parallel rank 0 told of.
 
     Raises:

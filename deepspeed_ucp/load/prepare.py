@@ -27,7 +27,7 @@ from ..plan.wants import (
     list_touched,
     list_wants,
 )
-from ..targets import Extra, Target
+from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
 from .census import check_alike, find_renamed, settle_layouts, take_census
 from .destinations import Destinations, bind
@@ -105,7 +105,7 @@ def make_work(
     index: AtomicIndex,
     target: Target,
     match: Match,
-    extras: Sequence[Extra],
+    extras: Sequence[LiveBuffer],
     layouts: Layouts,
     *,
     with_states: bool,
@@ -131,8 +131,8 @@ def make_work(
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += tell_rounding(wants)
-    tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.master for number, flat in enumerate(target.flats)}
-    tensors.update({(MODULE, number): extra.tensor for number, extra in enumerate(extras)})
+    tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.data for number, flat in enumerate(target.flats)}
+    tensors.update({(MODULE, number): extra.data for number, extra in enumerate(extras)})
     into = bind(wants, {**tensors, **list_tensors(states)})
     return Work(wants, into, states, match, touched)
 
@@ -158,14 +158,14 @@ def tell_rounding(wants: Wants) -> list[str]:
     return sorted(found)
 
 
-def describe_target(target: Target, extras: Sequence[Extra], states: Sequence[States]) -> TargetLayout:
+def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequence[States]) -> TargetLayout:
     """What this rank holds; ``states`` of its flat buffers, or none."""
     flats, lane = [], target.place.tp_rank
     for flat, each in zip_longest(target.flats, states):
         dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
         live = each.live if each else ()
-        flats.append(HeldBuffer(flat.buffer, flat.part, lane, dtype_name(flat.master.dtype), dtypes, live))
-    tensors = [HeldBuffer(extra.buffer, extra.part, lane, dtype_name(extra.tensor.dtype)) for extra in extras]
+        flats.append(HeldBuffer(flat.buffer, flat.part, lane, dtype_name(flat.data.dtype), dtypes, live))
+    tensors = [HeldBuffer(extra.buffer, extra.part, lane, dtype_name(extra.data.dtype)) for extra in extras]
     return TargetLayout(flats, tensors)
 
 

@@ -14,7 +14,7 @@ from ..plan.match import Match
 from ..plan.settling import describe_irregular
 from ..plan.wants import Home, join_states, list_states
 from ..sources.headers import Unread
-from ..targets import Flat, Target
+from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 
@@ -29,7 +29,7 @@ class States:
     none may be left to it; else it may rely on those that it has.
     """
 
-    flat: Flat
+    flat: LiveBuffer
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     live: frozenset[str] = frozenset()
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -48,17 +48,17 @@ class OptimizerMatch:
         self.probes: dict[tuple[int, torch.dtype, int], StateKinds | None] = {}
         self.states_of = list_states(index)
 
-    def saved_params(self, flat: Flat) -> list[ParamKey]:
+    def saved_params(self, flat: LiveBuffer) -> list[ParamKey]:
         """What a flat buffer's parameters take their state from."""
         return [self.match.params[name] for name in flat.names if name in self.match.params]
 
-    def saved_states(self, flat: Flat) -> dict[str, str]:
+    def saved_states(self, flat: LiveBuffer) -> dict[str, str]:
         """States that the checkpoint has for a flat buffer, with their dtypes."""
         return join_states(flat.buffer, self.match, self.states_of)
 
-    def probe(self, flat: Flat) -> StateKinds | None:
+    def probe(self, flat: LiveBuffer) -> StateKinds | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
-        key = (flat.group, flat.master.dtype, flat.holder.dim())
+        key = (flat.group, flat.data.dtype, flat.holder.dim())
         if key not in self.probes:
             hyper = self.match.hyper.get(flat.group, {})
             self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.holder)
@@ -95,7 +95,7 @@ class OptimizerMatch:
                 f"cut for another topology. To go on, {WEIGHTS_ONLY}."
             )
 
-    def _check_group(self, flat: Flat, have: tuple[str, ...]) -> None:
+    def _check_group(self, flat: LiveBuffer, have: tuple[str, ...]) -> None:
         kept = self.probe(flat)
         if kept is None or not (have or any(self.index.run.scalars.get(param) for param in self.saved_params(flat))):
             return
@@ -121,7 +121,7 @@ class OptimizerMatch:
 
         self._refuse_switched(flat, set(have), kind)
 
-    def _refuse_switched(self, flat: Flat, have: set[str], kind: str) -> None:
+    def _refuse_switched(self, flat: LiveBuffer, have: set[str], kind: str) -> None:
         """Refuse what the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration."""
         if self.match.hyper.get(flat.group) is None:
             return
@@ -134,7 +134,7 @@ class OptimizerMatch:
                 f"{WEIGHTS_ONLY}."
             )
 
-    def find_live(self, flat: Flat) -> dict[str, torch.Tensor]:
+    def find_live(self, flat: LiveBuffer) -> dict[str, torch.Tensor]:
         """Element-wise states that the optimizer has already."""
         states = self.target.optimizer.state.get(flat.holder, {})
         return {
@@ -143,7 +143,7 @@ class OptimizerMatch:
             if isinstance(value, torch.Tensor) and value.shape == flat.holder.shape
         }
 
-    def make_states(self, flat: Flat) -> States:
+    def make_states(self, flat: LiveBuffer) -> States:
         """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or fresh memory.
 
         Raises:
@@ -163,12 +163,12 @@ class OptimizerMatch:
         firsts = {flat.group: flat for flat in reversed(target.flats)}
         return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.holder) for flat in firsts.values())
 
-    def find_fresh(self, flat: Flat) -> list[str]:
+    def find_fresh(self, flat: LiveBuffer) -> list[str]:
         """Parameters whose states begin anew under a step count that others of the flat buffer have brought along."""
         begun = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
 
-    def _join_scalars(self, flat: Flat) -> dict[str, Any]:
+    def _join_scalars(self, flat: LiveBuffer) -> dict[str, Any]:
         """The scalars that a flat buffer's parameters have in common.
 
         Raises:

@@ -23,22 +23,26 @@ from .parallel import Instance, find_instances, find_place
 
 
 @dataclass(slots=True)
-class Flat:
-    """One flat master buffer of this rank.
+class LiveBuffer:
+    """What this rank holds of a flat master buffer, or of a tensor that no optimizer owns.
+
+    The latter is a frozen or unoptimized parameter, or a buffer of the module.
 
     Attributes:
-        buffer: how parameters lie in it, over all ranks.
+        buffer: how parameters lie in it, over all ranks; a tensor without optimizer is alone in it.
         part: the partition that this rank holds.
-        holder: the tensor that the optimizer keeps states for, the live partition in the optimizer's own shape.
+        holder: the live partition, in the shape in which the optimizer keeps states for it.
+        is_buffer: it is a buffer of the module.
     """
 
     buffer: FlatBuffer
     part: int
     holder: torch.Tensor
+    is_buffer: bool = False
 
     @property
-    def master(self) -> torch.Tensor:
-        """The live partition, 1-D (fp32 unless the engine keeps 16-bit masters)."""
+    def data(self) -> torch.Tensor:
+        """The live partition, 1-D (of masters fp32, unless the engine keeps 16-bit ones)."""
         return flatten(self.holder)
 
     @property
@@ -51,39 +55,23 @@ class Flat:
         """Every parameter of the buffer over all ranks, in order."""
         return self.buffer.names
 
-
-@dataclass(slots=True)
-class Extra:
-    """A tensor that no optimizer owns: a frozen or unoptimized parameter, or a buffer of the module.
-
-    Attributes:
-        buffer: it alone, over all ranks.
-        part: what of it this rank holds.
-        tensor: these elements, 1-D.
-    """
-
-    buffer: FlatBuffer
-    part: int
-    tensor: torch.Tensor
-    is_buffer: bool = False
-
     @property
     def name(self) -> str:
-        """Its name."""
+        """The first of these."""
         return self.buffer.names[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of that one, whole."""
         return self.buffer.shapes[0]
 
 
-def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> Extra:
+def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> LiveBuffer:
     """A tensor that every rank holds whole."""
-    return Extra(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, flatten(tensor), is_buffer)
+    return LiveBuffer(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer)
 
 
-def _hold_parameter(name: str, param: Any) -> Extra:
+def _hold_parameter(name: str, param: Any) -> LiveBuffer:
     """What this rank holds of a parameter without optimizer: with ZeRO 3 a partition."""
     held = getattr(param, "ds_tensor", None)
     if held is None:
@@ -93,7 +81,7 @@ def _hold_parameter(name: str, param: Any) -> Extra:
     group = param.ds_process_group
     buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
     part = ds_comm.get_rank(group=group)
-    return Extra(buffer, part, flatten(held)[: sum(cut.numel for cut in buffer.cuts(part))])
+    return LiveBuffer(buffer, part, flatten(held)[: sum(cut.numel for cut in buffer.cuts(part))])
 
 
 def _find_shape(param: Any) -> tuple[int, ...]:
@@ -119,7 +107,7 @@ class Target(ABC):
             if first != name:
                 self.aliases[strip_compiled(name)] = strip_compiled(first)
         self.params = {strip_compiled(self.names[id(p)]): p for p in engine.module.parameters()}
-        self.flats: list[Flat] = []
+        self.flats: list[LiveBuffer] = []
         self.layout: list[FlatBuffer] = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
@@ -144,7 +132,7 @@ class Target(ABC):
     def add_flat(self, buffer: FlatBuffer, part: int, holder: torch.Tensor) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
         self.layout.append(buffer)
-        self.flats.append(Flat(replace(buffer, names=tuple(map(strip_compiled, buffer.names))), part, holder))
+        self.flats.append(LiveBuffer(replace(buffer, names=tuple(map(strip_compiled, buffer.names))), part, holder))
 
     @abstractmethod
     def refresh_copies(self) -> None:
@@ -167,7 +155,7 @@ class Target(ABC):
             dp=self.dp,
             tp=self.place.tp,
             pp=self.place.pp,
-            master=dtype_name(self.flats[0].master.dtype) if self.flats else "float32",
+            master=dtype_name(self.flats[0].data.dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
             flats=tuple(self.layout),
@@ -218,7 +206,7 @@ class Target(ABC):
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{key: to_plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
-    def extras(self) -> list[Extra]:
+    def extras(self) -> list[LiveBuffer]:
         """Parameters without optimizer, and persistent buffers."""
         found = [_hold_parameter(name, p) for name, p in self.params.items() if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
@@ -227,7 +215,7 @@ class Target(ABC):
                 found.append(hold_whole(strip_compiled(name), buffer, is_buffer=True))
         return found
 
-    def param_group(self, flat: Flat) -> int:
+    def param_group(self, flat: LiveBuffer) -> int:
         """Index of the optimizer's param group that holds a flat buffer (ZeRO rebuilds Adagrad with all in one)."""
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):

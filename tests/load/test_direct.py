@@ -110,10 +110,10 @@ def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
 def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
     """No buffer, state or hyper-parameter has changed."""
     for flat in target.flats:
-        assert flat.master.eq(SENTINEL).all()
+        assert flat.data.eq(SENTINEL).all()
     for extra in target.extras():
         if not extra.is_buffer:
-            assert extra.tensor.eq(SENTINEL).all()
+            assert extra.data.eq(SENTINEL).all()
     assert not target.wrapped.state
     assert all(group["lr"] == lr for group in target.wrapped.param_groups)
 
@@ -224,8 +224,8 @@ def test_a_lenient_load_passes_parameters_over_and_says_so(tmp_path: Path, caplo
     run_load(open_for(path, rank), rank, load_module_strict=False)
     assert "new (4,): not in the checkpoint" in caplog.text
     kept = {flat.names[0]: flat for flat in rank.flats}
-    assert kept["new"].master.eq(SENTINEL).all()
-    assert kept["a"].master.equal(state.atoms["a"]["fp32"].view(-1))
+    assert kept["new"].data.eq(SENTINEL).all()
+    assert kept["a"].data.equal(state.atoms["a"]["fp32"].view(-1))
 
 
 @pytest.mark.parametrize("source", [Topology(1, 2, "bf16"), Topology(2, 3), Topology(3, 2)], ids=lambda t: t.label)
@@ -243,9 +243,9 @@ def test_a_save_without_frozen_parameters_leaves_them_as_they_are(source: Topolo
         run_load(open_for(tmp_path, rank), rank)
     check_untouched(rank)
     run_load(open_for(tmp_path, rank), rank, load_module_strict=False)
-    assert rank.extras()[0].tensor.eq(SENTINEL).all()
+    assert rank.extras()[0].data.eq(SENTINEL).all()
     masters = torch.cat([state.atoms[name]["fp32"].view(-1) for name in ("a", "b")])
-    held = torch.cat([flat.master[: sum(cut.numel for cut in flat.buffer.cuts(flat.part))] for flat in rank.flats])
+    held = torch.cat([flat.data[: sum(cut.numel for cut in flat.buffer.cuts(flat.part))] for flat in rank.flats])
     assert held.equal(masters)
 
 
@@ -311,14 +311,14 @@ def test_a_damaged_record_leaves_live_states_as_they_were(tmp_path: Path) -> Non
     rank = FakeTarget(PLAIN, Topology(2), 0)
     take_a_step(rank.wrapped)
     before = [value.clone() for entry in rank.wrapped.state.values() for value in entry.values()]
-    masters = [flat.master.clone() for flat in rank.flats]
+    masters = [flat.data.clone() for flat in rank.flats]
     index = open_for(path, rank)
     damage(index, "b", "exp_avg")
     with pytest.raises(CheckpointError, match="damaged"):
         run_load(index, rank)
     after = [value for entry in rank.wrapped.state.values() for value in entry.values()]
     assert all(left.equal(right) for left, right in zip(before, after, strict=True))
-    assert all(left.equal(flat.master) for left, flat in zip(masters, rank.flats, strict=True))
+    assert all(left.equal(flat.data) for left, flat in zip(masters, rank.flats, strict=True))
 
 
 def test_a_foreign_shard_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Pa
         run_load(open_for(path, rank), rank)
     check_untouched(rank)
     run_load(open_for(path, rank), rank, config=UniversalConfig(trust_pickle=True))
-    assert not rank.flats[0].master.eq(SENTINEL).any()
+    assert not rank.flats[0].data.eq(SENTINEL).any()
 
 
 def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
@@ -363,7 +363,7 @@ def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
 
 def list_tensors(target: FakeTarget) -> list[torch.Tensor]:
     states = [value for entry in target.wrapped.state.values() for value in entry.values()]
-    tensors = [flat.master for flat in target.flats] + [extra.tensor for extra in target.extras()]
+    tensors = [flat.data for flat in target.flats] + [extra.data for extra in target.extras()]
     return [*tensors, *(state for state in states if isinstance(state, torch.Tensor))]
 
 
@@ -573,7 +573,7 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
     read = CollectiveReader._read
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.sinks and self.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].master.data_ptr():
+        if self.sinks and self.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
             raise OSError(5, "Input/output error")
         return read(self, *args, **kwargs)
 
@@ -596,7 +596,7 @@ def test_one_rank_without_memory_for_its_buffers_ends_all_ranks(
     commit, refreshed = Destinations.commit, []
 
     def fail(self: Destinations) -> None:
-        if self.buffers[0].tensor.data_ptr() == targets[culprit].flats[0].master.data_ptr():
+        if self.buffers[0].tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
             raise MemoryError
         commit(self)
 

@@ -360,8 +360,8 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
         targets = make_targets(AWKWARD, target)
         index = open_for(path, targets[0])
         for rank in prepare_all(index, targets):
-            live = {flat.master.data_ptr() for flat in rank.target.flats if flat.master.numel()}
-            live |= {extra.tensor.data_ptr() for extra in rank.extras if extra.tensor.numel()}
+            live = {flat.data.data_ptr() for flat in rank.target.flats if flat.data.numel()}
+            live |= {extra.data.data_ptr() for extra in rank.extras if extra.data.numel()}
             into = rank.work.into
             filled = [sink.buffer for sink in into.sinks] + [into.buffers[number] for number, _, _ in into.blanks]
             for buffer in filled:

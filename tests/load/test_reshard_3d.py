@@ -652,4 +652,4 @@ def check_weights(ranks: Sequence[Loaded], held: Mapping[int, Local]) -> None:
         for flat in rank.target.flats:
             for cut in flat.buffer.cuts(flat.part):
                 expected = atoms[cut.name]["fp32"].reshape(-1)[cut.start : cut.start + cut.numel]
-                assert flat.master[cut.offset : cut.offset + cut.numel].equal(expected), cut
+                assert flat.data[cut.offset : cut.offset + cut.numel].equal(expected), cut
