@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
+from typing import ClassVar
 
 from ..atoms import count
 from ..errors import MismatchError
@@ -28,6 +29,8 @@ class Pattern(ABC):
         vocab: rows that mean something where dimension 0 is a padded vocabulary; the padding of two sides may then
             differ. None: no padding.
     """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     vocab: int | None = field(default=None, kw_only=True)
 

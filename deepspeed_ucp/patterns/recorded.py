@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from ..errors import MismatchError
@@ -15,7 +16,7 @@ from .rules import Rule, RuleSet, name_rule
 
 ORIGIN = "the atomic checkpoint's manifest"
 
-_KINDS: dict[str, type[Any]] = {
+_KINDS: dict[str, type[Pattern]] = {
     "unique": Unique,
     "replicate": Replicate,
     "partial": Partial,
@@ -55,24 +56,20 @@ def read_pattern(told: Mapping[str, Any]) -> Pattern:
     kind = _KINDS.get(str(told.get("kind")))
     if kind is None:
         raise MismatchError(f"a recorded pattern is of unknown kind: {dict(told)!r}; update deepspeed_ucp")
+    values = {key: value for key, value in told.items() if key != "kind"}
     try:
-        made = kind(**{key: _read(key, value) for key, value in told.items() if key != "kind"})
-    except (TypeError, ValueError) as error:
+        if isinstance(values.get("general"), Mapping):
+            values["general"] = read_pattern(values["general"])
+        return _make_reader(kind).validate_python(values)  # type: ignore[no-any-return]
+    except ValueError as error:
         raise MismatchError(f"a recorded pattern cannot be read ({error}): {dict(told)!r}") from error
-    return made  # type: ignore[no-any-return]
 
 
-def _read(key: str, value: Any) -> Any:
-    if key == "layout":
-        return Layout(**{name: _freeze(item) for name, item in value.items()})
-    if key == "general" and value is not None:
-        return read_pattern(value)
-    return _freeze(value)
+@lru_cache
+def _make_reader(kind: type[Pattern]) -> Any:
+    from pydantic import TypeAdapter  # as manifests are checked
 
-
-def _freeze(value: Any) -> Any:
-    """Lists, as JSON has them, are tuples in a pattern."""
-    return tuple(_freeze(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return TypeAdapter(kind)
 
 
 def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGIN) -> RuleSet:

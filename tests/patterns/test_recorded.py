@@ -86,8 +86,16 @@ def test_any_fused_pattern_comes_back(
 
 @pytest.mark.parametrize(
     "told",
-    [{}, {"kind": "spiral"}, {"kind": "shard-h", "angle": 3}, {"kind": "mapped", "layout": {"shape": [1]}}],
-    ids=["nothing", "unknown", "field", "layout"],
+    [
+        {},
+        {"kind": "spiral"},
+        {"kind": "shard-h", "angle": 3},
+        {"kind": "mapped", "layout": {"shape": [1]}},
+        {"kind": "shard-h", "dim": "rows"},
+        {"kind": "shard-nc", "parts": 3},
+        {"kind": "mapped", "layout": [], "general": {"kind": "spiral"}},
+    ],
+    ids=["nothing", "unknown", "field", "layout", "text", "number", "general"],
 )
 def test_other_data_is_refused(told: dict[str, object]) -> None:
     with pytest.raises(MismatchError, match="recorded pattern"):
