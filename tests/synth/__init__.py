@@ -3,7 +3,7 @@
 Thousands of loader cases become cheap in one process: describe a `Model`, draw a `State`, choose a `Topology`, and
 `write_checkpoint`. Tensor- and pipeline-parallel runs come from the same logical state (`split`), the tests' own
 `cut` giving the shards. The files have the names, keys, layouts, paddings and shared storages of DeepSpeed 0.19's own;
-`test_synth_against_deepspeed.py` holds them against real saves. `read_state` and `read_locals` are the inverse.
+`test_against_deepspeed.py` holds them against real saves. `read_state` and `read_locals` are the inverse.
 """
 
 from .description import Layer, Model, Param, Run, State, Topology, assert_same_state, random_state

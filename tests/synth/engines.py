@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,20 @@ class Case:
     def net(self) -> Net:
         """ZeRO 3's forward cannot gather zero-element parameters (they can only be saved)."""
         return Net(hollow=self.topology.stage < 3 or self.steps == 0)
+
+    @property
+    def model(self) -> Model:
+        net = self.net
+        return describe(net, parameter_groups(net, self.optimizer))
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        return dict(CLIENT_STATE)
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """What the scheduler saves."""
+        return {"last_batch_iteration": self.steps - 1}
 
     @property
     def label(self) -> str:
@@ -105,17 +119,8 @@ def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model
     return Model(tuple(params), {name: buffer.clone() for name, buffer in net.named_buffers()})
 
 
-class Saver(Protocol):
-    """A case of any kind: a world runs its `save` on every rank."""
-
-    @property
-    def label(self) -> str: ...
-
-    def save(self, folder: Path) -> None: ...
-
-
-def save_all(cases: Sequence[Saver], folder: Path) -> None:
-    """Saves of several cases, in `folder`/label; on every rank of a world."""
+def save_all(cases: Sequence[Any], folder: Path) -> None:
+    """Saves of several cases of any kind, in `folder`/label; on every rank of a world."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     import deepspeed_ucp
@@ -142,7 +147,7 @@ def _save(case: Case, folder: Path) -> None:
         loss = engine(torch.randint(11, (4,))).float().pow(2).mean() * 1e-2  # no fp16 overflow
         engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(folder), client_state=dict(CLIENT_STATE))
+    engine.save_checkpoint(str(folder), client_state=case.client_state)
     truth = _ask_deepspeed(engine, case.topology)
     if torch.distributed.get_rank() == 0:
         torch.save(truth, folder / "truth.pt")

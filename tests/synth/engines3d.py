@@ -37,6 +37,7 @@ class Case3D:
     method: str = "uniform"
     short: bool = False
     client_state: dict[str, Any] = field(default_factory=lambda: dict(CLIENT_STATE))
+    scheduler: None = None
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""The synthesiser by itself: layouts by hand, and that what is written is what is read."""
+"""The synthesiser by itself: what is written is what is read, and what no real engine saves, by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from deepspeed.runtime.utils import partition_uniform
 
 from .compare import differences
-from .description import Model, Param, Run, State, Topology, assert_same_state, random_state
+from .description import Layer, Model, Param, Run, State, Topology, assert_same_state, random_state
 from .files import build_files, write_checkpoint
-from .layout import Slice, group_layouts, partition_layout, recorded_offsets, sub_groups
-from .reader import read_state
+from .megatron import megatron_args, nested_module, old_universal_info, universal_info
+from .parallel import local_models, split
+from .reader import read_locals, read_state
+from .stages import bidirectional, contiguous, instance_names, interleaved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,8 +34,6 @@ MODEL = Model(
     {"count": torch.arange(3)},
 )
 
-ABC = Model((Param("a", (3,)), Param("b", (5,)), Param("c", (4,))))
-
 TOPOLOGIES = [
     *(Topology(0, 2, precision) for precision in ("fp32", "bf16", "fp16")),
     *(Topology(0, 2, precision, "fused") for precision in ("bf16", "fp16")),
@@ -43,6 +44,52 @@ TOPOLOGIES = [
     *(Topology(3, 3, sub_group_size=size) for size in (1, 10, 31)),
     Topology(1, 3, "bf16", elastic=True),
 ]
+
+WORD, POSITION = "tied_modules.embed.word", "tied_modules.embed.position"
+
+PIPE = Model(
+    (
+        Param("1.up", (8, 3)),
+        Param("1.bias", (8,), group=1, frozen=True),
+        Param(WORD, (12, 3), tied=True),
+        Param(POSITION, (5, 3)),
+        Param("2.down", (3, 8)),
+        Param("2.empty", (0, 3)),
+        Param("4.norm", (3,), group=1),
+        Param("4.loose", (3,), group=None),
+    ),
+    {"1.count": torch.arange(3), "tied_modules.embed.scale": torch.ones(1)},
+    (Layer("embed"), Layer(), Layer(), Layer(file=False), Layer(), Layer(), Layer("embed")),
+)
+PLAIN = Model((Param("up", (8, 3)), Param("down", (3, 8), group=1), Param("norm", (3,), frozen=True)))
+
+PIPE_TOPOLOGIES = [
+    Topology(1, 2, "bf16", tp=2, pp=2),
+    Topology(1, 3, pp=4, placement=((0, 1), (2, 3), (4,), (5, 6))),
+    Topology(1, 2, "bf16", "bf16", tp=2, pp=3),
+    Topology(1, 2, pp=9),
+    Topology(1, 2, tp=2, pp=2, placement=interleaved(7, 2, 2)),
+    Topology(1, 2, pp=2, placement=bidirectional(7, 2)),
+    Topology(1, 1, "bf16", tp=2, pp=4, placement=bidirectional(7, 4)),
+    Topology(0, 2, "fp32", pp=2, tp=2),
+    Topology(0, 2, "bf16", pp=2),
+    Topology(0, 2, "fp16", pp=2),
+    Topology(1, 2),
+]
+PLAIN_TOPOLOGIES = [
+    Topology(0, 2, tp=2),
+    Topology(0, 1, "fp16", "fused", tp=4),
+    *(Topology(stage, 3, "bf16", tp=2) for stage in (1, 2, 3)),
+]
+
+
+def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    dim = {"word": 0, "up": 0, "down": 1}.get(name.rpartition(".")[2])
+    return tensor if dim is None else tensor.chunk(tp, dim)[rank]
+
+
+def _draw(model: Model, topology: Topology) -> State:
+    return random_state(model, 0, precision=topology.precision, topology=topology)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.label)
@@ -55,92 +102,113 @@ def test_reading_inverts_writing(tmp_path: Path, topology: Topology, legacy: boo
     assert_same_state(read if read.groups else State(read.atoms, read.scalars, state.groups), state)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.label)
-def test_every_trained_element_lies_in_one_place(topology: Topology) -> None:
-    placed = [
-        (part.name, part.start + index)
-        for flats in partition_layout(MODEL, topology)
-        for flat in flats
-        for part in flat.slices
-        for index in range(part.numel)
-    ]
-    wanted = [
-        (param.name, index)
-        for param in MODEL.owners
-        if param.group is not None
-        for index in range(param.numel)
-        if param.trains or topology.kind == "raw"
-    ]
-    assert sorted(placed) == sorted(wanted)
+@pytest.mark.parametrize(
+    ("model", "topology"),
+    [*((PIPE, topology) for topology in PIPE_TOPOLOGIES), *((PLAIN, topology) for topology in PLAIN_TOPOLOGIES)],
+    ids=lambda value: value.label if isinstance(value, Topology) else "",
+)
+def test_reading_inverts_writing_of_every_model_parallel_rank(tmp_path: Path, model: Model, topology: Topology) -> None:
+    state = _draw(model, topology)
+    folder = write_checkpoint(tmp_path, model, state, topology, cut=cut, run=Run(garbage=float("nan")))
+    read = read_locals(folder, local_models(model, topology, cut), topology)
+    expected = split(model, state, topology, cut)
+    assert read.keys() == expected.keys() == set(range(topology.mp))
+    for mp in read:
+        assert_same_state(read[mp], expected[mp].state)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.label)
-def test_slices_stay_inside_their_buffer_and_apart(topology: Topology) -> None:
-    for flat in (flat for flats in partition_layout(MODEL, topology) for flat in flats):
-        ends = [0, *(part.offset + part.numel for part in flat.slices)]
-        assert all(part.offset >= end for part, end in zip(flat.slices, ends[:-1], strict=True))
-        assert ends[-1] <= flat.numel
+@pytest.mark.parametrize("layers", range(1, 14))
+@pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
+def test_contiguous_stages_are_deepspeeds_uniform_ones(layers: int, pp: int) -> None:
+    bounds = partition_uniform(layers, pp)
+    assert contiguous(layers, pp) == tuple(tuple(range(bounds[rank], bounds[rank + 1])) for rank in range(pp))
 
 
-def test_zero1_pads_the_group_to_twice_dp() -> None:
-    first, last = partition_layout(ABC, Topology(1, 3))[::2]
-    assert (first[0].numel, first[0].padding) == (4, 0)
-    assert first[0].slices == (Slice("a", 0, 0, 3), Slice("b", 0, 3, 1))
-    assert (last[0].numel, last[0].padding, last[0].slices) == (4, 0, (Slice("c", 0, 0, 4),))
+def test_placements_by_hand() -> None:
+    assert interleaved(8, 2, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert bidirectional(8, 4) == ((0, 1, 6, 7), (2, 3, 4, 5), (2, 3, 4, 5), (0, 1, 6, 7))
+    with pytest.raises(ValueError, match="even number of ranks, not 3"):
+        bidirectional(8, 3)
 
 
-def test_zero1_books_padding_on_every_rank_that_has_some() -> None:
-    model = Model((Param("a", (3,)),))
-    assert [flats[0].padding for flats in partition_layout(model, Topology(1, 4))] == [0, 1, 2, 2]
+def test_instances_are_those_that_several_stages_hold() -> None:
+    assert instance_names(PIPE, Topology(1, pp=2)) == {name: (name, f"{name}#1") for name in (WORD, POSITION)}
+    assert instance_names(PIPE, Topology(1, pp=1)) == {}
+    both = instance_names(PIPE, Topology(1, pp=4, placement=bidirectional(7, 4)))
+    assert both["2.down"] == ("2.down", "2.down#1")
+    assert set(both) == {param.name for param in PIPE.params}
 
 
-def test_bf16_optimizer_books_all_padding_on_the_last_rank() -> None:
-    model = Model((Param("a", (3,)),))
-    assert [flats[0].padding for flats in partition_layout(model, Topology(1, 4, "bf16", "bf16"))] == [0, 0, 0, 5]
+def test_tied_weights_are_equal_on_all_stages_and_the_rest_of_a_tied_module_is_not() -> None:
+    topology = Topology(1, pp=2)
+    first, last = (local.state.atoms for local in split(PIPE, _draw(PIPE, topology), topology).values())
+    assert torch.equal(first[WORD]["fp32"], last[WORD]["fp32"])
+    assert not torch.equal(first[WORD]["exp_avg"], last[WORD]["exp_avg"])
+    assert not torch.equal(first[POSITION]["fp32"], last[POSITION]["fp32"])
 
 
-def test_round_robin_deals_parameters_to_ranks() -> None:
-    (layout,) = group_layouts(ABC, Topology(2, 2, round_robin=True))
-    assert [param.name for param in layout.params] == ["a", "c", "b"]
-    assert layout.offsets == (0, 3, 7)
+def test_instances_of_a_real_run_have_equal_states() -> None:
+    topology = Topology(1, pp=2)
+    state = random_state(PIPE, 0, topology=topology, equal_instances=True)
+    assert torch.equal(state.atoms[f"{WORD}#1"]["exp_avg"], state.atoms[WORD]["exp_avg"])
+    assert not torch.equal(state.atoms[f"{POSITION}#1"]["fp32"], state.atoms[POSITION]["fp32"])
 
 
-def test_round_robin_without_alignment_records_offsets_that_are_wrong() -> None:
-    (layout,) = group_layouts(ABC, Topology(2, 2, round_robin=True))
-    assert recorded_offsets(layout, ABC.groups[0]) == (0, 3, 8)
+def test_an_instance_that_the_state_does_not_have_is_the_plain_one() -> None:
+    first, last = split(PIPE, random_state(PIPE, 0), Topology(1, pp=2)).values()
+    assert torch.equal(first.state.atoms[POSITION]["exp_avg"], last.state.atoms[POSITION]["exp_avg"])
 
 
-def test_alignment_starts_parameters_at_16_bytes_and_leaves_the_last_unpadded() -> None:
-    (layout,) = group_layouts(ABC, Topology(2, 2, "bf16", parameter_alignment=True, round_robin=True))
-    assert (layout.offsets, layout.paddings, layout.used) == ((0, 8, 16), (5, 4, 0), 21)
-    assert recorded_offsets(layout, ABC.groups[0]) == (0, 16, 8)
+def test_older_releases_do_not_write_the_degrees() -> None:
+    topology = Topology(1, 3, tp=2, pp=2)
+    for written in (True, False):
+        files = build_files(PIPE, _draw(PIPE, topology), topology, Run(parallel_dimensions=written), cut=cut)
+        assert ("checkpoint_parallel_dimensions" in files["mp_rank_03_model_states.pt"]) is written
 
 
-def test_zero3_cuts_each_parameter_and_closes_sub_groups_when_full() -> None:
-    topology = Topology(3, 2, sub_group_size=4)
-    assert [[param.name for param in group] for group in sub_groups(ABC.params, topology)] == [["a", "b"], ["c"]]
-    second_rank = partition_layout(ABC, topology)[1]
-    assert second_rank[0].slices == (Slice("a", 2, 0, 1), Slice("b", 3, 2, 2))
-    assert [flat.numel for flat in second_rank] == [5, 2]
+def test_ranks_are_edited_apart() -> None:
+    topology = Topology(1, tp=2)
+    left, right = split(PLAIN, _draw(PLAIN, topology), topology, cut).values()
+    left.state.atoms["norm"]["fp32"].zero_()
+    assert right.state.atoms["norm"]["fp32"].all()
 
 
-def test_before_the_first_step_there_are_no_states() -> None:
-    state = random_state(MODEL, 0, states=(), step=None)
-    optimizer = build_files(MODEL, state, Topology(2, 2))["zero_pp_rank_1_mp_rank_00_optim_states.pt"]
-    assert optimizer["optimizer_state_dict"]["base_optimizer_state"]["state"] == {}
-
-
-def test_a_parameter_without_gradient_has_no_state_at_stage_0_and_zeros_in_a_flat_buffer() -> None:
-    state = random_state(MODEL, 0, without=("b.weight",))
-    raw = build_files(MODEL, state, Topology(0))["mp_rank_00_model_states.pt"]["optimizer"]
-    assert sorted(raw["state"]) == [0, 3, 5, 6]  # 1 is frozen, 2 empty, 4 never had a gradient
-    flat = build_files(MODEL, state, Topology(1))["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
-    assert not flat["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["exp_avg"][:35].any()
-
-
-def test_wrappers_that_a_stage_does_not_have_are_refused() -> None:
+def test_what_cannot_be_is_refused() -> None:
+    state = _draw(PIPE, Topology(1))
     with pytest.raises(ValueError, match="'fused' is no wrapper of stage 1 in bf16"):
         Topology(1, 2, "bf16", "fused")
+    with pytest.raises(ValueError, match="no pipelines under ZeRO 2"):
+        Topology(2, pp=2)
+    with pytest.raises(ValueError, match="tp=2 needs a cut"):
+        split(PIPE, state, Topology(1, tp=2))
+    with pytest.raises(ValueError, match="needs the model's layers"):
+        split(PLAIN, random_state(PLAIN, 0), Topology(1, pp=2))
+    with pytest.raises(ValueError, match=r"leaves out the layers \[6\]"):
+        split(PIPE, state, Topology(1, pp=2, placement=((0, 1, 2), (3, 4, 5))))
+    tied = Model((Param("0.a", (2,)), Param("1.b", (2,), alias_of="0.a")), layers=(Layer(), Layer()))
+    with pytest.raises(ValueError, match=r"aliases of parameters of other stages: \['1.b'\]"):
+        split(tied, random_state(tied, 0), Topology(1, pp=2))
+
+
+def test_megatron_names_no_row_parallel_parameters_without_tensor_parallelism() -> None:
+    key = "parameter_with_row_parallelism_patterns"
+    assert key not in universal_info(megatron_args(), 13)
+    two = universal_info(megatron_args(tensor_model_parallel_size=2, no_pipeline_parallel=True), 13)
+    assert two[key][1] == r"language_model.encoder.layers.\d+.self_attention.dense.weight"
+    assert r"\d+.mlp.self_attention.dense.weight" in old_universal_info(megatron_args(), 13)[key]
+
+
+def test_megatrons_nested_module_is_read_by_full_names(tmp_path: Path) -> None:
+    names = ("embedding.word_embeddings.weight", "encoder.layers.0.mlp.up", "encoder.final_layernorm.weight")
+    model = Model(tuple(Param(f"language_model.{name}", (4, 2)) for name in names))
+    topology = Topology(0, tp=2)
+    state = _draw(model, topology)
+    folder = write_checkpoint(tmp_path, model, state, topology, run=Run(nest=nested_module), cut=cut)
+    module = torch.load(folder / "mp_rank_01_model_states.pt", weights_only=False)["module"]["language_model"]
+    assert list(module["embedding"]["word_embeddings"]) == ["weight"]
+    assert list(module["encoder"]) == ["layers.0.mlp.up", "final_layernorm.weight"]
+    read = read_locals(folder, local_models(model, topology, cut), topology)
+    assert_same_state(read[1], split(model, state, topology, cut)[1].state)
 
 
 def test_differences_tell_tensors_apart_by_storage() -> None:

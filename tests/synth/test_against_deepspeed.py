@@ -1,0 +1,144 @@
+"""The synthesiser held against DeepSpeed: real engines save, and the same checkpoint is synthesised and compared."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import pytest
+import torch
+from packaging.version import Version
+
+from .compare import clear_garbage, differences, storage_sharing
+from .description import Model, Run, State, Topology
+from .engines import Case, save_all
+from .engines3d import Case3D, cut
+from .files import build_local_files, optim_file, write_files
+from .megatron import client_state, megatron_args, universal_info
+from .parallel import Local, local_models
+from .reader import read_locals, read_state
+from .stages import placement_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deepspeed_ucp.testing import WorldPool
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(Version(deepspeed.__version__) < Version("0.19"), reason="the synthesiser writes 0.19's files"),
+]
+
+_ARGS = megatron_args(tensor_model_parallel_size=2, no_pipeline_parallel=True)
+MEGATRON = client_state(_ARGS, 2, universal_info(_ARGS, 11))
+CASES = (
+    Case(Topology(0, 2, "fp32")),
+    Case(Topology(0, 2, "fp32"), "sgd"),
+    Case(Topology(0, 2, "bf16")),
+    Case(Topology(0, 2, "fp16")),
+    Case(Topology(0, 2, "bf16", wrapper="fused"), "fusedadam"),
+    Case(Topology(0, 2, "fp16", wrapper="fused"), "fusedadam"),
+    Case(Topology(1, 2, "fp32")),
+    Case(Topology(1, 2, "fp32"), steps=0),
+    Case(Topology(1, 3, "fp16")),
+    Case(Topology(1, 2, "fp32", elastic=True)),
+    Case(Topology(1, 2, "bf16", wrapper="bf16")),
+    Case(Topology(1, 3, "bf16", wrapper="bf16"), "sgd"),
+    Case(Topology(2, 2, "bf16")),
+    Case(Topology(2, 3, "bf16", round_robin=True)),
+    Case(Topology(2, 2, "fp32", parameter_alignment=True), "sgd"),
+    Case(Topology(2, 3, "bf16", parameter_alignment=True, round_robin=True)),
+    Case(Topology(2, 2, "fp32", elastic=True, round_robin=True), "fusedadam"),
+    Case(Topology(3, 2, "fp32")),
+    Case(Topology(3, 2, "fp32"), steps=0),
+    Case(Topology(3, 2, "bf16", sub_group_size=20)),
+    Case(Topology(3, 3, "fp32", sub_group_size=10), "fusedadam"),
+    Case(Topology(3, 3, "fp16"), "adagrad"),
+)
+CASES_3D = (
+    Case3D(Topology(1, 1, "bf16", tp=2, pp=2)),
+    Case3D(Topology(1, 2, "fp32", pp=2, placement=((0, 1), (2, 3, 4, 5))), method="parameters"),
+    Case3D(Topology(1, 2, "bf16", "bf16", pp=2, model_axis=True)),
+    Case3D(Topology(0, 2, "fp32", pp=2)),
+    Case3D(Topology(0, 1, "fp32", pp=4), short=True),
+    Case3D(Topology(0, 1, "bf16", pp=2, tp=2)),
+    Case3D(Topology(0, 2, "fp16", pp=2)),
+    Case3D(Topology(0, 2, "fp32", tp=2), pipeline=False),
+    Case3D(Topology(1, 2, "bf16", tp=2), pipeline=False),
+    Case3D(Topology(2, 2, "bf16", tp=2), pipeline=False, client_state=MEGATRON),
+    Case3D(Topology(3, 2, "fp32", tp=2), pipeline=False),
+)
+
+
+@pytest.fixture(scope="module")
+def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per case with DeepSpeed's own save."""
+    folder = tmp_path_factory.mktemp("real")
+    worlds: dict[int, list[Case | Case3D]] = {}
+    for case in (*CASES, *CASES_3D):
+        worlds.setdefault(case.topology.mp * case.topology.dp, []).append(case)
+    for size, cases in sorted(worlds.items()):
+        ucp_worlds.get(size).run(save_all, cases, folder, timeout=500)  # DeepSpeed may have to compile an optimizer
+    return folder
+
+
+@pytest.mark.parametrize("case", [*CASES, *CASES_3D], ids=lambda case: case.label)
+def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: Case | Case3D) -> None:
+    folder = real_saves / case.label / f"global_step{case.steps}"
+    real, models = _read_contents(folder), local_models(case.model, case.topology, cut)
+    states, layers = read_locals(folder, models, case.topology), placement_of(case.model, case.topology)
+    local = {
+        mp: Local(model, _complete(states[mp], model, case.topology, real), layers[mp // case.topology.tp])
+        for mp, model in models.items()
+    }
+    run = Run(case.steps, lr_scheduler=case.scheduler, client_state=case.client_state, ds_config=case.ds_config())
+    write_files(tmp_path, build_local_files(local, case.topology, run))
+    synthetic = _read_contents(tmp_path)
+    assert synthetic.keys() == real.keys()
+    for name in real:
+        dp, mp = _find_ranks(name)
+        for content in (synthetic[name], real[name]):
+            clear_garbage(content, models[mp], case.topology, dp)
+        path = ".module" if name.startswith("layer_") else ""
+        assert list(differences(synthetic[name], real[name], path)) == [], name
+        assert storage_sharing(synthetic[name]) == storage_sharing(real[name])
+
+
+def _getters_tell(case: Case) -> bool:
+    """`safe_get_full_fp32_param` and the others read the wrong elements under round robin without alignment padding."""
+    return case.topology.stage > 0 and (not case.topology.round_robin or case.topology.parameter_alignment)
+
+
+@pytest.mark.parametrize("case", list(filter(_getters_tell, CASES)), ids=lambda case: case.label)
+def test_the_layout_is_deepspeeds(real_saves: Path, case: Case) -> None:
+    """The atoms that the layout extracts are what DeepSpeed's own getters gave before the save."""
+    folder = real_saves / case.label
+    state = read_state(folder / f"global_step{case.steps}", case.model, case.topology)
+    truth = torch.load(folder / "truth.pt", weights_only=False)
+    assert truth
+    for name, atoms in truth.items():
+        for key, tensor in atoms.items():
+            assert torch.equal(state.atoms[name][key], tensor), (name, key)
+
+
+def _complete(state: State, model: Model, topology: Topology, real: dict[str, Any]) -> State:
+    """With something for the weights that no file has, and what an elastic save keeps of the hyper-parameters."""
+    lost = torch.tensor(float("nan"))
+    atoms = {p.name: {"fp32": lost.expand(p.shape), **state.atoms[p.name]} for p in model.owners}
+    if not topology.elastic:
+        return State(atoms, state.scalars, state.groups)
+    optimizer = real[optim_file(topology, 0)]["optimizer_state_dict"]
+    hyper = {"step": optimizer["base_optimizer_state_step"]} if "base_optimizer_state_step" in optimizer else {}
+    return State(atoms, state.scalars, (hyper,) * len(model.groups))
+
+
+def _read_contents(folder: Path) -> dict[str, Any]:
+    return {path.name: torch.load(path, weights_only=False) for path in folder.glob("*.pt")}
+
+
+def _find_ranks(name: str) -> tuple[int, int]:
+    """The dp rank and the mp rank in a file's name (0 where it has none)."""
+    dp, mp = (re.search(rf"{axis}_rank_(\d+)", name) for axis in ("pp", "mp"))
+    return int(dp[1]) if dp else 0, int(mp[1]) if mp else 0
