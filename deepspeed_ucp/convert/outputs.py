@@ -122,6 +122,13 @@ def list_files(united: UnitedAtoms) -> list[OutputFile]:
     return [_make_file(united, united.atoms[key]) for key in sorted(united.atoms)]
 
 
+def _make_file(united: UnitedAtoms, atom: UnitedAtom) -> OutputFile:
+    """Upstream sees a vocabulary, we the rows that pad it as well."""
+    keys = upstream_keys(united.patterns.get(atom.name), atom.shape, atom.name)
+    image = make_image(keys, atom.dtype, atom.numel, united.cut_padding(atom))
+    return OutputFile(atom, place_file(atom.atom.key), image)
+
+
 def find_formless(united: UnitedAtoms) -> list[str]:
     """Parameters whose cut upstream's files cannot tell: its loader takes them whole, or cuts them wrongly."""
     shapes = {key.name: atom.shape for key, atom in united.atoms.items()}
@@ -130,15 +137,6 @@ def find_formless(united: UnitedAtoms) -> list[str]:
         for name, pattern in united.patterns.items()
         if not isinstance(pattern, (Unique, Replicate, Partial)) and not upstream_keys(pattern, shapes.get(name, ()))
     )
-
-
-def _make_file(united: UnitedAtoms, atom: UnitedAtom) -> OutputFile:
-    pattern = united.patterns.get(atom.name)
-    shape = atom.shape
-    if pattern is not None and pattern.vocab is not None:  # upstream sees the vocabulary, we the padding rows as well
-        shape = (min(pattern.vocab, shape[0]), *shape[1:])
-    image = make_image(upstream_keys(pattern, atom.shape, atom.name), atom.dtype, atom.numel, shape)
-    return OutputFile(atom, place_file(atom.atom.key), image)
 
 
 def place_file(key: AtomKey) -> str:

@@ -10,7 +10,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..errors import CheckpointError, ConfigError, MismatchError, shorten
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
-from ..patterns import Pattern, Rename, RuleSet, rename_names
+from ..patterns import Rename, RuleSet, rename_names
 from ..patterns.layout import Shape
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
@@ -125,21 +125,20 @@ def select_tensors(
     refuse_unreadable(index, states)
     united = unite_atoms(index, rules, states=states)
     kept = {key: atom for key, atom in united.atoms.items() if not key.instance}
-    ties = index.model.aliases
     renames = (*options.renames, *(rename for one in rules for rename in one.renames))
-    names = name_tensors(dict.fromkeys([*(key.name for key in kept), *ties]), renames, options.strip_prefix)
+    listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
+    names = name_tensors(listed, renames, options.strip_prefix)
     copies: dict[str, list[str]] = defaultdict(list)
-    for alias, owner in ties.items() if (options.tied or tied) == "copy" else ():
-        copies[owner].append(names[alias])
+    if (options.tied or tied) == "copy":
+        for alias, owner in index.model.aliases.items():
+            copies[owner].append(names[alias])
 
     def make(atom: UnitedAtom, dtype: str | None, *aliases: str) -> Tensor:
-        pattern = None if options.keep_padding else united.patterns.get(atom.name)
-        is_cast = dtype is not None and atom.dtype in FLOATING
-        written = dtype if is_cast and dtype else atom.dtype
-        return Tensor((names[atom.name], *aliases), atom, _cut_padding(atom.shape, pattern), written)
+        shape = atom.shape if options.keep_padding else united.cut_padding(atom)
+        written = dtype if dtype and atom.dtype in FLOATING else atom.dtype
+        return Tensor((names[atom.name], *aliases), atom, shape, written)
 
-    weights = {name: atom.key for name, atom in list_weights(index).items() if atom.state in WEIGHTS}
-    chosen = [kept[weights[name]] for name in order_names(index) if weights.get(name) in kept]
+    chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
         raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
     return Selection(
@@ -150,17 +149,14 @@ def select_tensors(
     )
 
 
-def _cut_padding(shape: Shape, pattern: Pattern | None) -> Shape:
-    """The shape without rows that pad a vocabulary."""
-    return shape if pattern is None or pattern.vocab is None else (min(pattern.vocab, shape[0]), *shape[1:])
-
-
-def order_names(index: AtomicIndex) -> list[str]:
-    """Names in the order of the model's state dict where its module states tell it, else of the optimizer's groups."""
+def _order_weights(index: AtomicIndex) -> list[AtomKey]:
+    """Each name's weight, in the order of the model's state dict where its module states tell it, else of the files."""
     keys = index.stored.atoms
     has_copies = any(key.state == COPY for key in keys)
     first = [key.name for key in keys if has_copies and key.state in (COPY, MODULE)]
-    return list(dict.fromkeys([*first, *(key.name for key in keys)]))
+    weights = list_weights(index)
+    ordered = (weights[name] for name in dict.fromkeys([*first, *(key.name for key in keys)]))
+    return [atom.key for atom in ordered if atom.state in WEIGHTS]
 
 
 def name_tensors(names: Iterable[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import numpy as np
 from ..atoms import AtomicIndex, Record
 from ..comm import Comm
 from ..errors import CheckpointError
+from ..flat import find_gaps
 from ..io.checksum import Checked, merge_checks
 from ..io.read import RecordReader
 from ..plan.claims import DISCARD, Part, Request
@@ -77,7 +78,7 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
     gaps = [
         gap
         for number, checks in by_record.items()
-        for gap in find_gaps(number, checks, index.stored.records[number].nbytes)
+        for gap in _list_gaps(number, checks, index.stored.records[number].nbytes)
     ]
     with RecordReader(index.stored.records, index.stored.files) as reader:
         for check in reader.read_parallel(gaps, (), threads):
@@ -88,14 +89,13 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
     return sum(gap.nbytes for gap in gaps)
 
 
-def find_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
+def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
     """Reads of what no check covers of a record."""
-    position = 0
-    for check in [*checks, Checked(record, nbytes, 0, 0)]:
-        for low in range(position, check.offset, CHUNK):
-            size = min(CHUNK, check.offset - low)
-            yield Request(record, low, size, (Part(size, DISCARD, 0),))
-        position = check.offset + check.nbytes
+    spans = [(check.offset, check.offset + check.nbytes) for check in checks]
+    for low, high in find_gaps(spans, nbytes):
+        for begin in range(low, high, CHUNK):
+            size = min(CHUNK, high - begin)
+            yield Request(record, begin, size, (Part(size, DISCARD, 0),))
 
 
 def _compare(index: AtomicIndex, number: int, crc: int) -> None:

@@ -79,6 +79,13 @@ class UnitedAtoms:
     origin: dict[str, str]
     unused: list[str]
 
+    def cut_padding(self, atom: UnitedAtom) -> Shape:
+        """An atom's shape without rows that pad a vocabulary."""
+        pattern = self.patterns.get(atom.name)
+        if pattern is None or pattern.vocab is None:
+            return atom.shape
+        return (min(pattern.vocab, atom.shape[0]), *atom.shape[1:])
+
 
 def unite_atoms(
     index: AtomicIndex,
