@@ -108,6 +108,12 @@ def convert(tmp_path, topology, model=MODEL, **run):
     )
 
 
+def rewrite_optimizer(path, folder):
+    """What ``optimizer_state.pt`` of a source holds that was saved by other means."""
+    write_states(open_index(path), str(folder))
+    return torch.load(folder / OPTIMIZER_STATE, weights_only=False)
+
+
 every_kind = pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 
 
@@ -243,9 +249,7 @@ def test_a_step_that_is_a_number(legacy, tmp_path):
     state = random_state(MODEL, 0, step=None)
     state = type(state)(state.atoms, {name: {"step": 5} for name in ("a", "b", "big")}, GROUPS)
     path = write_checkpoint(tmp_path / "src", MODEL, state, Topology(3, 2), legacy=legacy)
-    write_states(open_index(path), str(tmp_path))
-    inner = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)["optimizer_state_dict"]
-    assert inner["state"] == {0: {"step": 5}}
+    assert rewrite_optimizer(path, tmp_path)["optimizer_state_dict"]["state"] == {0: {"step": 5}}
 
 
 def test_a_step_that_the_groups_hold(tmp_path):
@@ -253,8 +257,7 @@ def test_a_step_that_the_groups_hold(tmp_path):
     state = random_state(MODEL, 0, step=None)
     groups = tuple({**group, "step": 9} for group in GROUPS)
     path = write_checkpoint(tmp_path / "src", MODEL, type(state)(state.atoms, {}, groups), Topology(2, 2))
-    write_states(open_index(path), str(tmp_path))
-    told = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)
+    told = rewrite_optimizer(path, tmp_path)
     assert [group["step"] for group in told["param_groups"]] == [9, 9]
     assert told["optimizer_state_dict"]["state"] == {0: {"step": 9}}
 
@@ -264,8 +267,7 @@ def test_hyper_parameters_that_are_objects(tmp_path):
     state = random_state(MODEL, 0)
     groups = tuple({**group, "schedule": Progress(i, {})} for i, group in enumerate(GROUPS))
     path = write_checkpoint(tmp_path / "src", MODEL, type(state)(state.atoms, state.scalars, groups), Topology(1))
-    write_states(open_index(path), str(tmp_path))
-    told = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)
+    told = rewrite_optimizer(path, tmp_path)
     assert [group["schedule"] for group in told["param_groups"]] == [Progress(0, {}), Progress(1, {})]
 
 
@@ -309,7 +311,6 @@ def test_a_source_without_an_optimizer(tmp_path):
     for content in files.values():
         del content["ds_version"]
     write_files(tmp_path / "src", files)
-    write_states(open_index(tmp_path / "src"), str(tmp_path))
-    told = torch.load(tmp_path / OPTIMIZER_STATE, weights_only=False)
+    told = rewrite_optimizer(tmp_path / "src", tmp_path)
     assert told["optimizer_state_dict"]["state"] == {0: {}}
     assert told["ds_version"]
