@@ -16,10 +16,10 @@ from ..io.read import sum_range
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import StoredFile, read_bytes
 from ..patterns import Partial, Replicate, Unique
+from ..sources.atomic.upstream import upstream_keys
 from ..stream.united import UnitedAtom, UnitedAtoms
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
-from .upstream import upstream_keys
 
 ZERO = "zero"
 STEP = "step"

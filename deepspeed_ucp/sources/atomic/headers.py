@@ -24,12 +24,12 @@ from ..findings import make_error
 from ..headers import FileHeader, OptimHeader, Piece
 from ..reading import HeaderReader, explain_damage, read_file
 from ..save import Save, arrange, name_model_files
+from .upstream import CAT_DIM, EQUAL_PARTS, VOCABULARY
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
 PARAM = "param"
 _TEMPORARY = "tmp"
 _EXPERT = "is_expert_param"
-_KEYS = ("cat_dim", "param_n_sub_params", "vocab_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
             raise UnsupportedError(f"{file.path}: an expert's parameter; mixture-of-experts models are not covered.")
         if PARAM not in tree:
             raise CheckpointError(f"{file.path}: has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.")
-        keys = {key: tree[key] for key in _KEYS if isinstance(tree.get(key), int)}
+        keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
         return ParamHeader(header, HeaderReader(file).piece(tree[PARAM], name), keys=keys)
     if isinstance(tree, TensorRef):  # a step, or of stage 3 without tensor parallelism: flat, without a dict
         piece = HeaderReader(file).piece(tree, name)

@@ -9,7 +9,8 @@ from typing import Any
 from ...atoms import MASTER, MODULE, AtomicIndex, GroupInfo, ParamKey, are_alike, count, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, MismatchError, shorten
-from ...patterns import Pattern, ShardH, ShardNC, ShardV, from_universal_info
+from ...patterns import from_universal_info
+from ...patterns.layout import Shape
 from ...patterns.recorded import record_pattern
 from ...patterns.regex import Matcher
 from ...topology import ATOMIC, Topology
@@ -24,10 +25,9 @@ from ..ranks import ModelRank
 from ..save import describe_offload
 from ..zero import add_frozen_zero3
 from .headers import ParamHeader, UniversalHeaders, read_headers
+from .upstream import read_keys
 
 _STEP = "step"
-
-Shape = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -295,19 +295,6 @@ def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tup
 
 def _record_cuts(part: UniversalHeaders, owned: _Owned) -> dict[str, dict[str, Any]]:
     """How the converter joined tensor-parallel shards, where its files say so; without any it says nothing."""
-    if part.save.tp == 1:
-        return {}
-    found = {}
-    for name in owned.shapes:
-        master = part.params.get(name, {}).get(MASTER)
-        if master is not None and master.piece is not None and "cat_dim" in master.keys:
-            found[name] = record_pattern(_read_cut(master.keys, master.piece.shape))
-    return found
-
-
-def _read_cut(keys: Mapping[str, Any], shape: Shape) -> Pattern:
-    dim, parts = int(keys["cat_dim"]), int(keys.get("param_n_sub_params", 1))
-    vocab = shape[0] if keys.get("vocab_tensor") and shape else None
-    if parts > 1:
-        return ShardNC(parts=(1,) * parts, dim=dim, vocab=vocab)
-    return ShardV(vocab=vocab) if dim == 0 else ShardH(dim=dim, vocab=vocab)
+    masters = {name: part.params.get(name, {}).get(MASTER) for name in owned.shapes if part.save.tp > 1}
+    found = {name: read_keys(each.keys, each.piece.shape) for name, each in masters.items() if each and each.piece}
+    return {name: record_pattern(pattern) for name, pattern in found.items() if pattern is not None}

@@ -1,4 +1,4 @@
-"""What upstream's loader has to know of a parameter, as the keys beside ``param`` in its ``.pt`` files.
+"""How upstream cuts a parameter: the keys beside ``param`` in its ``.pt`` files, written and read.
 
 ``deepspeed/checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``) takes a tensor whole where shapes agree;
 else it pads a vocabulary's rows, and cuts: along ``cat_dim``, each of ``param_n_sub_params`` equal parts along it, or
@@ -8,16 +8,17 @@ each part of a ``sub_param_shape``. Parameters with AutoTP's own metadata are cu
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..atoms import count
-from ..errors import MismatchError
-from ..patterns import Pattern, SameShards, ShardH, ShardHy, ShardNC, Unique
-from ..patterns.affine import Mapped
-from ..patterns.layout import Layout, Shape
-from ..patterns.metadata import Viewed
-from ..torchsave.objects import PickledObject, make_instance
+from ...atoms import count
+from ...errors import MismatchError
+from ...patterns import Pattern, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
+from ...patterns.affine import Mapped
+from ...patterns.layout import Layout, Shape
+from ...patterns.metadata import Viewed
+from ...torchsave.objects import PickledObject, make_instance
 
 CAT_DIM = "cat_dim"
 EQUAL_PARTS = "param_n_sub_params"
@@ -98,3 +99,17 @@ def _make_parts(view: Shape, axis: int, sizes: tuple[int, ...], name: str) -> Pi
     shape = (*view[:axis], sizes, *view[axis + 1 :])
     fields = {"patterns": [re.escape(name)] if name else [], "shape": shape, "partition_dim": axis}
     return make_instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)
+
+
+def read_keys(keys: Mapping[str, Any], shape: Shape) -> Pattern | None:
+    """How upstream's converter joined tensor-parallel shards to ``shape``, where the keys say so.
+
+    It marks what is replicated by nothing at all.
+    """
+    if CAT_DIM not in keys:
+        return None
+    dim, parts = int(keys[CAT_DIM]), int(keys.get(EQUAL_PARTS, 1))
+    vocab = shape[0] if keys.get(VOCABULARY) and shape else None
+    if parts > 1:
+        return ShardNC(parts=(1,) * parts, dim=dim, vocab=vocab)
+    return ShardV(vocab=vocab) if dim == 0 else ShardH(dim=dim, vocab=vocab)

@@ -9,7 +9,6 @@ import torch
 from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_checkpoint_state
 
-from deepspeed_ucp.convert.upstream import upstream_keys
 from deepspeed_ucp.patterns import (
     Partial,
     Replicate,
@@ -24,6 +23,7 @@ from deepspeed_ucp.patterns import (
 )
 from deepspeed_ucp.patterns.affine import Mapped, generalise
 from deepspeed_ucp.patterns.metadata import Viewed
+from deepspeed_ucp.sources.atomic.upstream import upstream_keys
 from deepspeed_ucp.torchsave.zipframe import make_image
 
 
