@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -109,10 +108,11 @@ def assert_resume_equivalent(
         if worlds is None:
             worlds = stack.enter_context(WorldPool(timeout=timeout))
         if directory is None:
-            directory = tempfile.mkdtemp(prefix="ucp-resume-")
-            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            made = tempfile.TemporaryDirectory(prefix="ucp-resume-", ignore_cleanup_errors=True)
+            directory = stack.enter_context(made)
         saved = save_run(train_fn, source, steps, directory, worlds, timeout=timeout)
-        return check_resume(train_fn, saved, target, worlds, loss_tolerance=loss_tolerance, timeout=timeout)
+        (check,) = resume_each(train_fn, [saved], target, worlds, loss_tolerance=loss_tolerance, timeout=timeout)
+        return check()
 
 
 def save_run(
@@ -133,20 +133,6 @@ def save_run(
     return SavedRun(launch=launch, folder=folder, losses=_average(losses))
 
 
-def check_resume(
-    train_fn: TrainFn,
-    saved: SavedRun,
-    target: Launch,
-    worlds: WorldPool,
-    *,
-    loss_tolerance: float | None = None,
-    timeout: float | None = None,
-) -> ResumeReport:
-    """The second half of `assert_resume_equivalent`: load `saved` under `target`, compare, train on, compare losses."""
-    (check,) = resume_each(train_fn, [saved], target, worlds, loss_tolerance=loss_tolerance, timeout=timeout)
-    return check()
-
-
 def resume_each(
     train_fn: TrainFn,
     saves: Sequence[SavedRun],
@@ -156,7 +142,7 @@ def resume_each(
     loss_tolerance: float | None = None,
     timeout: float | None = None,
 ) -> list[Callable[[], ResumeReport]]:
-    """Resume several saved runs, one after the other, in one engine.
+    """The second half of `assert_resume_equivalent`, for several saved runs, one after the other, in one engine.
 
     What one of them leaves in the engine would be seen in the next one, as long as their states differ.
 

@@ -16,7 +16,7 @@ from engine_parallel import Launch, Runs, compare_joined
 from engine_ranks import Local
 
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.resume import SavedRun, check_resume
+from deepspeed_ucp.testing.resume import SavedRun, resume_each
 from tests.upstream import to_universal
 
 STEPS = (3, 3)
@@ -62,7 +62,8 @@ def test_what_upstream_converted_is_resumed(
     """Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters: bit by bit."""
     options = {"scheduler": True}
     saved = converted(pair[0], **options)
-    report = check_resume(training(**options), saved, pair[1].launch, ucp_worlds)
+    (check,) = resume_each(training(**options), [saved], pair[1].launch, ucp_worlds)
+    report = check()
     assert report.direct
 
 

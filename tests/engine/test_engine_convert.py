@@ -17,7 +17,7 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import LOSS_TOLERANCE, ResumeReport, WorldPool
 from deepspeed_ucp.testing.capture import EngineState
 from deepspeed_ucp.testing.compare import compare
-from deepspeed_ucp.testing.resume import SavedRun, check_resume
+from deepspeed_ucp.testing.resume import SavedRun, resume_each
 
 REFERENCE = "resume_reference.pt"  # what the source run left beside its checkpoint, for the comparison
 UPSTREAM = {"universal": False, "load_universal": True}
@@ -54,7 +54,8 @@ def load(ucp_worlds: WorldPool) -> Callable[..., ResumeReport]:
 
     def run(saved: SavedRun, target: Case, checkpoint: dict[str, Any], **options: Any) -> ResumeReport:
         case = target.but(config={**target.config, "checkpoint": checkpoint})
-        return check_resume(training(**options), saved, case.launch, ucp_worlds)
+        (check,) = resume_each(training(**options), [saved], case.launch, ucp_worlds)
+        return check()
 
     return run
 
