@@ -16,6 +16,7 @@ from typing import Any
 from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
 from ..compare import find_strangers
@@ -59,6 +60,8 @@ class UniversalHeaders:
         optim: the optimizer's param groups, of stage 3 with data-parallel rank 0's states.
         stage: ZeRO stage of the source.
         params: per folder in ``zero`` its files by state.
+        shapes: of the parameters that the optimizer owned, local ones by tensor-parallel rank.
+        flats: per such parameter the flat buffer that it was in; None where that cannot be told.
     """
 
     folder: str
@@ -66,11 +69,8 @@ class UniversalHeaders:
     optim: OptimHeader
     stage: int
     params: dict[str, dict[str, ParamHeader]]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the source was of ZeRO 3."""
-        return self.stage == 3
+    shapes: dict[str, dict[int, Shape]]
+    flats: dict[str, int | None]
 
 
 def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHeaders:
@@ -89,7 +89,8 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
     params = comm.share(names, lambda name: _read_param(folder, name))
     optim, stage = comm.once(lambda: _read_optimizer(folder))
     save = _read_models(folder, sizes, stage, comm)
-    return UniversalHeaders(folder, save, optim, stage, dict(zip(map(strip_compiled, names), params, strict=True)))
+    by_name = dict(zip(map(strip_compiled, names), params, strict=True))
+    return UniversalHeaders(folder, save, optim, stage, by_name, *comm.run(lambda: _list_owned(save, optim)))
 
 
 def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
@@ -215,3 +216,21 @@ def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing,
             "interrupted, or the copy is not complete. Convert or copy again."
         )
     return listing, main
+
+
+def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Shape]], dict[str, int | None]]:
+    """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
+    shapes: dict[str, dict[int, Shape]] = {}
+    flats: dict[str, int | None] = {}
+    for mp, model in enumerate(save.first_models):
+        if model.param_shapes is None:
+            raise CheckpointError(
+                f"{save.path(save.models[mp][0])}: has no param_shapes, so that the parameters of its param groups are "
+                "not known. It is no checkpoint that ds_to_universal converts."
+            )
+        for index, group in enumerate(model.param_shapes):
+            for name, shape in group:
+                shapes.setdefault(strip_compiled(name), {})[mp % save.tp] = tuple(shape)
+                is_told = len(model.param_shapes) == len(optim.owners)
+                flats.setdefault(strip_compiled(name), index if is_told else None)
+    return shapes, flats

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from ...atoms import MASTER, MODULE, AtomicIndex, GroupInfo, ParamKey, are_alike, count, strip_compiled
+from ...atoms import MASTER, MODULE, AtomicIndex, GroupInfo, ParamKey, are_alike, count
 from ...comm import Comm
 from ...errors import CheckpointError, MismatchError, shorten
 from ...patterns import from_universal_info
@@ -28,19 +28,6 @@ from .headers import ParamHeader, UniversalHeaders, read_headers
 from .upstream import read_keys
 
 _STEP = "step"
-
-
-@dataclass(slots=True)
-class _Owned:
-    """What the model states say of the parameters that an optimizer owned.
-
-    Attributes:
-        shapes: per parameter, local shapes by tensor-parallel rank.
-        flats: per parameter the flat buffer that it was in; None where that cannot be told.
-    """
-
-    shapes: dict[str, dict[int, Shape]] = field(default_factory=dict)
-    flats: dict[str, int | None] = field(default_factory=dict)
 
 
 def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
@@ -67,14 +54,13 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
         CheckpointError: a parameter without its files, or with files of another run.
     """
     save, builder = part.save, Builder(part.save)
-    owned = _list_owned(part)
     notes: list[str] = []
-    for name in owned.shapes:
-        _add_param(builder, part, name, owned)
-    _add_steps(builder, part, owned, notes)
+    for name in part.shapes:
+        _add_param(builder, part, name)
+    _add_steps(builder, part, notes)
     notes += _tell_copies(part)
-    dropped = _add_rest(builder, part, set(owned.shapes), notes)
-    _check_states(part, owned)
+    dropped = _add_rest(builder, part, set(part.shapes), notes)
+    _check_states(part)
     atoms = builder.finish_atoms()
     masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
     topology = Topology(
@@ -84,30 +70,12 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
         master=masters[0] if masters else "float32",
         offload=describe_offload(save.zero),
     )
-    groups, recorded = _make_groups(part, owned, notes), _record_cuts(part, owned)
+    groups, recorded = _make_groups(part, notes), _record_cuts(part)
     return make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped), notes
 
 
-def _list_owned(part: UniversalHeaders) -> _Owned:
-    """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
-    owned, total = _Owned(), len(part.optim.owners)
-    for mp in range(len(part.save.models)):
-        groups = part.save.model(mp).param_shapes
-        if groups is None:
-            raise CheckpointError(
-                f"{part.save.path(part.save.models[mp][0])}: has no param_shapes, so that the parameters of its param "
-                "groups are not known. It is no checkpoint that ds_to_universal converts."
-            )
-        for index, group in enumerate(groups):
-            for raw, shape in group:
-                name = strip_compiled(raw)
-                owned.shapes.setdefault(name, {})[mp % part.save.tp] = tuple(shape)
-                owned.flats.setdefault(name, index if len(groups) == total else None)
-    return owned
-
-
-def _add_param(builder: Builder, part: UniversalHeaders, name: str, owned: _Owned) -> None:
-    shapes, held = owned.shapes[name], part.params.get(name, {})
+def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
+    shapes, held = part.shapes[name], part.params.get(name, {})
     master = held.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
         nothing = Piece(FileRecord("", 0, 0, None), 0, shapes[min(shapes)], "float32")
@@ -146,15 +114,15 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
     )
 
 
-def _check_states(part: UniversalHeaders, owned: _Owned) -> None:
+def _check_states(part: UniversalHeaders) -> None:
     """Parameters of one flat buffer have the same states; a group that no gradient has reached has none at all.
 
     Raises:
         CheckpointError: some lack files that others have, or a folder with states is no parameter's.
     """
     groups: dict[int | None, list[str]] = {}
-    for name, flat in owned.flats.items():
-        if any(count(shape) for shape in owned.shapes[name].values()):
+    for name, flat in part.flats.items():
+        if any(count(shape) for shape in part.shapes[name].values()):
             groups.setdefault(flat, []).append(name)
     for names in groups.values():
         everything = set().union(*(part.params.get(name, {}) for name in names))
@@ -167,7 +135,7 @@ def _check_states(part: UniversalHeaders, owned: _Owned) -> None:
                 "files. The conversion by ds_to_universal was interrupted, or the copy is not complete; convert or "
                 "copy again."
             )
-    strangers = [name for name, held in part.params.items() if set(held) - {MASTER} and name not in owned.shapes]
+    strangers = [name for name, held in part.params.items() if set(held) - {MASTER} and name not in part.shapes]
     if strangers:
         raise CheckpointError(
             f"{part.folder}/zero: {shorten(strangers)} have optimizer states, but {part.save.main.name} does not list "
@@ -175,12 +143,12 @@ def _check_states(part: UniversalHeaders, owned: _Owned) -> None:
         )
 
 
-def _add_steps(builder: Builder, part: UniversalHeaders, owned: _Owned, notes: list[str]) -> None:
+def _add_steps(builder: Builder, part: UniversalHeaders, notes: list[str]) -> None:
     """The optimizer's scalars: of files below stage 3, of rank 0's states there."""
-    trained = [name for name in owned.shapes if set(part.params.get(name, {})) - {MASTER}]
+    trained = [name for name in part.shapes if set(part.params.get(name, {})) - {MASTER}]
     for name in trained:
-        if part.is_sharded:
-            flat = owned.flats[name]
+        if part.save.is_sharded:
+            flat = part.flats[name]
             _add_sharded(builder, part, name, 0 if flat is None else flat)
         elif header := part.params[name].get(_STEP):
             if header.value is None:
@@ -219,7 +187,7 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
     """
     save = part.save
     if not save.is_pipeline and save.tp == save.pp == 1:
-        if part.is_sharded:
+        if part.save.is_sharded:
             add_frozen_zero3(builder, ModelRank(), save.models[0], optimized)
         add_modules(builder, save, optimized)
         return ""
@@ -242,7 +210,7 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
     buffers = set(part.save.model(0).buffers)
     lost = [name for name in part.save.model(0).frozen_shapes if name not in others]
     for name, piece in ranks[0].items():
-        if name in others or (part.is_sharded and name not in buffers):
+        if name in others or (part.save.is_sharded and name not in buffers):
             continue
         held = [rank[name] for rank in ranks if name in rank]
         if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
@@ -276,10 +244,10 @@ def _tell_copies(part: UniversalHeaders) -> list[str]:
     return [f"{told}: {shorten(copies)}"] if copies else []
 
 
-def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tuple[GroupInfo, ...]:
+def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, ...]:
     """Param groups with their parameters; none where a pipeline's stages have different ones."""
     hypers = part.optim.groups
-    if len(hypers) > 1 and None in owned.flats.values():
+    if len(hypers) > 1 and None in part.flats.values():
         differing = sorted({key for hyper in hypers for key in hyper if any(o.get(key) != hyper[key] for o in hypers)})
         notes.append(
             "the converter kept the param groups of the first pipeline stage alone, other stages have others: the "
@@ -288,13 +256,13 @@ def _make_groups(part: UniversalHeaders, owned: _Owned, notes: list[str]) -> tup
         return ()
     owners = part.optim.owners
     members: list[list[ParamKey]] = [[] for _ in hypers]
-    for name, index in owned.flats.items():
+    for name, index in part.flats.items():
         members[0 if index is None or index >= len(owners) else owners[index]].append(ParamKey(name))
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
 
 
-def _record_cuts(part: UniversalHeaders, owned: _Owned) -> dict[str, dict[str, Any]]:
+def _record_cuts(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
     """How the converter joined tensor-parallel shards, where its files say so; without any it says nothing."""
-    masters = {name: part.params.get(name, {}).get(MASTER) for name in owned.shapes if part.save.tp > 1}
+    masters = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes if part.save.tp > 1}
     found = {name: read_keys(each.keys, each.piece.shape) for name, each in masters.items() if each and each.piece}
     return {name: record_pattern(pattern) for name, pattern in found.items() if pattern is not None}
