@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, ModelInfo, RunState, Shard, StoredAtoms
+from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.census import check_alike, find_renamed, join_groups
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.match import Live
 from deepspeed_ucp.targets.parallel import Place
-from deepspeed_ucp.topology import Topology
+from tests.plan import planning
 from tests.ranks import run_ranks
 
 BOTH_WAYS = {
@@ -27,27 +27,7 @@ BOTH_WAYS = {
 def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIndex:
     held = {name: (instances or {}).get(name, 1) for name in names}
     atoms = [Atom(n, MASTER, "float32", (Shard((2,), ()),), k) for n, count in held.items() for k in range(count)]
-    return AtomicIndex(
-        stored=StoredAtoms(
-            files=(),
-            records=(),
-            atoms={atom.key: atom for atom in atoms},
-        ),
-        run=RunState(
-            scalars={},
-            groups=(),
-            counters={},
-            scaler={},
-            clip_grad=None,
-            state_file="",
-            topology=Topology(1, "zero12", "float32"),
-        ),
-        model=ModelInfo(
-            aliases={},
-            buffers=frozenset(),
-            instances=instances or {},
-        ),
-    )
+    return planning.make_index(atoms, instances=instances or {})
 
 
 def rename(index: AtomicIndex, *live: str) -> dict[str, str]:

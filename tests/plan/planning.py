@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard
+from deepspeed_ucp.atoms import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
 from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
 from deepspeed_ucp.plan.claims import STAGE
 from deepspeed_ucp.plan.rounds import plan_ranks
+from deepspeed_ucp.topology import Topology
 
 
 def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
     """One shard; fragments as (start, numel, record, byte offset)."""
     return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
+
+
+def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 1, **fields: Any) -> AtomicIndex:
+    """An index of these atoms alone; `fields` are those of any of its parts."""
+    run = RunState(Topology(1, "zero12", "float32", tp=tp), "tag/mp_rank_00_model_states.pt")
+    stored = StoredAtoms((), tuple(records), {atom.key: atom for atom in atoms})
+    return AtomicIndex(stored, run).change(**fields)
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import (
-    COPY,
-    MASTER,
-    MODULE,
-    Atom,
-    AtomicIndex,
-    AtomKey,
-    GroupInfo,
-    ModelInfo,
-    ParamKey,
-    RunState,
-    Shard,
-    StoredAtoms,
-)
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, GroupInfo, ParamKey, Shard
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.plan.match import Live, Match, match_groups, match_parameters, pick_instance, pick_weight
-from deepspeed_ucp.topology import Topology
+from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -39,33 +26,14 @@ def make_index(
     """Trained parameters have a master and a copy, others the module's tensor; every shard has the given shape."""
     held = [(name, state, shape) for name, shape in trained.items() for state in (MASTER, COPY)]
     held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
-    numbers = instances or {}
+    numbers = dict(instances or {})
     atoms = [
         Atom(name, state, "float32", (Shard(shape, ()),) * tp, number)
         for name, state, shape in held
         for number in range(numbers.get(name, 1))
     ]
-    return AtomicIndex(
-        stored=StoredAtoms(
-            files=(),
-            records=(),
-            atoms={atom.key: atom for atom in atoms},
-        ),
-        run=RunState(
-            scalars={},
-            groups=tuple(GroupInfo(tuple(map(read_param, names)), {}) for names in groups),
-            counters={},
-            scaler={},
-            clip_grad=None,
-            state_file="mp_rank_00_model_states.pt",
-            topology=Topology(1, "zero12", "float32", tp=tp),
-        ),
-        model=ModelInfo(
-            aliases=dict(aliases or {}),
-            buffers=frozenset(),
-            instances=dict(instances or {}),
-        ),
-    )
+    infos = tuple(GroupInfo(tuple(map(read_param, names)), {}) for names in groups)
+    return planning.make_index(atoms, tp=tp, groups=infos, aliases=dict(aliases or {}), instances=numbers)
 
 
 def read_param(name: str) -> ParamKey:

@@ -7,23 +7,12 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import (
-    MASTER,
-    MODULE,
-    Atom,
-    AtomicIndex,
-    Fragment,
-    ModelInfo,
-    Record,
-    RunState,
-    Shard,
-    StoredAtoms,
-)
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import Replicate, ShardV, from_config
 from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
 from deepspeed_ucp.plan.settling import list_weights, settle_index
-from deepspeed_ucp.topology import Topology
+from tests.plan import planning
 
 WHOLE = {"b": ((4,), (4,), (4,), (4,))}
 """Four ranks that each hold all of it."""
@@ -36,27 +25,9 @@ def make_index(
     at = offsets or [0] * len(crcs)
     shards = tuple(Shard((4,), (Fragment(0, 4, number, offset),)) for number, offset in enumerate(at))
     atom = Atom("b", MODULE, "float32", shards)
-    return AtomicIndex(
-        stored=StoredAtoms(
-            files=(),
-            records=tuple(Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)),
-            atoms={atom.key: atom},
-        ),
-        run=RunState(
-            scalars={},
-            groups=(),
-            counters={},
-            scaler={},
-            clip_grad=None,
-            state_file="tag/mp_rank_00_model_states.pt",
-            topology=Topology(1, "zero12", "float32", tp=len(crcs)),
-        ),
-        model=ModelInfo(
-            aliases={},
-            buffers=frozenset({"b"}),
-            hints=dict(hints or {}),
-        ),
-    )
+    records = [Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)]
+    fields = {"buffers": frozenset({"b"}), "hints": dict(hints or {})}
+    return planning.make_index([atom], records, len(crcs), **fields)
 
 
 def test_checksums_prove_that_a_buffer_is_a_replica() -> None:

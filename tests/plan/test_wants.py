@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Fragment, ParamKey, Record, RunState, Shard, StoredAtoms
+from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
 from deepspeed_ucp.flat import join_parameters
 from deepspeed_ucp.patterns.layout import Layout, stack
 from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.plan.wants import HeldBuffer, TargetLayout, list_wants
-from deepspeed_ucp.topology import Topology
+from tests.plan import planning
 
 
 def cut(lanes: int) -> Layout:
@@ -20,16 +20,15 @@ def cut(lanes: int) -> Layout:
 
 def make_index(**lanes: int) -> AtomicIndex:
     """Parameters of 12 rows of two elements, in so many shards; each shard is a record of its own."""
-    records, atoms = [], {}
+    records: list[Record] = []
+    atoms = []
     for name, count in lanes.items():
         shards = []
         for _ in range(count):
-            numel = 24 // count
-            shards.append(Shard((12 // count, 2), (Fragment(0, numel, len(records), 0),)))
-            records.append(Record(0, 64, 4 * numel, 0))
-        atom = Atom(name, MASTER, "float32", tuple(shards))
-        atoms[atom.key] = atom
-    return AtomicIndex(StoredAtoms((), tuple(records), atoms), RunState(Topology(1, "zero12", "float32"), ""))
+            shards.append(Shard((12 // count, 2), (Fragment(0, 24 // count, len(records), 0),)))
+            records.append(Record(0, 64, 96 // count, 0))
+        atoms.append(Atom(name, MASTER, "float32", tuple(shards)))
+    return planning.make_index(atoms, records)
 
 
 def find_bytes(want: Want) -> list[tuple[int, int, int]]:
