@@ -425,13 +425,13 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
     path, state = write(tmp_path, Topology(1, 3))
     config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
     monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
-    marked = 0
+    marked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
     for number in range(1, 999):
         targets = make_targets(PLAIN, Topology(3, 2))
         if trained:
             for target in targets:
                 take_a_step(target.wrapped)
-        index, before = open_for(path, targets[0]), keep_values(targets)
+        before = keep_values(targets)
         engines = [FakeEngine(target, steps=int(trained)) for target in targets]
         failing = FailingReads(monkeypatch, number, once=True)
         failing.arm()

@@ -113,7 +113,7 @@ AWKWARD = Model(
 )
 
 
-@pytest.mark.parametrize(("source", "target"), all_turns(KINDS, KINDS, 4, pair_id))
+@pytest.mark.parametrize(("source", "target"), all_turns(KINDS, KINDS, 3, pair_id))
 def test_every_kind_into_every_kind(source: Topology, target: Topology, tmp_path: Path) -> None:
     state = random_state(AWKWARD, 7, precision=source.precision)
     resume(Case(AWKWARD, source, state, legacy=False), target, tmp_path)

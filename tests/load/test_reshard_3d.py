@@ -73,7 +73,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), all_turns(PIPELINES, PIPELINES, 3, pair_id))
+@pytest.mark.parametrize(("source", "target"), all_turns(PIPELINES, PIPELINES, 2, pair_id))
 def test_pipelines_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PIPELINE, source), target, tmp_path)
 
@@ -91,7 +91,7 @@ PLAINS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), all_turns(PLAINS, PLAINS, 3, pair_id))
+@pytest.mark.parametrize(("source", "target"), all_turns(PLAINS, PLAINS, 2, pair_id))
 def test_tensor_parallel_models_without_a_pipeline(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PLAIN, source), target, tmp_path)
 
@@ -132,7 +132,7 @@ DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "degrees"), all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 3)
+    ("kind", "degrees"), all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 2)
 )
 def test_every_pattern(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     source, target = (Topology(2, 2, tp=tp) for tp in degrees)
@@ -214,30 +214,28 @@ def test_there_and_back_again(trip: Trip) -> None:
 THREE = make_pipeline([["column", "norm"], ["row"], ["column"], ["gate_up", "bias"]])
 
 
+MOVED_FROM = [
+    Topology(1, 2, pp=3),
+    Topology(1, 1, "bf16", tp=2, pp=2, placement=interleaved(6, 2, 2)),
+    Topology(1, 2, pp=2, placement=bidirectional(6, 2)),
+    Topology(1, 1, "bf16", "bf16", pp=4, placement=bidirectional(6, 4)),
+    Topology(0, 1, pp=3, placement=((0, 1, 2), (), (3, 4, 5))),
+]
+MOVED_TO = [
+    Topology(1, 2),
+    Topology(1, 1, pp=2, placement=((0, 1), (2, 3, 4, 5))),
+    Topology(1, 1, pp=2, placement=((0, 1, 2, 3, 4), (5,))),
+    Topology(1, 1, "bf16", pp=3, placement=interleaved(6, 3, 2)),
+    Topology(1, 2, "bf16", "bf16", pp=2, placement=interleaved(6, 2, 3)),
+    Topology(0, 1, "bf16", "bf16", tp=2, pp=2, placement=bidirectional(6, 2)),
+    Topology(1, 1, pp=4, placement=bidirectional(6, 4)),
+    Topology(0, 1, pp=4, placement=((0, 1), (), (2, 3, 4), (5,))),
+]
+
+
 @pytest.mark.parametrize(
-    "target",
-    [
-        Topology(1, 2),
-        Topology(1, 1, pp=2, placement=((0, 1), (2, 3, 4, 5))),
-        Topology(1, 1, pp=2, placement=((0, 1, 2, 3, 4), (5,))),
-        Topology(1, 1, "bf16", pp=3, placement=interleaved(6, 3, 2)),
-        Topology(1, 2, "bf16", "bf16", pp=2, placement=interleaved(6, 2, 3)),
-        Topology(0, 1, "bf16", "bf16", tp=2, pp=2, placement=bidirectional(6, 2)),
-        Topology(1, 1, pp=4, placement=bidirectional(6, 4)),
-        Topology(0, 1, pp=4, placement=((0, 1), (), (2, 3, 4), (5,))),
-    ],
-    ids=lambda t: f"→{t.label} {t.placement}",
-)
-@pytest.mark.parametrize(
-    "source",
-    [
-        Topology(1, 2, pp=3),
-        Topology(1, 1, "bf16", tp=2, pp=2, placement=interleaved(6, 2, 2)),
-        Topology(1, 2, pp=2, placement=bidirectional(6, 2)),
-        Topology(1, 1, "bf16", "bf16", pp=4, placement=bidirectional(6, 4)),
-        Topology(0, 1, pp=3, placement=((0, 1, 2), (), (3, 4, 5))),
-    ],
-    ids=lambda t: f"{t.label} {t.placement}",
+    ("source", "target"),
+    all_turns(MOVED_FROM, MOVED_TO, 3, lambda row: "→".join(f"{each.label} {each.placement}" for each in row)),
 )
 def test_layers_move_between_stages(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(THREE, source), target, tmp_path)

@@ -133,6 +133,7 @@ def main() -> int:
     import hypothesis  # noqa: F401 - what every child needs, but nothing of what is changed
     import numpy as np  # noqa: F401
     import pytest  # noqa: F401
+    import torch  # noqa: F401
 
     chosen = [each for each in mutants if not options.numbers or each.number in options.numbers]
     with tempfile.TemporaryDirectory(prefix="ucp-mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
