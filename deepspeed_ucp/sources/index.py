@@ -47,9 +47,9 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     _refuse_engines(save)
     builder = Builder(save, save.tp)
     if any(save.shards):
-        build_zero(builder, save)
+        build_zero(builder)
     else:
-        build_stage0(builder, save, naming)
+        build_stage0(builder, naming)
     check_steps(save, builder.ranks, builder.scalars)
     atoms = builder.finish_atoms()
     optim = _find_optim(save)

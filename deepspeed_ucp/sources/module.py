@@ -1,29 +1,54 @@
-"""The model's own tensors: buffers, parameters without optimizer, copies of optimized ones → MODULE and COPY atoms."""
+"""The model's own tensors, from module dicts or a pipeline's layer files → MODULE and COPY atoms.
+
+They are buffers, parameters without optimizer, and copies of optimized ones.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
-from ..atoms import COPY, MODULE, count
-from ..errors import UnsupportedError, shorten
+from ..atoms import COPY, MODULE, are_alike, count
+from ..errors import CheckpointError, UnsupportedError, shorten
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
-from .ranks import ModelRank
+from .ranks import TIED, ModelRank
 from .save import Save
 
+Place = tuple[str, int]
+"""A tied module's key, and a stage that holds it."""
 
-def add_modules(builder: Builder, save: Save, optimized: set[str]) -> None:
+
+def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
+    """Add the tensors of all model states and layer files, and ties to the builder's ``aliases``.
+
+    Args:
+        builder: with the ranks, whose optimizers own parameters.
+        tied: names of a pipeline's tied modules' parameters, on whatever stage, where model states name none.
+
+    Raises:
+        CheckpointError: a layer with parameters has no file.
+        UnsupportedError: names in a nested dict that cannot be told; a tied module's file has buffers or frozen
+            parameters, and cannot be told from another's.
+    """
+    if builder.save.is_pipeline:
+        _LayerFiles(builder, tied).add()
+    else:
+        add_modules(builder, builder.optimized)
+
+
+def add_modules(builder: Builder, optimized: set[str]) -> None:
     """Add the ``module`` dicts of all tensor-parallel ranks, and ties to the builder's ``aliases``.
 
     Args:
-        builder: of the index.
-        save: the files of a model without pipeline; of ZeRO 3 the module dict holds buffers only.
+        builder: of a model without pipeline; of ZeRO 3 the module dict holds buffers only.
         optimized: parameters that an optimizer owns on some rank.
 
     Raises:
         UnsupportedError: names in a nested dict that cannot be told.
     """
+    save = builder.save
     for tp in range(save.tp):
         header, model = save.models[tp][0], save.model(tp)
         ties, buffers = _find_ties(save, model), set(model.buffers)
@@ -126,3 +151,165 @@ def _find_change(key: str, name: str) -> tuple[str, str]:
     if name.endswith(key):
         return "", name[: len(name) - len(key)]
     return key[: len(key) - len(name)], ""
+
+
+class _LayerFiles:
+    """A pipeline's layer files, and what the ranks say about their part of the model.
+
+    A layer's file has the keys of the layer's own state_dict; PipelineModule calls its parameters ``<layer>.<key>``,
+    those of a tied module ``tied_modules.<tied key>.<key>`` (runtime/pipe/module.py, ``_build`` and
+    ``save_state_dict``). Which layer is a tied one, and which stage wrote a file, is not recorded: it is concluded
+    from names and shapes.
+
+    Attributes:
+        ranks: per pipeline stage.
+        optimized: parameters that an optimizer owns on some stage.
+        layers: those that have names of their own.
+        tied: per tied module and stage the names in it.
+    """
+
+    def __init__(self, builder: Builder, tied: Collection[str]) -> None:
+        self.builder, self.save, self.optimized = builder, builder.save, builder.optimized
+        self.ranks = [
+            builder.ranks[first : first + self.save.tp] for first in range(0, len(builder.ranks), self.save.tp)
+        ]
+        self.layers: set[int] = set()
+        self.tied: dict[str, dict[int, set[str]]] = {}
+        self._spans: list[tuple[int, int] | None] = []
+        for stage, ranks in enumerate(self.ranks):
+            models = [self.save.model(stage * self.save.tp + tp) for tp in range(self.save.tp)]
+            names = {name for model in models for name in (*model.buffers, *model.frozen_shapes)}
+            names.update(*(rank.shapes for rank in ranks))
+            names.update(*(tied for model in models if model.param_shapes is None))
+            self._add_stage(stage, names)
+        spans = [span for span in self._spans if span]
+        self._contiguous = all(low[1] < high[0] for low, high in pairwise(spans))
+
+    def _add_stage(self, stage: int, names: Iterable[str]) -> None:
+        layers: set[int] = set()
+        for name in names:
+            head, _, key = name.removeprefix(TIED).partition(".")
+            if name.startswith(TIED):
+                self.tied.setdefault(head, {}).setdefault(stage, set()).add(key)
+            elif head.isdecimal():
+                layers.add(int(head))
+        self.layers |= layers
+        self._spans.append((min(layers), max(layers)) if layers else None)
+
+    def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
+        """(tied key, stage) of the modules that a layer's file can be of: same keys, same shapes, right place."""
+        return [
+            (key, stage)
+            for key, stages in self.tied.items()
+            for stage, keys in stages.items()
+            if keys <= set(tensors) and self._has_shapes(key, stage, tp, tensors) and self._can_hold(stage, layer)
+        ]
+
+    def _has_shapes(self, key: str, stage: int, tp: int, tensors: Mapping[str, Piece]) -> bool:
+        shapes = self.ranks[stage][tp].shapes
+        return all(piece.shape == shapes.get(f"{TIED}{key}.{name}", piece.shape) for name, piece in tensors.items())
+
+    def _can_hold(self, stage: int, layer: int) -> bool:
+        """Whether a layer can lie on a stage, where stages are runs of layers; elsewhere all can."""
+        if not self._contiguous:
+            return True
+        before = [span[1] for span in self._spans[:stage] if span]
+        after = [span[0] for span in self._spans[stage + 1 :] if span]
+        return max(before, default=-1) < layer < min(after, default=layer + 1)
+
+    def add(self) -> None:
+        """Add all tensors; of each tied module and stage one file is taken, others repeat it."""
+        self._check_missing()
+        aliases = self.builder.aliases = dict(self.save.model(0).shared)
+        places: dict[int, list[Place]] = {}
+        for tp, layers in enumerate(self.save.layers):
+            for layer, header in layers.items():
+                tensors = header.layer or {}
+                if layer not in self.layers and (fitting := self._find_tied(layer, tp, tensors)):
+                    places[layer] = [place for place in fitting if place in places.get(layer, fitting)]
+                    continue
+                named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
+                for name, piece in drop_ties(named, aliases):
+                    state = COPY if name in self.optimized else MODULE
+                    self.builder.add(ModelRank(tp=tp), name, state, header, piece)
+        self._add_tied(places)
+
+    def _check_missing(self) -> None:
+        trained = {int(head) for name in self.optimized if (head := name.partition(".")[0]).isdecimal()}
+        for tp, layers in enumerate(self.save.layers):
+            if lacking := sorted(trained - set(layers)):
+                axis = "" if all(rank < 0 for _, rank in self.save.listing.layers) else f"-model_{tp:02d}"
+                names = [f"layer_{layer:02d}{axis}-model_states.pt" for layer in lacking]
+                raise CheckpointError(
+                    f"{self.save.listing.folder}: {shorten(names)} missing; these layers have parameters. Copy the "
+                    "whole folder."
+                )
+
+    def _add_tied(self, places: Mapping[int, Sequence[Place]]) -> None:
+        by_key: dict[str, dict[int, set[int]]] = {}
+        for layer, fitting in sorted(places.items()):
+            keys = sorted({key for key, _ in fitting})
+            if len(keys) == 1:
+                by_key.setdefault(keys[0], {})[layer] = {stage for _, stage in fitting}
+            else:
+                self._pass_over(layer, keys[0] if keys else "")
+        for key, stages in by_key.items():
+            self._add_module(key, stages)
+
+    def _pass_over(self, layer: int, key: str) -> None:
+        """A file that is one of several modules': copies are not needed, anything else must not be lost."""
+        header = self.save.layers[0][layer]
+        if others := self._list_others(key, header):
+            raise UnsupportedError(
+                f"{self.save.path(header)}: holds {shorten(others)} of a tied module, and which one's or which stage's "
+                "cannot be told. It can be resumed by DeepSpeed itself in the topology that wrote it."
+            )
+
+    def _is_optimized(self, key: str, name: str) -> bool:
+        return f"{TIED}{key}.{name}" in self.optimized
+
+    def _add_module(self, key: str, stages: Mapping[int, set[int]]) -> None:
+        """One tied module's files: copies where the stage is certain, the rest of each stage or once for all.
+
+        ``stages`` are those that can have written a layer's file.
+        """
+        chosen: dict[int, int] = {}
+        for layer, fitting in stages.items():
+            if len(fitting) == 1:
+                chosen.setdefault(min(fitting), layer)
+        unsure = [layer for layer, fitting in stages.items() if len(fitting) > 1]
+        for stage, layer in chosen.items():
+            self._add_copies(key, layer, stage)
+        if unsure and not self._are_alike(key, list(stages)):
+            self._pass_over(unsure[0], key)
+        self._add_others(key, list(stages)[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
+
+    def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
+        """Whether files have the same buffers and frozen parameters, by the checksums of their bytes."""
+        for held in self.save.layers:
+            others = [self._list_others(key, held[layer]) for layer in layers]
+            if any(others[0].keys() != each.keys() for each in others):
+                return False
+            if not all(are_alike(each[name].contents for each in others) for name in others[0]):
+                return len(layers) == 1
+        return True
+
+    def _list_others(self, key: str, header: FileHeader) -> dict[str, Piece]:
+        return {name: piece for name, piece in (header.layer or {}).items() if not self._is_optimized(key, name)}
+
+    def _add_copies(self, key: str, layer: int, stage: int) -> None:
+        for tp, layers in enumerate(self.save.layers):
+            for name, piece in (layers[layer].layer or {}).items():
+                if self._is_optimized(key, name):
+                    rank = self.ranks[stage][tp]
+                    self.builder.add(rank, f"{TIED}{key}.{name}", COPY, layers[layer], piece)
+
+    def _add_others(self, key: str, layers: Sequence[int]) -> None:
+        """Buffers and frozen parameters of one file per stage that has any."""
+        for tp, held in enumerate(self.save.layers):
+            for index, layer in enumerate(layers):
+                for short, piece in self._list_others(key, held[layer]).items():
+                    name = f"{TIED}{key}.{short}"
+                    self.builder.add(ModelRank(tp=tp, instances={name: index}), name, MODULE, held[layer], piece)
+                    if len(layers) > 1:
+                        self.builder.instances[name] = len(layers)

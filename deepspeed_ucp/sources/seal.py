@@ -101,8 +101,7 @@ def compare_seal(folder: str, headers: Iterable[FileHeader]) -> list[Finding]:
         return []
     except CheckpointError as error:
         return [Finding("seal", SEAL, str(error))]
-    known = {header.name: header for header in headers}
-    faults = [compare_file(folder, name, header.size, header.crc, seal) for name, header in known.items()]
+    faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
     return [fault for fault in faults if fault]
 
 

@@ -15,9 +15,8 @@ from ..errors import MismatchError, shorten
 from ..flat import Cut, FlatBuffer, join_parameters
 from .builder import Builder
 from .headers import FileHeader, Piece, Shape, TensorStates
-from .module import add_modules, read_module
+from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
-from .pipeline import add_layers
 from .placement import place_layers
 from .ranks import TIED, ModelRank, list_ranks
 from .save import Save
@@ -25,14 +24,15 @@ from .save import Save
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def build_stage0(builder: Builder, save: Save, naming: Naming) -> None:
+def build_stage0(builder: Builder, naming: Naming) -> None:
     """Add masters and states, named by ``naming``, and the module's tensors; these alone without an optimizer.
 
     Raises:
         MismatchError: the live param groups do not fit the saved ones.
         ConfigError: the groups are of another form.
     """
-    wrapper, live = save.model(0).optim, naming.live
+    save, live = builder.save, naming.live
+    wrapper = save.model(0).optim
     tied: set[str] = set()
     if wrapper is None or wrapper.kind == "bf16" or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
         owned = [model.owned for model in save.first_models]  # ZeRO's files tell which it had trained
@@ -43,14 +43,12 @@ def build_stage0(builder: Builder, save: Save, naming: Naming) -> None:
     else:
         if live is None and naming.groups is not None:
             live = name_groups(save, naming.groups)
-        _add_optimizers(builder, save, live, naming)
-    if save.is_pipeline:
-        add_layers(builder, save, tied)
-    else:
-        add_modules(builder, save, builder.optimized)
+        _add_optimizers(builder, live, naming)
+    add_tensors(builder, tied)
 
 
-def _add_optimizers(builder: Builder, save: Save, live: GroupNames | None, naming: Naming) -> None:
+def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -> None:
+    save = builder.save
     parts = _name_parts(save, live)
     for part in parts:
         if part.optim.names is None:

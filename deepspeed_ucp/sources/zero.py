@@ -12,39 +12,41 @@ from ..errors import CheckpointError, UnsupportedError
 from ..flat import Cut, FlatBuffer, cut_parameter, join_parameters, join_reserved
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Shape
-from .module import add_modules
-from .pipeline import add_layers
+from .module import add_tensors
 from .ranks import ModelRank, fill_param_shapes, list_ranks
-from .save import Save, describe_offload
+from .save import describe_offload
 
 
-def build_zero(builder: Builder, save: Save) -> None:
+def build_zero(builder: Builder) -> None:
     """Add everything; the model states name the parameters of each rank.
 
     The order is that of ``param_shapes`` and the padding that of ``param_alignment_paddings``; the files' own
     ``param_slice_mappings`` are wrong under ``round_robin_gradients`` (they follow the order before shuffling).
     """
+    save = builder.save
     fill_param_shapes(save)
     names = [list(model.owned) for model in save.first_models]
     builder.ranks, builder.instances = list_ranks(save, names)
     optimized = {name for held in names for name in held}
     for mp, rank in enumerate(builder.ranks):
-        _add_rank(builder, rank, save, mp)
+        _add_rank(builder, rank, save.model(mp).param_shapes or (), save.shards[mp])
         if save.is_sharded:
             add_frozen_zero3(builder, rank, save.models[mp], optimized)
-    if save.is_pipeline:
-        add_layers(builder, save)
-    else:
-        add_modules(builder, save, optimized)
+    add_tensors(builder)
 
 
-def _add_rank(builder: Builder, rank: ModelRank, save: Save, mp: int) -> None:
+def _add_rank(
+    builder: Builder,
+    rank: ModelRank,
+    param_shapes: Sequence[Sequence[tuple[str, Shape]]],
+    shards: Sequence[FileHeader],
+) -> None:
     """A model-parallel rank's flat buffers: one per param group, of ZeRO 3 one per sub-group."""
-    shards, first = save.shards[mp], _get_optim(save.shards[mp][0])
+    save, first = builder.save, _get_optim(shards[0])
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(first.groups) if save.is_sharded else []
-    for index, entries in enumerate(save.model(mp).param_shapes or ()):
+    for index, entries in enumerate(param_shapes):
         shapes = {strip_compiled(name): shape for name, shape in entries}
         rank.shapes.update(shapes)
         owner = first.owners[index] if index < len(first.owners) else None

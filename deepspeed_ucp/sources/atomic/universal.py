@@ -189,7 +189,7 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
     if not save.is_pipeline and save.tp == save.pp == 1:
         if part.save.is_sharded:
             add_frozen_zero3(builder, ModelRank(), save.models[0], optimized)
-        add_modules(builder, save, optimized)
+        add_modules(builder, optimized)
         return ""
     builder.aliases = dict(save.model(0).shared)
     if save.is_pipeline:
