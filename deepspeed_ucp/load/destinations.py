@@ -36,11 +36,6 @@ class Buffer:
         self._bytes: memoryview | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
     def memory(self) -> torch.Tensor:
         """What is filled; the elements that nothing fills have the tensor's values."""
         if self._memory is None:

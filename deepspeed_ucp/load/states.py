@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,69 +71,59 @@ class OptimizerMatch:
         Raises:
             MismatchError: it is of another kind, or its states cannot be cut.
         """
-        if text := describe_irregular(self.index):
-            raise MismatchError(f"{text} To go on, {WEIGHTS_ONLY}.")
-        self._check_hyper()
-        seen: set[tuple[int, int, tuple[str, ...]]] = set()
-        for flat in self.target.flats:
-            have = tuple(self.saved_states(flat))
-            if (flat.group, flat.holder.dim(), have) in seen:
-                continue
-            seen.add((flat.group, flat.holder.dim(), have))
-            self._check_group(flat, have)
+        if fault := next(filter(None, self._find_faults()), ""):
+            raise MismatchError(f"{fault} {WEIGHTS_ONLY}.")
 
-    def _check_hyper(self) -> None:
-        """Refuse tensors in param groups, such as an average of the weights: they would stay those of the fresh run."""
-        tensors = sorted(
+    def _find_faults(self) -> Iterator[str]:
+        if text := describe_irregular(self.index):
+            yield f"{text} To go on,"
+        tensors = sorted(  # such as an average of the weights: they would stay those of the fresh run
             f"{key} ({value.kind})"
             for hyper in self.match.hyper.values()
             for key, value in hyper.items()
             if isinstance(value, Unread) and value.has_tensors
         )
         if tensors:
-            raise MismatchError(
+            yield (
                 f"The optimizer keeps tensors in its param groups: {shorten(dict.fromkeys(tensors))}. They cannot be "
-                f"cut for another topology. To go on, {WEIGHTS_ONLY}."
+                "cut for another topology. To go on,"
             )
+        seen: set[tuple[int, int, tuple[str, ...]]] = set()
+        for flat in self.target.flats:
+            key = flat.group, flat.holder.dim(), tuple(self.saved_states(flat))
+            if key not in seen:
+                seen.add(key)
+                yield self._find_fault(flat, key[-1])
 
-    def _check_group(self, flat: LiveBuffer, have: tuple[str, ...]) -> None:
+    def _find_fault(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
         kept = self.probe(flat)
         if kept is None or not (have or any(self.index.run.scalars.get(param) for param in self.saved_params(flat))):
-            return
-        kind = type(self.target.optimizer).__name__
+            return ""
+        kind, group = type(self.target.optimizer).__name__, self.target.param_group(flat)
         if kept.other:
             listed = [f"{name} ({what})" for name, what in kept.other.items()]
-            raise MismatchError(
-                f"{kind} keeps states that are not element-wise: {shorten(listed)}. To go on, {WEIGHTS_ONLY}."
-            )
-        if self.target.optimizer.param_groups[self.target.param_group(flat)].get("use_muon"):
-            raise MismatchError(
+            return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To go on,"
+        if self.target.optimizer.param_groups[group].get("use_muon"):
+            return (
                 f"{kind} has {', '.join(have)} for {shorten(flat.names, 3)}, which DeepSpeed keeps in a form that "
                 "depends on the ZeRO stage and the number of ranks; this release cannot cut it. Resume Muon in the "
-                f"topology that saved it, or {WEIGHTS_ONLY}."
+                "topology that saved it, or"
             )
         if set(have) != set(kept.elementwise):
-            raise MismatchError(
+            return (
                 f"The checkpoint's optimizer ({self.index.run.optimizer or 'not named'}) keeps "
                 f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
-                f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or "
-                f"{WEIGHTS_ONLY}."
+                f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or"
             )
-
-        self._refuse_switched(flat, set(have), kind)
-
-    def _refuse_switched(self, flat: LiveBuffer, have: set[str], kind: str) -> None:
-        """Refuse what the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration."""
-        if self.match.hyper.get(flat.group) is None:
-            return
-        own = probe_optimizer(self.target.optimizer, self.target.param_group(flat), {}, flat.holder)
-        lacking = sorted(set(own.elementwise) - have) if own else []
-        if have and lacking:
-            raise MismatchError(
+        # What the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
+        switched = have and flat.group in self.match.hyper
+        own = probe_optimizer(self.target.optimizer, group, {}, flat.holder) if switched else None
+        if own and (lacking := sorted(set(own.elementwise) - set(have))):
+            return (
                 f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
-                "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or "
-                f"{WEIGHTS_ONLY}."
+                "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or"
             )
+        return ""
 
     def find_live(self, flat: LiveBuffer) -> dict[str, torch.Tensor]:
         """Element-wise states that the optimizer has already."""

@@ -91,7 +91,7 @@ def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
         window: bytes of memory that reading needs besides.
     """
     hosted = [buffer for buffer in buffers if not buffer.fresh or buffer.tensor.device.type == "cpu"]
-    told = comm.gather((identify_host(), sum(buffer.nbytes for buffer in hosted) + window, measure_available()))
+    told = comm.gather((identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available()))
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for host, nbytes, available in told:
