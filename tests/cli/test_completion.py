@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.cli.completion import SHELLS
+from deepspeed_ucp.cli.completion import SHELLS, make_script
 from deepspeed_ucp.cli.dispatch import COMMANDS, main
-
-pytest.importorskip("shtab")
 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from deepspeed_ucp.cli.completion import make_script
-
     folder = tmp_path_factory.mktemp("completion")
     found = {shell: folder / shell for shell in SHELLS}
     for shell, path in found.items():

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,27 +228,6 @@ def test_a_damaged_checkpoint_is_told_file_by_file(
     text = capsys.readouterr().out
     assert re.search(rf"{short} .* FAULT", text)
     assert re.search(rf"{gone} .* MISSING", text)
-
-
-@pytest.mark.parametrize("case", ["none", "file", "empty"])
-def test_no_checkpoint_there(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    assert main(["inspect", str(tmp_path / case)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith(f"ds_ucp: error: {tmp_path / case}")
-
-
-def test_it_needs_neither_torch_nor_deepspeed(checkpoints: Callable[[Topology], Path]) -> None:
-    code = (
-        "import sys\nfrom deepspeed_ucp.cli import main\n"
-        f"assert main(['inspect', {str(checkpoints(ZERO1))!r}, '-q']) == 0\n"
-        "sys.exit(' '.join(sorted({'torch', 'deepspeed'} & set(sys.modules))) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace, _SubParsersAction
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from deepspeed_ucp.cli.printing import emit, format_bytes, format_count, format_
 from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
+from tests.cli.samples import write_sample
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 SCRIPT = """
@@ -346,15 +348,63 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"ds_ucp: interrupted\n")
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["convert"], ["plan", "--target", "dp=2"]], ids=" ".join)
-def test_an_error_is_json_where_that_is_asked_for(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+READING = (["inspect"], ["verify"], ["convert"], ["diff", "{}"], ["plan", "--target", "dp=2"])
+
+
+@pytest.mark.parametrize("kind", ["none", "file", "empty"])
+@pytest.mark.parametrize("argv", READING, ids=" ".join)
+def test_where_no_checkpoint_is_the_error_is_a_line_and_json(
+    argv: list[str], kind: str, tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command[0], str(tmp_path / "none"), *command[1:], "--json"]) == 2
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    path = str(tmp_path / kind)
+    told = [argv[0], path, *(text.format(path) for text in argv[1:])]
+    code, data = run_json(*told)
+    assert (code, data["kind"]) == (2, "CheckpointError")
+    assert data["error"].startswith(path)
+    assert main(told) == 2
     shown = capsys.readouterr()
-    told = json.loads(shown.out)
-    assert told["kind"] == "CheckpointError"
-    assert shown.err == f"ds_ucp: error: {told['error']}\n"
+    assert (shown.out, shown.err) == ("", f"ds_ucp: error: {data['error']}\n")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("saved"), Topology(1, 2, "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("diff {0} {0} --tolerance -1", "--tolerance must not be negative"),
+        ("diff {0} {0} --workers -1", "--workers must not be negative"),
+        ("diff {0} {0} --only (", "("),
+        ("diff {0} {0} --patterns [nonsense", "neither a family, a file nor JSON"),
+        ("verify {0} --workers=-1", "--workers must not be negative"),
+        ("verify {0} --window-mb=0", "--window-mb not below 1"),
+        ("plan {0} --target dp=zwei", "dp is a positive integer, found 'zwei'"),
+        ("plan {0} --target dp=2 --nodes 2", "--nodes and --ranks-per-node go together"),
+        ("plan {0} --target dp=2 --net-gbs 2", "give --read-gbs too"),
+        ("plan {0} --target dp=2 --window-mb 8", "at least 16"),
+    ],
+)
+def test_nonsense_is_refused(line: str, told: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.format(saved).split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("ds_ucp: error: ")
+    assert told in shown
+
+
+@pytest.mark.parametrize(
+    "line", ["inspect {0} -q", "plan {0} --target dp=3,zero=3 -q", "export {0} {1} --dtype bf16", "verify {0}", ""]
+)
+def test_commands_need_neither_torch_nor_deepspeed(line: str, saved: Path, tmp_path: Path) -> None:
+    """Nor does the parser of all of them, which `--help` and completion build, need anything large."""
+    code = "import sys\nfrom deepspeed_ucp.cli.dispatch import build_parser, main\nbuild_parser()\n"
+    code += "code = main(sys.argv[1:]) if sys.argv[1:] else 'shtab' in sys.modules\n"
+    code += "sys.exit(code or ' '.join(sorted({'torch', 'deepspeed', 'matplotlib', 'mpi4py'} & set(sys.modules))) or 0)"
+    done = run_python(code, *line.format(saved, tmp_path / "out").split())
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_no_line_of_an_error_can_be_forged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,12 +536,3 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
     assert read_rules(Namespace(patterns='[{"match": "a", "pattern": "shard-v"}]'))[0].by == "user"
     with pytest.raises(deepspeed_ucp.ConfigError, match="neither a family, a file nor JSON"):
         read_rules(Namespace(patterns="[{"))
-
-
-def test_parsers_cost_little() -> None:
-    """`--help` and completion build all parsers: none of the commands' modules may need torch for that."""
-    code = "import sys\nfrom deepspeed_ucp.cli.dispatch import build_parser\nbuild_parser()\n"
-    code += (
-        "sys.exit(' '.join(sorted({'torch', 'deepspeed', 'matplotlib', 'shtab', 'mpi4py'} & set(sys.modules))) or 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
