@@ -23,7 +23,7 @@ from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport
 from .chunks import Planner, Writer, deal
-from .output import stage_export, verify_source
+from .output import Export, stage_export
 from .statedict import LAYOUTS, Placeholders, make_tree
 from .tensors import WEIGHTS, ExportOptions, Selection, select_tensors
 
@@ -64,15 +64,12 @@ def export_dcp(
 
     selection, tree, found = comm.run(plan)
     nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
-    with stage_export("dcp", index, destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as (
-        folder,
-        report,
-    ):
+    with stage_export("dcp", index, destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
         planner = Planner(index, found, max(options.divide()[1] // 2, ALIGNMENT))
-        _write(planner, tree, folder, comm, options, report)
-        tensors = [tensor for tensor, again in found.values() if not again]
-        verify_source(index, tensors, planner.checks, comm, report, planner.repeated.nbytes)
-    return report
+        _write(export, planner, tree)
+        read = [tensor for tensor, again in found.values() if not again]
+        export.verify(read, planner.checks, planner.repeated.nbytes)
+    return export.report
 
 
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:
@@ -82,12 +79,11 @@ def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> Non
         raise UnsupportedError(f"{text} The weights alone can be exported (--weights-only).")
 
 
-def _write(
-    planner: Planner, tree: dict[str, Any], folder: str, comm: Comm, options: ExportOptions, report: OutputReport
-) -> None:
+def _write(export: Export, planner: Planner, tree: dict[str, Any]) -> None:
     """Plan, read and write this node's chunks; collective."""
-    report.workers = options.divide()[0]
-    writer = Writer(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+    comm, report = export.comm, export.report
+    report.workers = export.options.divide()[0]
+    writer = Writer(export.folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.destination = os.path.abspath(report.destination)
 
     def plan() -> tuple[list[SavePlan], Any]:
@@ -106,7 +102,8 @@ def _write(
                 if each.items:
                     results.extend(writer.write_data(each, planner).wait())
 
-        with planner.reader, options.bar(sum(map(planner.count_bytes, mine))) as progress, explain_full(folder):
+        total = sum(map(planner.count_bytes, mine))
+        with planner.reader, export.options.bar(total) as progress, explain_full(export.folder):
             planner.progress = progress
             run_threads(mine, write, report.workers)
         if comm.size == 1:  # the chunks of a tied name may have been another rank's: then they are not compared

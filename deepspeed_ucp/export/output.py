@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from ..atoms import MASTER, AtomicIndex
 from ..comm import Comm
@@ -38,6 +39,30 @@ def _is_export(folder: str) -> bool:
 EXPORT = OutputKind("an export", "export", _is_export, _EXPORTED, resumable=False, kept=BESIDE)
 
 
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An export under way: what is read, by whom and how, the folder that is written, and what has been done."""
+
+    index: AtomicIndex
+    comm: Comm
+    options: ExportOptions
+    folder: str
+    report: OutputReport
+
+    def verify(self, tensors: Iterable[Tensor], checks: Checks, again: int = 0) -> None:
+        """Hold what was read against the checksums, and masters against the model's own copies; collective.
+
+        Args:
+            again: bytes that were read a second time, which the report counts as well.
+
+        Raises:
+            CheckpointError: the source is damaged, or of several runs; the same on every rank.
+        """
+        nbytes = again + checks.nbytes + checks.verify(self.index, self.comm, threads=self.report.workers)
+        check_samples(self.index, [tensor.united.atom for tensor in tensors], self.comm)
+        self.report.bytes_read = sum(self.comm.gather(nbytes))
+
+
 @contextmanager
 def stage_export(
     format: str,
@@ -49,8 +74,8 @@ def stage_export(
     *,
     tensors: int,
     nbytes: int,
-) -> Iterator[tuple[str, OutputReport]]:
-    """The folder to write to, and the report; when the block ends without an error it is the destination; collective.
+) -> Iterator[Export]:
+    """A folder to write to; when the block ends without an error it becomes the destination; collective.
 
     Args:
         tensors: how many will be written.
@@ -74,7 +99,7 @@ def stage_export(
     staging = comm.run(lambda: Staging(destination, report.source, EXPORT))
     with report.timed(), ExitStack() as stack:
         comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
-        yield staging.folder, report
+        yield Export(index, comm, options, staging.folder, report)
         names = sorted(os.listdir(staging.folder))
         report.files = {name: os.stat(staging.path(name)).st_size for name in names}
         comm.run(staging.sync)
@@ -108,19 +133,3 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
         )
     if selection.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))
-
-
-def verify_source(
-    index: AtomicIndex, tensors: Iterable[Tensor], checks: Checks, comm: Comm, report: OutputReport, again: int = 0
-) -> None:
-    """Hold what was read against the checksums, and masters against the model's own copies; collective.
-
-    Args:
-        again: bytes that were read a second time, which the report counts as well.
-
-    Raises:
-        CheckpointError: the source is damaged, or of several runs; the same on every rank.
-    """
-    nbytes = again + checks.nbytes + checks.verify(index, comm, threads=report.workers)
-    check_samples(index, [tensor.united.atom for tensor in tensors], comm)
-    report.bytes_read = sum(comm.gather(nbytes))

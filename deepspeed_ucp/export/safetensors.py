@@ -24,7 +24,7 @@ from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
-from .output import BESIDE, stage_export, verify_source
+from .output import BESIDE, Export, stage_export
 from .tensors import ExportOptions, Selection, Tensor, select_tensors
 
 MAX_SHARD = 5 * 10**9
@@ -162,14 +162,12 @@ def export_safetensors(
 
     selection, layout = comm.run(plan)
     tensors, nbytes = len(layout.places), sum(layout.sizes.values())
-    with stage_export("safetensors", index, destination, selection, options, comm, tensors=tensors, nbytes=nbytes) as (
-        folder,
-        report,
-    ):
-        comm.once(lambda: _prepare(folder, layout, hf_dir))
-        checks = _fill(index, folder, selection.weights, layout, comm, options, report)
-        verify_source(index, selection.weights, checks, comm, report)
-    return report
+    with stage_export(
+        "safetensors", index, destination, selection, options, comm, tensors=tensors, nbytes=nbytes
+    ) as export:
+        comm.once(lambda: _prepare(export.folder, layout, hf_dir))
+        export.verify(selection.weights, _fill(export, selection.weights, layout))
+    return export.report
 
 
 def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
@@ -201,17 +199,10 @@ def _copy_beside(source: str, folder: str) -> None:
                 shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
 
 
-def _fill(
-    index: AtomicIndex,
-    folder: str,
-    tensors: Sequence[Tensor],
-    layout: SafeLayout,
-    comm: Comm,
-    options: ExportOptions,
-    report: OutputReport,
-) -> Checks:
+def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Checks:
     """Read, cast and write this node's batches; what was read; collective."""
-    report.workers, most = options.divide()
+    comm, report = export.comm, export.report
+    report.workers, most = export.options.divide()
     outputs = [Output(tensor.numel, tensor.united.itemsize, tensor.united.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
@@ -222,10 +213,10 @@ def _fill(
             tensor = tensors[each.output]
             data = tensor.convert(item.into, scratch)
             for file, offset in map(layout.places.__getitem__, tensor.names):
-                _write_range(os.path.join(folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
+                _write_range(os.path.join(export.folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
-        with AtomReader(index) as reader, options.bar(plan.shares[comm.rank]) as progress:
+        with AtomReader(export.index) as reader, export.options.bar(plan.shares[comm.rank]) as progress:
             source = (reader, [tensor.united for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
 
