@@ -57,7 +57,10 @@ def sources(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> Callable[..., None]:
-    """`resume_each(sources, target, check, **options)`: one engine takes all of them, each is a subtest."""
+    """`resume_each(sources, target, check, **options)`: one engine takes all of them, each is a subtest.
+
+    `live` has what the engine trains instead of the options; `get` finds a source's run.
+    """
 
     def run(
         cases: Sequence[Source],
@@ -65,10 +68,11 @@ def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtes
         check: Callable[[Case, Case, ResumeReport], None] = is_direct,
         *,
         live: dict[str, Any] | None = None,
+        get: Callable[..., SavedRun] = sources.get,
         **options: Any,
     ) -> None:
         pairs = [case if isinstance(case, tuple) else (case, {}) for case in cases]
-        saves = [sources.get(case, **{**options, **own}) for case, own in pairs]
+        saves = [get(case, **{**options, **own}) for case, own in pairs]
         options.pop("steps", None)
         judges = resume_each_of(training(**{**options, **(live or {})}), saves, target.launch, ucp_worlds)
         for (case, own), judge in zip(pairs, judges, strict=True):

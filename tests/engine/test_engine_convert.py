@@ -5,19 +5,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_cases import Case, pair_id, training
-from engine_gpt import MODELS
-from engine_parallel import Launch, Runs, expect, join
+from engine_gpt import MODELS, renames
+from engine_parallel import Launch, Runs, compare_joined, expect, join
+from engine_ranks import Local
 
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import LOSS_TOLERANCE, ResumeReport, WorldPool
 from deepspeed_ucp.testing.capture import EngineState
 from deepspeed_ucp.testing.compare import compare
-from deepspeed_ucp.testing.resume import SavedRun, resume_each
+from deepspeed_ucp.testing.resume import SavedRun
+from deepspeed_ucp.testing.resume import resume_each as resume_runs
+from tests.upstream import to_universal
 
 REFERENCE = "resume_reference.pt"  # what the source run left beside its checkpoint, for the comparison
 UPSTREAM = {"universal": False, "load_universal": True}
@@ -25,27 +29,104 @@ ATOMIC: dict[str, Any] = {"universal": {"mode": "atomic"}}
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 MANIFEST = "ucp_manifest.json"
 
-Convert = Callable[..., SavedRun]
+ResumeEach = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def converted(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Convert:
-    """A run of which only the atomic checkpoint is left; made once."""
+def converted(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SavedRun]:
+    """A run of which only the atomic checkpoint is left, by our converter or by upstream's; made once."""
     made: dict[str, SavedRun] = {}
 
-    def convert(case: Case, **options: Any) -> SavedRun:
-        key = f"{case}{sorted(options.items())}"
+    def find(case: Case, convert: Callable[[Path, Path], None] = convert_here, **options: Any) -> SavedRun:
+        key = f"{case}{convert.__name__}{sorted(options.items())}"
         if key not in made:
             saved = sources.get(case, **options)
             folder = tmp_path_factory.mktemp("converted")
-            report = convert_checkpoint(str(saved.folder), str(folder / f"step{len(made)}_universal"))
-            assert report.tensors
-            assert not report.reused
+            convert(saved.folder, folder)
             shutil.copy(saved.folder / REFERENCE, folder)
             made[key] = replace(saved, folder=folder)
         return made[key]
 
-    return convert
+    return find
+
+
+def convert_here(root: Path, folder: Path) -> None:
+    report = convert_checkpoint(str(root), str(folder / "step_universal"))
+    assert report.tensors
+    assert not report.reused
+
+
+def convert_upstream(root: Path, folder: Path) -> None:
+    tag = (root / "latest").read_text().strip()
+    to_universal(root / tag, folder / f"{tag}_universal")
+
+
+# --- DeepSpeed's own loader
+# It takes for granted that every rank holds some of every param group: "bulk" is large enough.
+
+BF16 = Case(1, 2, "bf16")
+ROUTES = [
+    (Case(1, 1), [Case(1, 2), Case(3, 2)]),
+    (Case(1, 2), [Case(1, 2)]),
+    (Case(2, 3), [Case(1, 2)]),
+    (Case(1, 3, "bf16", config=BF16_OPTIMIZER), [BF16, BF16.but(config=BF16_OPTIMIZER)]),
+    (Case(1, 1, "bf16"), [BF16.but(config=BF16_OPTIMIZER)]),
+    (Case(1, 1, "fp16"), [Case(2, 2, "fp16")]),
+    (Case(2, 3, "bf16"), [Case(3, 2, "bf16")]),
+]
+# Upstream gives all of stage 3's param groups the first one's hyper-parameters.
+UNIFORM_ROUTES = [
+    (Case(3, 1), [Case(3, 2), Case(1, 2)]),
+    (Case(3, 3, "bf16"), [Case(3, 2, "bf16"), Case(2, 2, "bf16")]),
+]
+
+
+def check_upstream(_source: Case, _target: Case, report: ResumeReport) -> None:
+    assert report.direct is None  # the plugin was off
+    assert report.parameters == 4
+    assert report.states >= 12
+
+
+def upstream(target: Case) -> Case:
+    return target.but(config={**target.config, "checkpoint": UPSTREAM})
+
+
+@pytest.mark.parametrize(("target", "saved"), [pytest.param(*route, id=str(route[0])) for route in ROUTES])
+def test_upstream_loads_what_we_write(target: Case, saved: list[Case], converted: Any, resume_each: ResumeEach) -> None:
+    resume_each(saved, upstream(target), check_upstream, get=converted, model="bulk", scheduler=True)
+
+
+@pytest.mark.parametrize(("target", "saved"), [pytest.param(*route, id=str(route[0])) for route in UNIFORM_ROUTES])
+def test_upstreams_stage_3_loads_what_we_write(
+    target: Case, saved: list[Case], converted: Any, resume_each: ResumeEach
+) -> None:
+    options = {"model": "bulk", "optimizer": "adamw_uniform", "scheduler": True}
+    resume_each(saved, upstream(target), check_upstream, get=converted, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["amsgrad", "momentum"])
+def test_upstream_loads_other_optimizers(optimizer: str, converted: Any, resume_each: ResumeEach) -> None:
+    options = {"model": "bulk", "optimizer": optimizer}
+    resume_each([Case(1, 2)], upstream(Case(2, 3)), check_upstream, get=converted, **options)
+
+
+# --- upstream's converter
+
+
+@pytest.mark.parametrize(
+    "target", [Case(0, 1, "bf16"), Case(2, 3, "bf16"), Case(3, 2), Case(1, 3), Case(3, 1, "bf16")], ids=str
+)
+def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume_each: ResumeEach) -> None:
+    """Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters: bit by bit."""
+
+    def check(_source: Case, _target: Case, report: ResumeReport) -> None:
+        assert report.direct
+
+    get = partial(converted, convert=convert_upstream)
+    resume_each([BF16, Case(3, 2)], target, check, get=get, scheduler=True)
+
+
+# --- mode "atomic"
 
 
 @pytest.fixture
@@ -54,63 +135,11 @@ def load(ucp_worlds: WorldPool) -> Callable[..., ResumeReport]:
 
     def run(saved: SavedRun, target: Case, checkpoint: dict[str, Any], **options: Any) -> ResumeReport:
         case = target.but(config={**target.config, "checkpoint": checkpoint})
-        (check,) = resume_each(training(**options), [saved], case.launch, ucp_worlds)
+        (check,) = resume_runs(training(**options), [saved], case.launch, ucp_worlds)
         return check()
 
     return run
 
-
-# --- DeepSpeed's own loader
-# It takes for granted that every rank holds some of every param group: "bulk" is large enough.
-
-ROUTES = [
-    (Case(1, 2), Case(1, 1)),
-    (Case(1, 2), Case(1, 2)),
-    (Case(1, 2), Case(2, 3)),
-    (Case(1, 2, "bf16"), Case(1, 3, "bf16", config=BF16_OPTIMIZER)),
-    (Case(1, 2, "bf16", config=BF16_OPTIMIZER), Case(1, 1, "bf16")),
-    (Case(1, 2, "bf16", config=BF16_OPTIMIZER), Case(1, 3, "bf16", config=BF16_OPTIMIZER)),
-    (Case(2, 2, "fp16"), Case(1, 1, "fp16")),
-    (Case(3, 2), Case(1, 1)),
-    (Case(3, 2, "bf16"), Case(2, 3, "bf16")),
-]
-# Upstream gives all of stage 3's param groups the first one's hyper-parameters.
-UNIFORM_ROUTES = [
-    (Case(3, 2), Case(3, 1)),
-    (Case(3, 2, "bf16"), Case(3, 3, "bf16")),
-    (Case(1, 2), Case(3, 1)),
-    (Case(2, 2, "bf16"), Case(3, 3, "bf16")),
-]
-
-
-@pytest.mark.parametrize("pair", ROUTES, ids=pair_id)
-def test_upstream_loads_what_we_write(
-    pair: tuple[Case, Case], converted: Convert, load: Callable[..., ResumeReport]
-) -> None:
-    options = {"model": "bulk", "scheduler": True}
-    report = load(converted(pair[0], **options), pair[1], UPSTREAM, **options)
-    assert report.direct is None  # the plugin was off
-    assert report.parameters == 4
-    assert report.states >= 16
-
-
-@pytest.mark.parametrize("pair", UNIFORM_ROUTES, ids=pair_id)
-def test_upstreams_stage_3_loads_what_we_write(
-    pair: tuple[Case, Case], converted: Convert, load: Callable[..., ResumeReport]
-) -> None:
-    options = {"model": "bulk", "optimizer": "adamw_uniform", "scheduler": True}
-    report = load(converted(pair[0], **options), pair[1], UPSTREAM, **options)
-    assert report.direct is None
-    assert report.states >= 16
-
-
-@pytest.mark.parametrize("optimizer", ["amsgrad", "momentum"])
-def test_upstream_loads_other_optimizers(optimizer: str, converted: Convert, load: Callable[..., ResumeReport]) -> None:
-    options = {"model": "bulk", "optimizer": optimizer}
-    assert load(converted(Case(1, 2), **options), Case(2, 3), UPSTREAM, **options).direct is None
-
-
-# --- mode "atomic"
 
 ATOMIC_ROUTES = [
     (Case(1, 2, "bf16"), Case(3, 3, "bf16")),
@@ -226,3 +255,49 @@ def clear_rows(tensor: Any, low: int) -> Any:
     cleared = tensor.clone()
     cleared[low:] = 0
     return cleared
+
+
+# --- what upstream leaves out
+
+Plain = partial(Launch, pipeline=False)
+POSITIONS = "position_embeddings.weight"  # not tied by the example: stages have values of their own
+
+
+def load_moved(runs: Runs, source: Launch, target: Launch) -> tuple[list[Local], list[Local]]:
+    """What the source held at its save, and what the target holds after it has loaded what upstream made of it."""
+    saved = runs.saved("extras", source)
+    root = Path(runs.folder("extras", source))
+    folder = root.with_name(f"{root.name}-moved")
+    if not folder.exists():
+        convert_upstream(root, folder)
+    patterns = (
+        {"rename": renames("extras", to_pipeline=target.pipeline)} if source.pipeline != target.pipeline else None
+    )
+    return saved, runs.load("extras", target, {"universal": {"patterns": patterns} if patterns else True}, str(folder))
+
+
+def is_left_out(difference: str) -> bool:
+    """What upstream does not keep: buffers and frozen parameters, and all but one of what stages hold each."""
+    return difference.startswith("buffer ") or "mlp.dense_4h_to_h." in difference or POSITIONS in difference
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(TP2_PP2, Launch(1, 2)), (TP2_PP2, Plain(2, stage=3)), (Plain(2, stage=2), Plain(4, stage=1))],
+    ids=str,
+)
+def test_parallel_models_are_resumed_but_for_what_upstream_leaves_out(
+    source: Launch, target: Launch, runs: Runs
+) -> None:
+    """Frozen parameters and buffers keep the new model's values, and are named; everything else comes back."""
+    saved, resumed = load_moved(runs, source, target)
+    assert all(local.direct for local in resumed), resumed[0].reason
+    count, differences = compare_joined(saved, resumed, "extras", lost_copies=True)
+    assert count > 60
+    assert not [line for line in differences if not is_left_out(line)]
+    assert any("mlp.dense_4h_to_h.weight" in line for line in differences)
+    told = " ".join(text for level, text in resumed[0].log if level == "WARNING")
+    assert "keep the values that the new model has" in told
+    assert "mlp.dense_4h_to_h.weight" in told
+    assert ".span" in told
+    assert ("several pipeline stages hold" in told and POSITIONS in told) is (source.pp > 1)
