@@ -245,6 +245,8 @@ class _Words(reprlib.Repr):
 def _shorten(value: Any) -> Any:
     """A value for a message: plain ones as they are, others in a few words."""
     value = to_number(value)
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write thousands of digits
+        return describe(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, PickledObject):
