@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from ..errors import DiskFullError
+from .memory import drop_front
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16
@@ -91,41 +92,25 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
     """Write all of ``data`` at byte ``offset``; several threads may write one file.
 
     Raises:
-        DiskFullError: the disk is full.
+        StorageError: the disk is full.
     """
-    rest = memoryview(data).cast("B")
-    start, nbytes = offset, rest.nbytes
-    try:
-        while rest:
-            done = os.pwrite(fd, rest, offset)
-            rest, offset = rest[done:], offset + done
-        _begin_writing(fd, start, nbytes)
-    except OSError as error:
-        if error.errno not in _FULL:
-            error.filename = _find_name(fd)
-            raise
-        free = os.fstatvfs(fd)
-        raise DiskFullError(
-            f"{_find_name(fd)}: disk full ({error.strerror}): needs {_show(len(rest))} at byte {offset}, "
-            f"the file system has {_show(free.f_bavail * free.f_frsize)} free. Make room, then run it again."
-        ) from error
+    write_parts(fd, [data], offset)
 
 
-def write_parts(fd: int, parts: Sequence[memoryview | bytes], offset: int) -> None:
+def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset: int) -> None:
     """Write parts one behind the other from byte ``offset`` on, in one request where the system takes it so.
 
     Raises:
-        DiskFullError: the disk is full.
+        StorageError: the disk is full.
     """
-    total = sum(memoryview(part).nbytes for part in parts)
+    rest = [memoryview(part).cast("B") for part in parts]
+    start = offset
     with explain_full(_find_name(fd)):
-        done = os.pwritev(fd, parts, offset)
-        _begin_writing(fd, offset, done)
-    for part in parts if done < total else ():
-        nbytes = memoryview(part).nbytes
-        if done < nbytes:
-            write_at(fd, memoryview(part).cast("B")[max(done, 0) :], offset + max(done, 0))
-        offset, done = offset + nbytes, done - nbytes
+        while rest:
+            done = os.pwritev(fd, rest, offset)
+            offset += done
+            drop_front(rest, done)
+        _begin_writing(fd, start, offset - start)
 
 
 def _begin_writing(fd: int, offset: int, nbytes: int) -> None:

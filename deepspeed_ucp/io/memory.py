@@ -39,6 +39,14 @@ class Scratch:
         return self._memory[:nbytes]
 
 
+def drop_front(views: list[memoryview], nbytes: int) -> None:
+    """Take away what is done of memory that is read or written, one view after the other."""
+    while views and nbytes >= views[0].nbytes:
+        nbytes -= views.pop(0).nbytes
+    if nbytes:
+        views[0] = views[0][nbytes:]
+
+
 @contextmanager
 def pause_collection() -> Iterator[None]:
     """Without the cyclic garbage collector, which goes through all that is made again and again while much is made."""

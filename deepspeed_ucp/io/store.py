@@ -5,15 +5,48 @@ All data that is read comes through :class:`StoredFile`; another kind of storage
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import stat
 from types import TracebackType
+from typing import BinaryIO
 
 from ..errors import CheckpointError
-from .regular import open_regular
+from .memory import drop_front
 
 _SPARE_FILES = 256
 """What a process has open besides."""
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open a file for reading; links are followed. A FIFO or a device in its place would block, or never end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    _check_mode(path, os.stat(path).st_mode)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_mode(path, os.fstat(file).st_mode)  # it may have been replaced since
+        return os.fdopen(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _check_mode(path: str, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file", path)
 
 
 class StoredFile:
@@ -47,11 +80,7 @@ class StoredFile:
                 size = os.fstat(self._file.fileno()).st_size
                 raise CheckpointError(f"{self.path}: ends at byte {size}; it was truncated since its header was read.")
             offset += got
-            while views and got >= views[0].nbytes:
-                got -= views[0].nbytes
-                views.pop(0)
-            if got:
-                views[0] = views[0][got:]
+            drop_front(views, got)
 
     def read_some(self, views: list[memoryview], offset: int) -> int:
         """One read; how many bytes came, 0 at the end of the file.

@@ -66,7 +66,7 @@ def list_entries(folder: str) -> dict[str, Entry]:
     """The state files, the manifest and the subfolders in a checkpoint's folder, by name.
 
     Links are followed, wherever they lead: stores that keep each file once are made of them. What is no regular file
-    in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.regular`).
+    in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.store`).
 
     Raises:
         CheckpointError: the folder does not exist or cannot be read.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from ..errors import CheckpointError, shorten
-from ..io.regular import open_regular
 from ..io.staging import LATEST as UNIVERSAL
+from ..io.store import open_regular
 from .files import has_states, holds_atoms, list_entries
 from .findings import NOTE, WARNING, Finding
 

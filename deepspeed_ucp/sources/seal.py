@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
-from ..io.regular import open_regular
+from ..io.store import open_regular
 from .files import SEAL
 from .findings import Finding
 from .headers import FileHeader

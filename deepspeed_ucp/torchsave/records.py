@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.regular import open_regular
+from ..io.store import open_regular
 from .zipframe import DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT
 
 LEGACY: Final = "legacy"

@@ -93,25 +93,8 @@ class _Entry:
         if extra:
             extra = struct.pack("<2H", 1, len(extra)) + extra
         version = 45 if extra else 20
-        fixed = (
-            version,
-            version,
-            self._flags(),
-            0,
-            0,
-            _DATE,
-            crc,
-            size,
-            size,
-            len(name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            offset,
-        )
-        return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *fixed) + name + extra
+        fixed = (version, version, self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
+        return struct.pack("<4s6H3I2H", b"PK\x01\x02", *fixed) + struct.pack("<3H2I", 0, 0, 0, 0, offset) + name + extra
 
     def _flags(self) -> int:
         return _UTF8 | (_STREAMED if self.crc is None else 0)

@@ -192,11 +192,12 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_state_as_it_was(code: int
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: pwritev(fd, [b"".join(parts)[:3]], offset))
     with open(tmp_path / "file", "wb") as stream:
         write_at(stream.fileno(), memoryview(b"0123456789").cast("H"), 5)
-    assert (tmp_path / "file").read_bytes() == bytes(5) + b"0123456789"
+        disk.write_parts(stream.fileno(), [b"ab", b"", b"cdef", b""], 15)
+    assert (tmp_path / "file").read_bytes() == bytes(5) + b"0123456789abcdef"
 
 
 def test_other_errors_of_writing_pass() -> None:

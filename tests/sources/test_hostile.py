@@ -12,7 +12,7 @@ import pytest
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io.regular import open_regular
+from deepspeed_ucp.io.store import open_regular
 from deepspeed_ucp.sources import open_checkpoint, read_latest
 from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.sources.open import survey_checkpoint

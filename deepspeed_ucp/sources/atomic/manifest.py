@@ -14,7 +14,7 @@ from typing_extensions import Required, TypedDict
 
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
-from ...io.regular import open_regular
+from ...io.store import open_regular
 from ...patterns import Pattern, record_pattern
 from ...topology import Topology
 from ...version import __version__
