@@ -6,7 +6,7 @@ blocks of whole rows and columns in row-major order; those are interval lists. A
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ from ..atoms import count
 from ..errors import MismatchError
 from ..flat import find_gaps
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
-from .layout import Intervals, Layout, Product, Shape, find_faults, whole
+from .layout import Layout, Product, Shape, find_faults, make_strides, measure, whole
 
 FORMAT = 1
 
@@ -93,7 +93,7 @@ def _read_block(piece: Mapping[str, Any], shape: Shape, local: Shape) -> tuple[t
 def _find_corner(told: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
     """Coordinates of a block's first element in a tensor of ``shape``."""
     offset, strides = int(told[0]), tuple(told[1])
-    expected = [count(shape[axis + 1 :]) for axis in range(len(shape))]
+    expected = make_strides(shape)
     if len(sizes) != len(shape) or any(
         size > 1 and stride != step for size, stride, step in zip(sizes, strides, expected, strict=True)
     ):
@@ -112,10 +112,9 @@ def _settle_overlap(layout: Layout) -> Layout:
     full = tuple(((0, size),) for size in layout.view)
     if len(layout.shards) > 1 and all(shard == full for shard in layout.shards):
         return replace(layout, replicated=True)
-    cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
-    if len(cut) != 1:
+    axis = _find_cut_axis(layout)
+    if axis is None:
         return layout
-    (axis,) = cut
     taken: list[tuple[int, int]] = []
     claims = []
     for shard in layout.shards:
@@ -129,35 +128,29 @@ def _settle_overlap(layout: Layout) -> Layout:
     return layout if tuple(claims) == layout.shards else replace(layout, claims=tuple(claims))
 
 
+def _find_cut_axis(layout: Layout) -> int | None:
+    """The axis of which ranks hold different parts, if it is the only one."""
+    cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
+    return cut[0] if len(cut) == 1 else None
+
+
 def generalise(layout: Layout) -> Pattern | None:
     """The pattern that a layout is an instance of, or None."""
     if layout.replicated:
         return Partial() if layout.mean else Replicate()
-    cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
-    if len(cut) != 1 or layout.claims is not None or layout.view != layout.shape:
+    axis = _find_cut_axis(layout)
+    if axis is None or layout.claims is not None or layout.view != layout.shape:
         return None
-    (axis,) = cut
-    lists = [_join(shard[axis]) for shard in layout.shards]
-    if all(len(parts) <= 1 for parts in lists) and _follows([part for parts in lists for part in parts]):
-        return ShardV() if axis == 0 else ShardH(dim=axis)
     pieces = [shard[axis] for shard in layout.shards]
-    if len({len(parts) for parts in pieces}) != 1:
+    if _follows(interval for rank in pieces for interval in rank if interval[0] < interval[1]):
+        return ShardV() if axis == 0 else ShardH(dim=axis)
+    if len({len(rank) for rank in pieces}) != 1:
         return None
     parts = list(zip(*pieces, strict=True))
-    if not _follows([piece for part in parts for piece in part]):
+    if not _follows(interval for part in parts for interval in part):
         return None
-    return ShardNC(parts=tuple(sum(high - low for low, high in part) for part in parts), dim=axis, sized=True)
+    return ShardNC(parts=tuple(map(measure, parts)), dim=axis, sized=True)
 
 
-def _join(intervals: Intervals) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for low, high in intervals:
-        if joined and joined[-1][1] == low:
-            joined[-1] = (joined[-1][0], high)
-        elif low < high:
-            joined.append((low, high))
-    return joined
-
-
-def _follows(intervals: Sequence[tuple[int, int]]) -> bool:
+def _follows(intervals: Iterable[tuple[int, int]]) -> bool:
     return all(end == start for (_, end), (start, _) in pairwise(intervals))

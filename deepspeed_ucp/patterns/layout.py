@@ -203,8 +203,8 @@ def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_B
             for axis, (mine, theirs) in enumerate(zip(have, want, strict=True))
         ]
     )
-    src_strides = _make_strides([size for _, size, _ in axes])
-    dst_strides = _make_strides([size for _, _, size in axes])
+    src_strides = make_strides([size for _, size, _ in axes])
+    dst_strides = make_strides([size for _, _, size in axes])
     boxes = []
     for spans in product(*(spans for spans, _, _ in axes)):
         src = sum(span[0] * stride for span, stride in zip(spans, src_strides, strict=True))
@@ -279,7 +279,8 @@ def _collapse(axes: list[tuple[tuple[Span, ...], int, int]]) -> list[tuple[tuple
     return done
 
 
-def _make_strides(sizes: Sequence[int]) -> Shape:
+def make_strides(sizes: Sequence[int]) -> Shape:
+    """Elements between neighbours along each axis of a row-major block."""
     strides = [1] * len(sizes)
     for axis in range(len(sizes) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * sizes[axis + 1]
@@ -370,14 +371,14 @@ def align(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 def _find_steps(view: Shape) -> set[int]:
     """Strides of the axes that are longer than one."""
-    strides = _make_strides(view)
+    strides = make_strides(view)
     return {stride for axis, (stride, size) in enumerate(zip(strides, view, strict=True)) if size > 1 or axis == 0}
 
 
 def _refine(layout: Layout, steps: Sequence[int]) -> Layout:
     view: list[int] = []
     splits: list[tuple[int, list[int]]] = []
-    strides = _make_strides(layout.view)
+    strides = make_strides(layout.view)
     for axis, (size, stride) in enumerate(zip(layout.view, strides, strict=True)):
         if axis and size == 1:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -99,7 +100,7 @@ MODELS = {
 
 
 def strip_unit(pattern):
-    return type(pattern)(**{**{f: getattr(pattern, f) for f in pattern.__dataclass_fields__}, "unit": 1, "vocab": None})
+    return replace(pattern, unit=1, vocab=None)
 
 
 def test_every_family_has_a_model_here():
