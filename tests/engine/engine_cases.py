@@ -82,31 +82,15 @@ def training(model: str = "mixed", optimizer: str = "adamw", **options: Any) -> 
     return partial(train, model=model, optimizer=optimizer, **options)
 
 
-def train(
-    ds_config: dict[str, Any],
-    model: str = "mixed",
-    optimizer: str = "adamw",
-    scheduler: bool = False,
-    reverse_groups: bool = False,
-    seed: int = 0,
-    zero_init: bool = False,
-    warm: int = 0,
-) -> Generator[Any, None, None]:
-    """Yields the engine, then the loss of each step. Every rank takes its share of one global batch.
-
-    Args:
-        warm: steps that the engine has made before it is yielded.
-    """
-    engine = make_engine(ds_config, model, optimizer, scheduler, reverse_groups, seed, zero_init)
-    steps = train_engine(engine)
-    for _ in range(warm):
-        next(steps)
+def train(ds_config: dict[str, Any], *args: Any, **options: Any) -> Generator[Any, None, None]:
+    """Yields the engine of `make_engine`, then the loss of each step."""
+    engine = make_engine(ds_config, *args, **options)
     yield engine
-    yield from steps
+    yield from train_engine(engine)
 
 
 def train_engine(engine: Any) -> Generator[float, None, None]:
-    """The loss of each step."""
+    """The loss of each step; every rank takes its share of one global batch."""
     import torch
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

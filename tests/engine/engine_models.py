@@ -56,22 +56,10 @@ class Mixed(Base):
 class Plain(Base):
     """Two layers, nothing special."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 7) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, 7)
-        self.last = nn.Linear(7, 1)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Bulk(Base):
-    """Some ten thousand parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 1000)
-        self.last = nn.Linear(1000, 1)
+        self.first = nn.Linear(FEATURES, width)
+        self.last = nn.Linear(width, 1)
 
     def body(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)))
@@ -87,18 +75,6 @@ class Renamed(Plain):
 
     def body(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(x)))
-
-
-class Wider(Base):
-    """`Plain` with another hidden size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 9)
-        self.last = nn.Linear(9, 1)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
 
 
 class Deeper(Plain):
@@ -195,9 +171,9 @@ def reordered() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "plain": Plain,
-    "bulk": Bulk,
+    "bulk": lambda: Plain(1000),  # some ten thousand parameters
     "renamed": Renamed,
-    "wider": Wider,
+    "wider": lambda: Plain(9),
     "deeper": Deeper,
     "frozen": Frozen,
     "lora": Lora,

@@ -97,34 +97,6 @@ def test_engines_with_and_without_in_one_process(sources: Any, ucp_worlds: World
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({"wndow_mb": 3}, ("wndow_mb", "window_mb", "verify")),
-        ({"window_mb": "many"}, ("window_mb", "many")),
-        ({"verify": "md5"}, ("verify", "md5", "crc")),
-        ({"mode": 3}, ("mode", "direct")),
-        ("yes", ("yes", "true")),
-        (3, ("3", "true")),
-    ],
-    ids=str,
-)
-def test_unknown_keys_and_wrong_types(value: Any, words: tuple[str, ...], ucp_worlds: WorldPool) -> None:
-    config = Case(1, 2, config={"checkpoint": {"universal": value}}).ds_config
-    answers = ucp_worlds.get(2).run(engine_ranks.initialize_error, config)
-    assert len(set(answers)) == 1
-    assert answers[0][0] == "ConfigError"
-    for word in words:
-        assert word in answers[0][1]
-
-
-def test_both_universal_loads_are_refused(ucp_worlds: WorldPool) -> None:
-    config = Case(1, 2, config={"checkpoint": {"universal": True, "load_universal": True}}).ds_config
-    kind, message = ucp_worlds.get(2).run(engine_ranks.initialize_error, config)[0]
-    assert kind == "ConfigError"
-    assert "load_universal" in message
-
-
-@pytest.mark.parametrize(
     ("dp", "sizes", "expected"),
     [
         (2, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, (12, 3, 2)),

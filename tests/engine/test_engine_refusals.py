@@ -266,19 +266,36 @@ def test_refused(case: Refused, attempts: Callable[[Refused], list[Attempt]]) ->
         assert attempt.loss > 0
 
 
+def universal(value: Any) -> dict[str, Any]:
+    return {"checkpoint": {"universal": value}}
+
+
 @pytest.mark.parametrize(
-    ("dp", "sizes", "words"),
+    ("dp", "config", "words"),
     [
-        (3, {"train_batch_size": 8}, ("8", "3", "6 or 9")),
-        (2, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, ("12", "8 or 16", "preserve_batch_size")),
-        (3, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, ("12",)),
+        (3, {**ON, "train_batch_size": 8}, ("8", "3", "6 or 9")),
+        (2, {**ON, "train_batch_size": 12, "train_micro_batch_size_per_gpu": 4},
+         ("12", "8 or 16", "preserve_batch_size")),
+        (3, {**ON, "train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
+         ("12",)),
+        (2, {"checkpoint": {"universal": True, "load_universal": True}}, ("load_universal",)),
+        (2, universal({"wndow_mb": 3}), ("wndow_mb", "window_mb", "verify")),
+        (2, universal({"window_mb": "many"}), ("window_mb", "many")),
+        (2, universal({"verify": "md5"}), ("verify", "md5", "crc")),
+        (2, universal({"mode": 3}), ("mode", "direct")),
+        (2, universal("yes"), ("yes", "true")),
+        (2, universal(3), ("3", "true")),
     ],
-)
-def test_impossible_batch_size(dp: int, sizes: dict[str, int], words: tuple[str, ...], ucp_worlds: WorldPool) -> None:
-    config = Case(1, dp, config=ON).ds_config
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        del config[key]
-    answers = ucp_worlds.get(dp).run(engine_ranks.initialize_error, {**config, **sizes})
+    ids=str,
+)  # fmt: skip
+def test_configuration_that_cannot_be(
+    dp: int, config: dict[str, Any], words: tuple[str, ...], ucp_worlds: WorldPool
+) -> None:
+    """Batch sizes that the world cannot make, unknown keys and wrong types: the engine is not even built."""
+    plain = Case(1, dp).ds_config
+    if "train_batch_size" in config:
+        del plain["gradient_accumulation_steps"]
+    answers = ucp_worlds.get(dp).run(engine_ranks.initialize_error, {**plain, **config})
     assert len(set(answers)) == 1
     kind, message = answers[0]
     assert kind == "ConfigError"
