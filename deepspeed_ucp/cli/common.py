@@ -1,4 +1,7 @@
-"""What the commands share: parsers, options, opening a checkpoint."""
+"""What the commands share: parsers, options, opening a checkpoint.
+
+Here and in the commands' modules what reads checkpoints is imported where it is used: help and completion need none.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,12 @@ import textwrap
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from ..comm import Comm
 from ..errors import ConfigError
-from ..patterns import from_config
-from ..sources import open_checkpoint
-from ..sources.latest import find_checkpoint as resolve
 from .printing import show_progress
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
+    from ..comm import Comm
     from ..patterns import RuleSet
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -114,7 +114,10 @@ def open_index(options: argparse.Namespace, folder: str, comm: Comm, *, weights_
     Raises:
         UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
     """
-    folder, groups = comm.run(lambda: (resolve(folder), read_groups(options.groups)))
+    from ..sources import open_checkpoint
+    from ..sources.latest import find_checkpoint
+
+    folder, groups = comm.run(lambda: (find_checkpoint(folder), read_groups(options.groups)))
     return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only)
 
 
@@ -147,6 +150,8 @@ def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
     Raises:
         ConfigError: they cannot be read.
     """
+    from ..patterns import from_config
+
     value = options.patterns
     if value is None or not value.lstrip().startswith(("[", "{")):
         return from_config(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ..comm import join_launch
 from .common import (
     add_checkpoint_options,
     add_command,
@@ -13,7 +12,6 @@ from .common import (
     open_index,
     read_rules,
     read_work_options,
-    resolve,
 )
 from .printing import OK, emit, format_bytes, format_duration
 
@@ -53,7 +51,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert; collective under mpirun and torchrun."""
+    from ..comm import join_launch
     from ..convert import ConvertOptions, convert_index, default_destination
+    from ..sources.latest import find_checkpoint
 
     how = ConvertOptions(
         **read_work_options(options, least=16),
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         latest=not options.no_latest,
     )
     with join_launch() as comm:
-        folder, rules = comm.run(lambda: (resolve(options.source), read_rules(options)))
+        folder, rules = comm.run(lambda: (find_checkpoint(options.source), read_rules(options)))
         index = open_index(options, folder, comm)
         destination = options.destination or default_destination(folder)
         report = convert_index(index, folder, destination, comm, how, rules=rules)

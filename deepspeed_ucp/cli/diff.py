@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..comm import join_launch
 from ..errors import ConfigError
 from .common import add_checkpoint_options, add_command, add_work_options, open_index, read_rules, read_work_options
 from .printing import FAULT, OK, emit, format_count, format_table
@@ -48,6 +47,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare; collective under mpirun and torchrun."""
+    from ..comm import join_launch
     from ..examine.diff import DiffOptions, diff_checkpoints
 
     if not options.tolerance >= 0:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
-from ..comm import describe_os_error
 from ..errors import UcpError
 from ..version import __version__
 from .common import HelpFormatter
@@ -101,6 +100,8 @@ def _run_command(options: argparse.Namespace) -> int:
 
 def _report(error: Exception, options: argparse.Namespace) -> None:
     """An error as a line on stderr (``--debug``: behind its traceback), and as JSON where that is wanted."""
+    from ..comm import describe_os_error
+
     if options.debug:
         tell(traceback.format_exc().rstrip())
     elif isinstance(error, UcpError) and error.echo:

@@ -7,7 +7,6 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ..comm import join_launch
 from ..errors import ConfigError
 from .common import add_checkpoint_options, add_command, add_work_options, open_index, read_rules, read_work_options
 from .printing import OK, emit, format_bytes, format_count, format_duration
@@ -84,6 +83,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Export; collective under mpirun and torchrun."""
+    from ..comm import join_launch
+
     _check(options)
     with join_launch() as comm:
         only_weights = options.format == "safetensors" or options.weights_only

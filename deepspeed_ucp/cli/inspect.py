@@ -7,9 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ..comm import join_launch
 from ..errors import ConfigError, shorten
-from .common import add_checkpoint_options, add_command, read_groups, read_rules, resolve
+from .common import add_checkpoint_options, add_command, read_groups, read_rules
 from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
@@ -47,11 +46,13 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
+    from ..comm import join_launch
+    from ..sources.latest import find_checkpoint
     from ..sources.naming import Naming
     from ..sources.open import survey_checkpoint
 
     with join_launch() as comm:
-        folder = comm.run(lambda: resolve(options.checkpoint))
+        folder = comm.run(lambda: find_checkpoint(options.checkpoint))
         rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
         report = survey_checkpoint(folder, comm, Naming(groups=groups))
         faults = {finding.kind for finding in report.findings if not finding.warning}

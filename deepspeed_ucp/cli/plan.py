@@ -6,7 +6,6 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..comm import Comm
 from ..errors import ConfigError
 from .common import add_checkpoint_options, add_command, open_index, read_rules
 from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
@@ -92,6 +91,7 @@ def _speed(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, print, and tell by the exit code whether the resume is possible."""
+    from ..comm import Comm
     from ..config import UniversalConfig
     from ..forecast.dryrun import dry_run
     from ..forecast.estimate import Bandwidths, tell_times

@@ -6,9 +6,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..comm import join_launch
 from ..errors import CheckpointError
-from .common import add_checkpoint_options, add_command, add_work_options, read_groups, read_work_options, resolve
+from .common import add_checkpoint_options, add_command, add_work_options, read_groups, read_work_options
 from .printing import FAULT, OK, count_of, emit, format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -45,12 +44,14 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look at the checkpoint; collective under mpirun and torchrun."""
+    from ..comm import join_launch
     from ..examine.verify import verify_checkpoint
+    from ..sources.latest import find_checkpoint
     from ..stream.batches import WorkOptions
 
     how = WorkOptions(**read_work_options(options, least=1))
     try:
-        folder = resolve(options.checkpoint)
+        folder = find_checkpoint(options.checkpoint)
     except CheckpointError as error:
         return _tell_dangling(options, error)
     with join_launch() as comm:
