@@ -92,7 +92,7 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
     """Write all of ``data`` at byte ``offset``; several threads may write one file.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     write_parts(fd, [data], offset)
 
@@ -101,7 +101,7 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset
     """Write parts one behind the other from byte ``offset`` on, in one request where the system takes it so.
 
     Raises:
-        StorageError: the disk is full.
+        DiskFullError: the disk is full.
     """
     rest = [memoryview(part).cast("B") for part in parts]
     start = offset

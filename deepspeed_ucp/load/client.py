@@ -57,7 +57,7 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     """
     file = read_header(path)
     if not checked:
-        file = replace(file, storages={key: replace(record, crc=None) for key, record in file.storages.items()})
+        file = replace(file, storages={key: record._replace(crc=None) for key, record in file.storages.items()})
     kept = _select_client(file)
     allowed = None
     if not trust_pickle:

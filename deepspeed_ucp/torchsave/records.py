@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 from isal import isal_zlib
 
@@ -21,8 +21,7 @@ LEGACY: Final = "legacy"
 """Name for the pickles in front of the storages of a file in the legacy format."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """Bytes of a file with a name: a storage's, or another record's.
 
     Attributes:
