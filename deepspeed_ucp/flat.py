@@ -108,6 +108,11 @@ class FlatBuffer:
             low = end
 
 
+def count_degree(buffers: Iterable[FlatBuffer], dp: int) -> int:
+    """Expert-parallel degree: how often fewer ranks than all ``dp`` hold a buffer; of several degrees the largest."""
+    return max((dp // len(buffer.ranks) for buffer in buffers if buffer.ranks is not None), default=1)
+
+
 def join_parameters(
     group: int, names: Sequence[str], shapes: Sequence[Shape], *, parts: int = 1, partition: int | None = None,
     gaps: Sequence[int] = (),

@@ -32,8 +32,8 @@ def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Liv
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
 
     def tell() -> tuple[int, Live] | None:
-        """This rank's own tensors; data-parallel rank 0 speaks for the others."""
-        if place.dp_rank:
+        """This rank's own tensors; the first of its replicas speaks for the others."""
+        if not target.is_first_replica:
             return None
         return place.tp_rank, Live(
             {name: (shape,) for name, shape in target.owned_shapes().items()},
@@ -110,16 +110,20 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
     place = target.place
 
     def tell() -> tuple[int, list[Group], list[dict[str, Any]]] | None:
-        first = place.dp_rank == place.tp_rank == 0
+        first = target.is_first_replica and place.tp_rank == 0
         return (place.pp_rank, target.live_groups(), target.live_hyper()) if first else None
 
-    stages = sorted((each for each in comm.each(tell) if each is not None), key=lambda told: told[0])
+    stages: dict[int, tuple[list[Group], list[dict[str, Any]]]] = {}
+    for stage, groups, hyper in (each for each in comm.each(tell) if each is not None):
+        if stage in stages:  # the same groups with other experts in them
+            groups = [list(dict.fromkeys(one + more)) for one, more in zip(stages[stage][0], groups, strict=True)]
+        stages[stage] = groups, hyper
     if len(stages) == 1:
-        return stages[0][1:]
+        return next(iter(stages.values()))
     joined: list[Group] = []
     joined_hyper: list[dict[str, Any]] = []
     known: dict[tuple[str, int], int] = {}
-    for _, groups, hyper in stages:
+    for groups, hyper in (stages[stage] for stage in sorted(stages)):
         seen: Counter[str] = Counter()
         for group, fields in zip(groups, hyper, strict=False):
             kind = repr(sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING))

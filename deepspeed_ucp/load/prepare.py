@@ -125,7 +125,7 @@ def make_work(
     layout = describe_target(target, extras, states)
     wants = list_wants(index, layout, match, layouts, with_states=with_states)
     # Data-parallel ranks need parts of the same atoms, so that one of them tells.
-    touched = list_touched(index, layout, match, with_states=with_states) if target.place.dp_rank == 0 else []
+    touched = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
     if with_states:
         fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []

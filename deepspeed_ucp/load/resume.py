@@ -203,7 +203,8 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
 
 
 def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:
-    flats = index.run.flats.get(target.place.mp_rank, ())
+    saved = index.run.flats.get(target.place.mp_rank, ())
+    flats = tuple(flat for flat in saved if flat.ranks is None or target.place.dp_rank in flat.ranks)
     found = find_differences(replace(index.run.topology, flats=flats), target.topology)
     return found or find_unnoticed(index, target, arguments)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
+from ..experts import find_expert
 from ..flat import Shape
 from .settling import Shapes
 
@@ -233,7 +234,10 @@ def match_groups(
         if keep_live:
             match.hyper[number] = _join_steps(index, found)
             continue
-        if len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number:
+        # Groups of experts are cut by size (``max_group_size``), so that their number changes with the topology.
+        experts = all(map(find_expert, names)) and -1 not in found
+        same = experts and all(index.run.groups[each].hyper == index.run.groups[min(found)].hyper for each in found)
+        if not same and (len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number):
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
                 f"{_list_groups([group.names for group in index.run.groups])}. This run: "

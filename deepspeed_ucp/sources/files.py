@@ -16,7 +16,8 @@ _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
-_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _STATES = re.compile(r".*(model|optim)_states\.pt")
 
 ZERO = "zero"
@@ -31,6 +32,10 @@ NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
 
 
+NO_LAYER = -1
+"""Layer of an expert's file whose name has none: older releases put an expert's parts of all layers into one file."""
+
+
 @dataclass(slots=True)
 class Listing:
     """The checkpoint files of one folder by role; paths, with sizes in bytes.
@@ -40,6 +45,8 @@ class Listing:
         model_zero3: those of ZeRO 3 by (model-parallel rank, data-parallel rank).
         optim: optimizer states by (prefix, model-parallel rank, data-parallel rank).
         layers: a pipeline's layer files by (layer, tensor-parallel rank or ``NO_AXIS``).
+        experts: files of one expert each by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
+        expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
     """
 
     folder: str
@@ -48,6 +55,8 @@ class Listing:
     model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)
     optim: dict[tuple[str, int, int], str] = field(default_factory=dict)
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
         """Full path of a file in the folder."""
@@ -114,6 +123,10 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
             listing.optim[match[1] or "", int(match[3]), int(match[2])] = name
         elif match := _LAYER.fullmatch(name):
             listing.layers[int(match[1]), NO_AXIS if match[2] is None else int(match[2])] = name
+        elif match := _EXPERT.fullmatch(name):
+            listing.experts[NO_LAYER if match[1] is None else int(match[1]), int(match[2]), int(match[3])] = name
+        elif match := _EXPERT_OPTIM.fullmatch(name):
+            listing.expert_optim[int(match[2]), int(match[1])] = name
     if not listing.model and not listing.model_zero3:
         raise CheckpointError(
             f"{folder}: no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
@@ -124,9 +137,7 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
 
 def _refuse_unsupported(folder: str, name: str) -> None:
     kind = ""
-    if _EXPERT.fullmatch(name):
-        kind = "a mixture-of-experts checkpoint"
-    elif _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
+    if _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
         kind = "a pipeline with axes of its own"
     elif name == "offloaded_tensors":
         kind = "a checkpoint with optimizer states on NVMe"
@@ -148,9 +159,14 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     )
 
 
-def is_layer_file(name: str) -> bool:
-    """Whether a file holds the state_dict of one layer of a pipeline."""
-    return _LAYER.fullmatch(name) is not None
+def name_expert(layer: int, expert: int, mp: int) -> str:
+    """The name of one expert's file."""
+    return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def holds_state_dict(name: str) -> bool:
+    """Whether a file is nothing but a state_dict: of one layer of a pipeline, or of one expert."""
+    return any(pattern.fullmatch(name) for pattern in (_LAYER, _EXPERT))
 
 
 def is_state_file(name: str) -> bool:

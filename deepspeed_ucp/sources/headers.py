@@ -128,6 +128,7 @@ class ModelHeader:
         degrees: (pipeline, tensor) parallel degrees, or None in older releases.
         hints: what the client state tells about the model (see :class:`~deepspeed_ucp.atoms.ModelInfo`).
         others: storages that belong to none of these: the client's tensors.
+        experts: number of experts of each mixture-of-experts layer; empty without any.
     """
 
     module: dict[str, Piece] | None
@@ -140,6 +141,7 @@ class ModelHeader:
     counters: dict[str, Any]
     optim: OptimHeader | None
     others: tuple[FileRecord, ...] = ()
+    experts: tuple[int, ...] = ()
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
 
@@ -151,7 +153,7 @@ class ModelHeader:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """One file's header: a model's, an optimizer's, or the tensors of one layer of a pipeline.
+    """One file's header: a model's, an optimizer's, or the tensors of a pipeline's layer or of an expert.
 
     ``config`` are the parts of the saved ds_config that the index looks at; ``marks`` what all files of a save have
     alike (:mod:`.compare`); ``globals`` the classes and functions that its pickle names, beyond every checkpoint's.

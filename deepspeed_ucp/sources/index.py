@@ -20,7 +20,7 @@ from ..atoms import (
     strip_compiled,
 )
 from ..errors import UnsupportedError, shorten
-from ..flat import FlatBuffer
+from ..flat import FlatBuffer, count_degree
 from ..topology import Topology
 from .builder import Builder
 from .headers import ModelHeader, OptimHeader
@@ -62,6 +62,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         dp=max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
+        ep=count_degree(flats, save.dp),
         master=optim.masters[0].dtype if optim and optim.masters else "float32",
         elastic=bool(optim and optim.elastic),
         offload=describe_offload(save.zero),
@@ -173,6 +174,11 @@ def _refuse_engines(save: Save) -> None:
         raise UnsupportedError(
             f"{path}: is a mixture-of-experts checkpoint (AutoEP), which this release does not convert. It can be "
             "resumed by DeepSpeed itself in the topology that wrote it."
+        )
+    if save.main.model and save.main.model.experts and save.pp * save.tp > 1:
+        raise UnsupportedError(
+            f"{path}: is a mixture-of-experts checkpoint with tensor or pipeline parallelism, which this release does "
+            "not convert. It can be resumed by DeepSpeed itself in the topology that wrote it."
         )
     sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
     if sliced:

@@ -58,6 +58,9 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
             elif name in optimized and not save.is_sharded:
                 builder.add(ModelRank(tp=tp), name, COPY, header, piece)
         builder.aliases = builder.aliases or ties
+    for header in save.experts:
+        for name, piece in (header.layer or {}).items():
+            builder.add(ModelRank(), name, COPY if name in optimized else MODULE, header, piece)
 
 
 def _find_ties(save: Save, model: ModelHeader) -> dict[str, str]:

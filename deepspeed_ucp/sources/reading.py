@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..atoms import ITEMSIZE, strip_compiled
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
 from ..torchsave.dtypes import is_dtype, is_storage
 from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number, walk
@@ -18,7 +19,7 @@ from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
 from .compare import read_marks
-from .files import is_layer_file, is_state_file
+from .files import holds_state_dict, is_state_file
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
 
@@ -92,6 +93,8 @@ def _pick_config(config: Any) -> dict[str, Any]:
     stage = found.get("zero_optimization", {}).get("stage")
     if stage is not None and stage not in (0, 1, 2, 3):
         raise ValueError(f"ZeRO stage {stage!r:.40} in its ds_config")
+    if config.get(DATA_FIRST) is True:
+        found[DATA_FIRST] = True
     return found
 
 
@@ -112,12 +115,12 @@ class HeaderReader:
     def read(self, name: str) -> FileHeader:
         tree = self.file.tree
         header = FileHeader(name, self.file.size, self.file.crc, list_globals(self.file))
-        if is_layer_file(name):
+        if holds_state_dict(name):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))
         if "model_states" in name:
             return replace(header, model=self.read_model(tree))
-        state = tree.get("optimizer_state_dict")
+        state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
         if not isinstance(state, dict):
             raise CheckpointError(f"{self.file.path}: has no optimizer_state_dict.")
         return replace(header, optim=self.read_optim(state))
@@ -161,6 +164,7 @@ class HeaderReader:
             counters={key: _as_count(tree[key], key) for key in _COUNTED if key in tree},
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
+            experts=_read_experts(tree.get("num_experts")),
             degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
             hints=read_hints(tree),
         )
@@ -267,6 +271,13 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
                 raise ValueError(f"a module of more than {_MOST_ENTRIES} entries")
             prefix = f"{name}." if name else ""
             todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
+
+
+def _read_experts(value: Any) -> tuple[int, ...]:
+    """Experts per layer; older releases wrote one number for all layers, and 1 or 0 where there are none."""
+    if isinstance(value, (list, tuple)):
+        return tuple(each for each in value if isinstance(each, int) and 0 < each <= _MOST_ENTRIES)
+    return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
 def _read_degrees(value: Any) -> tuple[int, int] | None:

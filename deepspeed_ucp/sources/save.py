@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import CheckpointError
-from .files import NO_AXIS, Listing
+from .files import NO_AXIS, NO_LAYER, Listing, name_expert
 from .headers import FileHeader, ModelHeader, OptimHeader
 
 
@@ -22,6 +22,8 @@ class Save:
         models: per model-parallel rank the model states (of every data-parallel rank under ZeRO 3).
         shards: per model-parallel rank the optimizer states by data-parallel rank; empty lists at stage 0.
         layers: per tensor-parallel rank the layer files of a pipeline by layer.
+        experts: files of one expert each.
+        expert_optims: optimizer states of stage 0 by expert-parallel rank.
     """
 
     listing: Listing
@@ -31,6 +33,8 @@ class Save:
     models: list[list[FileHeader]]
     shards: list[list[FileHeader]]
     layers: list[dict[int, FileHeader]] = field(default_factory=list)
+    experts: list[FileHeader] = field(default_factory=list)
+    expert_optims: list[FileHeader] = field(default_factory=list)
 
     @property
     def main(self) -> FileHeader:
@@ -44,9 +48,9 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """All headers: model states, optimizer states, layers."""
+        """All headers: model states, optimizer states, layers, experts."""
         layers = (held.values() for held in self.layers)
-        return [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
+        return [*chain(*self.models), *chain(*self.shards), *chain(*layers), *self.experts, *self.expert_optims]
 
     @property
     def is_pipeline(self) -> bool:
@@ -140,6 +144,15 @@ def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
         ]
     if model.module is None:
         names += _name_layers(listing, tp)
+    if model.experts and not first[0].config.get("expert_parallel"):
+        names += _name_experts(listing, model.experts, pp * tp)
+        if len(first) == 1:
+            last = max((rank for _, rank in listing.expert_optim), default=-1)
+            names += [
+                f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
+                for mp in range(pp * tp)
+                for rank in range(last + 1)
+            ]
     return names
 
 
@@ -179,6 +192,14 @@ def _name_layers(listing: Listing, tp: int) -> list[str]:
     ]
 
 
+def _name_experts(listing: Listing, layers: Sequence[int], ranks: int) -> list[str]:
+    """Files of one expert each; older releases have an expert's parts of all layers in one."""
+    keys = [(layer, expert) for layer, held in enumerate(layers) for expert in range(held)]
+    if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
+        keys = [(NO_LAYER, expert) for expert in range(max(layers))]
+    return [name_expert(*key, mp) for key in keys for mp in range(ranks)]
+
+
 def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     """Give every header its role; the first one is the first rank's model states.
 
@@ -204,6 +225,8 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     for (layer, rank), name in sorted(listing.layers.items()):
         if name in by_name:
             layers[max(rank, 0)][layer] = by_name[name]
+    save.experts += [by_name[name] for _, name in sorted(listing.experts.items()) if name in by_name]
+    save.expert_optims += [by_name[name] for _, name in sorted(listing.expert_optim.items()) if name in by_name]
     return save
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ..atoms import MASTER, MODULE, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError
+from ..experts import DATA_FIRST, count_experts, drop_fixed, list_holders, number_expert
 from ..flat import Cut, FlatBuffer, cut_parameter, join_parameters, join_reserved
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Shape
@@ -25,20 +27,51 @@ def build_zero(builder: Builder) -> None:
     """
     save = builder.save
     fill_param_shapes(save)
-    names = [list(model.owned) for model in save.first_models]
+    dealt = [deal_parameters(save, mp) for mp in range(len(save.models))]
+    names = [[strip_compiled(name) for part in chain(*groups) for name in part.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
     optimized = {name for held in names for name in held}
     for mp, rank in enumerate(builder.ranks):
-        _add_rank(builder, rank, save.model(mp).param_shapes or (), save.shards[mp])
+        _add_rank(builder, rank, dealt[mp], save.shards[mp])
         if save.is_sharded:
             add_frozen_zero3(builder, rank, save.models[mp], optimized)
     add_tensors(builder)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldParameters:
+    """Parameters of a group that the same data-parallel ranks hold: all of them, or some of its experts.
+
+    Attributes:
+        ranks: that hold them.
+        shapes: by name, as the module spells it but for the experts' numbers.
+        first: per mixture-of-experts layer the number of the first expert that they hold.
+    """
+
+    ranks: range
+    shapes: dict[str, Shape]
+    first: dict[str, int]
+
+
+def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
+    """Who holds which parameters, by group; the model states count every rank's experts from 0."""
+    dp, groups = len(save.shards[mp]), save.model(mp).param_shapes or ()
+    counts = _get_optim(save.shards[mp][0]).partition_count
+    held = count_experts(name for group in groups for name, _ in group)
+    dealt = []
+    for number, group in enumerate(groups):
+        replicas = counts[number] if held and number < len(counts) else dp
+        holders = list_holders(dp, replicas, data_first=bool(save.main.config.get(DATA_FIRST)))
+        firsts = [{layer: place * count for layer, count in held.items()} for place in range(len(holders))]
+        shapes = [{number_expert(name, first): shape for name, shape in group} for first in firsts]
+        dealt.append(list(map(HeldParameters, holders, shapes, firsts)))
+    return dealt
+
+
 def _add_rank(
     builder: Builder,
     rank: ModelRank,
-    param_shapes: Sequence[Sequence[tuple[str, Shape]]],
+    dealt: Sequence[Sequence[HeldParameters]],
     shards: Sequence[FileHeader],
 ) -> None:
     """A model-parallel rank's flat buffers: one per param group, of ZeRO 3 one per sub-group."""
@@ -46,20 +79,22 @@ def _add_rank(
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(first.groups) if save.is_sharded else []
-    for index, entries in enumerate(param_shapes):
-        shapes = {strip_compiled(name): shape for name, shape in entries}
-        rank.shapes.update(shapes)
+    for index, parts in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
-        if save.is_sharded:
-            buffer = join_reserved(owner or 0, tuple(shapes), tuple(shapes.values()), len(shards))
-        else:
-            buffer = _join_group(builder, shards, index, shapes)
-            _add_empty(builder, rank, shards[0], index, shapes)
-            hypers.append({} if owner is None else first.groups[owner])  # ZeRO rebuilds Adagrad with one group
-        for part, shard in enumerate(shards):
-            _add_part(builder, rank, shard, index, buffer, part)
-        members[buffer.group] += map(rank.param, shapes)
-        flats.append(replace(buffer, names=tuple(name for name, _ in entries)))
+        if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
+            hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
+        for held in parts:
+            shapes = {strip_compiled(name): shape for name, shape in held.shapes.items()}
+            rank.shapes.update(shapes)
+            if save.is_sharded:
+                buffer = join_reserved(owner or 0, tuple(shapes), tuple(shapes.values()), len(shards))
+            else:
+                buffer = _join_group(builder, [shards[dp_rank] for dp_rank in held.ranks], index, shapes)
+                _add_empty(builder, rank, shards[held.ranks[0]], index, shapes)
+            for part, dp_rank in enumerate(held.ranks):
+                _add_part(builder, rank, shards[dp_rank], index, buffer, part, held.first)
+            members[buffer.group] += map(rank.param, shapes)
+            flats.append(replace(buffer, names=tuple(held.shapes), ranks=held.ranks if len(parts) > 1 else None))
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
 
@@ -82,7 +117,15 @@ def _add_empty(builder: Builder, rank: ModelRank, shard: FileHeader, group: int,
             builder.add(rank, name, MASTER, shard, replace(nothing, shape=shape))
 
 
-def _add_part(builder: Builder, rank: ModelRank, shard: FileHeader, index: int, buffer: FlatBuffer, part: int) -> None:
+def _add_part(
+    builder: Builder,
+    rank: ModelRank,
+    shard: FileHeader,
+    index: int,
+    buffer: FlatBuffer,
+    part: int,
+    first: Mapping[str, int],
+) -> None:
     """What a data-parallel rank holds of a flat buffer: the master, and the optimizer's states."""
     optim, path, cuts = _get_optim(shard), builder.save.path(shard), buffer.cuts(part)
     found = _count_elements(builder, shard, index)
@@ -95,7 +138,7 @@ def _add_part(builder: Builder, rank: ModelRank, shard: FileHeader, index: int, 
             "another run or world size; put the right one back."
         )
     if not buffer.by_parameter:
-        _check_slices(shard, path, index, cuts)
+        _check_slices(shard, path, index, cuts, first)
     master = optim.masters[index]
     for cut in cuts:
         if cut.offset + cut.numel > master.numel:
@@ -109,14 +152,14 @@ def _add_part(builder: Builder, rank: ModelRank, shard: FileHeader, index: int, 
         builder.add_states(rank, cuts, optim.tensors[index], stored, shard)
 
 
-def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut]) -> None:
+def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut], first: Mapping[str, int]) -> None:
     """The names in ``param_slice_mappings`` tell a shard of another rank or run; without round robin they are right."""
     if (shard.config.get("zero_optimization") or {}).get("round_robin_gradients"):
         return
     slices = _get_optim(shard).slices
     expected = [(cut.name, cut.offset, cut.numel) for cut in cuts]
     held = slices[group] if group < len(slices) else ()
-    found = [(strip_compiled(name), start, numel) for name, start, numel in held]
+    found = [(strip_compiled(number_expert(name, first)), start, numel) for name, start, numel in held]
     if sorted(found) != sorted(expected):
         odd = sorted(set(found) ^ set(expected))[0]
         raise CheckpointError(

@@ -15,11 +15,12 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 
 from ..atoms import count, strip_compiled
 from ..errors import UnsupportedError
-from ..flat import FlatBuffer, join_parameters, join_reserved
+from ..experts import drop_fixed, find_expert, number_expert
+from ..flat import FlatBuffer, count_degree, join_parameters, join_reserved
 from ..topology import Topology
 from .coverage import name_device
 from .optimizer import to_plain
-from .parallel import Instance, find_instances, find_place
+from .parallel import Instance, find_experts, find_instances, find_place
 
 
 @dataclass(slots=True)
@@ -102,7 +103,9 @@ class Target(ABC):
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        for name, param in engine.module.named_parameters(remove_duplicate=False):
+        self.experts = find_experts(engine)
+        for own, param in engine.module.named_parameters(remove_duplicate=False):
+            name = self._number(own)
             first = self.names.setdefault(id(param), name)
             if first != name:
                 self.aliases[strip_compiled(name)] = strip_compiled(first)
@@ -111,6 +114,15 @@ class Target(ABC):
         self.layout: list[FlatBuffer] = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
+
+    def _number(self, name: str) -> str:
+        """A name of this rank's module → the whole model's, which numbers experts otherwise."""
+        return number_expert(name, {layer: held.first for layer, held in self.experts.items()})
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank tells the others what its replicas, or those of its experts, hold as well."""
+        return self.place.dp_rank == 0 or any(held.is_first_replica for held in self.experts.values())
 
     def _find_empty(self) -> set[str]:
         """Trained parameters of which this tensor-parallel rank holds no element (AutoTP: more ranks than heads).
@@ -131,6 +143,8 @@ class Target(ABC):
 
     def add_flat(self, buffer: FlatBuffer, part: int, holder: torch.Tensor) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
+        if buffer.names and (expert := find_expert(buffer.names[0])):
+            buffer = replace(buffer, ranks=self.experts[expert[0]].ranks)
         self.layout.append(buffer)
         self.flats.append(LiveBuffer(replace(buffer, names=tuple(map(strip_compiled, buffer.names))), part, holder))
 
@@ -155,6 +169,7 @@ class Target(ABC):
             dp=self.dp,
             tp=self.place.tp,
             pp=self.place.pp,
+            ep=count_degree(self.layout, self.place.dp),
             master=dtype_name(self.flats[0].data.dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
@@ -198,13 +213,14 @@ class Target(ABC):
         """Param groups as the user made them: (raw name, owned by the optimizer), frozen parameters included."""
         recorded = getattr(self.engine, "_ucp_param_groups", None)
         if recorded is not None:
-            return [[(name, strip_compiled(name) in self.owned) for name in group] for group in recorded]
+            named = [list(map(self._number, group)) for group in recorded]
+            return [[(name, strip_compiled(name) in self.owned) for name in group] for group in named]
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
 
     def live_hyper(self) -> list[dict[str, Any]]:
         """Hyper-parameters of these groups; of what is no plain data the type alone."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{key: to_plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        return [{k: to_plain(value) for k, value in drop_fixed(group).items() if k != "params"} for group in groups]
 
     def extras(self) -> list[LiveBuffer]:
         """Parameters without optimizer, and persistent buffers."""
@@ -212,7 +228,7 @@ class Target(ABC):
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
-                found.append(hold_whole(strip_compiled(name), buffer, is_buffer=True))
+                found.append(hold_whole(strip_compiled(self._number(name)), buffer, is_buffer=True))
         return found
 
     def param_group(self, flat: LiveBuffer) -> int:

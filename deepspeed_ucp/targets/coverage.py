@@ -30,8 +30,14 @@ def check_engine(engine: Any) -> None:
         if found:
             listed = "" if found is True else f" ({shorten(found)})"
             raise UnsupportedError(f"{told.format(listed)} {OWN_LOAD}")
-    if getattr(engine, "has_moe_layers", False):
+    if getattr(engine, "has_moe_layers", False) and not _keeps_known_experts(engine):
         raise UnknownLayoutError("the engine has mixture-of-experts layers")
+
+
+def _keeps_known_experts(engine: Any) -> bool:
+    """DeepSpeed's own experts without model parallelism; AutoEP's layers are of another kind."""
+    autoep = any(hasattr(child, "expert_placement_descriptor") for child in engine.module.modules())
+    return engine.mp_world_size <= 1 and not autoep
 
 
 def _keeps_nvme(engine: Any) -> bool:

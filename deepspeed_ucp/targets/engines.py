@@ -142,7 +142,9 @@ class TorchTarget(Target):
             for param in fields["params"]:
                 if param.requires_grad and param.numel():
                     self.add_flat(join_parameters(group, *self.describe([param])), 0, param)
-        if self.place.pp == 1:  # where a pipeline's stage ends is part of the topology, an optimizer's order is not
+        if (
+            self.place.pp == 1 and not self.experts
+        ):  # where a pipeline's stage ends is part of the topology, an optimizer's order is not
             self.layout.clear()
 
     @property

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..experts import drop_fixed
+
 _SIZES = (5, 3, 2)
 """Sizes of the probe parameter's first dimensions; further ones have 2 elements."""
 
@@ -166,7 +168,7 @@ def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    return set(live) - {"params", *_ALWAYS_KEPT} <= set(saved)
+    return set(drop_fixed(live)) - {"params", *_ALWAYS_KEPT} <= set(saved)
 
 
 def to_plain(value: Any) -> Any:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_rank,
@@ -119,6 +121,53 @@ def find_instances(engine: Any) -> dict[str, Instance]:
             instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tied)
             found[strip_compiled(f"tied_modules.{key}.{name}")] = instance
     return {name: instance for name, instance in found.items() if instance.count > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldExperts:
+    """What a rank holds of a mixture-of-experts layer.
+
+    Attributes:
+        first: the number, in the whole layer, of the first expert that it holds.
+        ranks: data-parallel ranks that hold the same experts; None where all of them do.
+        is_first_replica: it is the first of these.
+    """
+
+    first: int
+    ranks: range | None
+    is_first_replica: bool
+
+
+def find_experts(engine: Any) -> dict[str, HeldExperts]:
+    """What this rank holds of every layer of DeepSpeed's own experts, by what the names of their parameters begin with.
+
+    Raises:
+        UnknownLayoutError: ranks that hold the same experts and are not evenly spaced.
+    """
+    if not getattr(engine, "has_moe_layers", False):
+        return {}
+    found = {}
+    for name, module in engine.module.named_modules():
+        if isinstance(module, MoE):
+            group, prefix = module.expert_group_name, f"{name}.deepspeed_moe" if name else "deepspeed_moe"
+            found[f"{prefix}.experts.deepspeed_experts."] = HeldExperts(
+                groups._get_expert_parallel_rank(group) * module.num_local_experts,
+                _find_replicas(engine, group),
+                groups._get_expert_data_parallel_rank(group) == 0,
+            )
+    return found
+
+
+def _find_replicas(engine: Any, group: str) -> range | None:
+    everyone = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
+    held = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
+    if len(held) == len(everyone):
+        return None
+    places = [everyone.index(rank) for rank in held]
+    ranks = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
+    if list(ranks) != places:
+        raise UnknownLayoutError(f"data-parallel ranks {places} hold the same experts, and are not evenly spaced")
+    return ranks
 
 
 def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
