@@ -7,7 +7,7 @@ whole layer, as the file of that expert names it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(?=\.|$)")
@@ -62,3 +62,45 @@ def list_holders(dp: int, replicas: int, *, data_first: bool) -> list[range]:
 def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Hyper-parameters of a param group; of experts' without what names process groups of the engine."""
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in _FIXED)}
+
+
+def pick_held(names: Sequence[str], degree: int, place: int) -> list[str]:
+    """Of a param group's names, with those of all experts, the ones that an expert-parallel rank has, in its own order.
+
+    Args:
+        names: what all ranks of a live engine hold of the group, one rank's names behind the other's.
+        degree: expert-parallel ranks.
+        place: the rank among them.
+
+    Raises:
+        ValueError: the degree does not fit, or the optimizer has the experts in another order than the module.
+    """
+    counts = count_experts(names)
+    if not counts:
+        return list(names)
+    largest = max(counts.values())
+    if names not in [[name for part in _deal(names, counts, each) for name in part] for each in range(1, largest + 1)]:
+        raise ValueError("the optimizer has the experts in another order than the module")
+    dealt = _deal(names, counts, degree)
+    if not dealt:
+        raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
+    return dealt[place]
+
+
+def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
+    """Names by expert-parallel rank, layer by layer and expert by expert; empty where the degree does not fit."""
+    if any(count % degree for count in counts.values()):
+        return []
+    ends: dict[str, dict[str, None]] = {layer: {} for layer in counts}
+    for name in names:
+        if found := _EXPERT.match(name):
+            ends[found[1]][name[found.end() :]] = None
+    return [
+        [
+            f"{layer}{expert}{end}"
+            for layer, count in counts.items()
+            for expert in range(place * (count // degree), (place + 1) * (count // degree))
+            for end in ends[layer]
+        ]
+        for place in range(degree)
+    ]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from ..atoms import MASTER, GroupInfo, count, strip_compiled
 from ..errors import MismatchError, shorten
+from ..experts import DATA_FIRST, drop_fixed, find_expert, list_holders, pick_held
 from ..flat import Cut, FlatBuffer, join_parameters
 from .builder import Builder
 from .headers import FileHeader, Piece, Shape, TensorStates
@@ -66,9 +68,35 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
     owned = [
         {n: shape for n, shape in held.items() if n not in lost} for held, lost in zip(trained, losses, strict=True)
     ]
+    if save.expert_optims:
+        _add_experts(builder, save, parts, owned)
+        return
     builder.ranks, builder.instances = list_ranks(save, [list(names) for names in owned])
     for rank, part, shapes, everything in zip(builder.ranks, parts, owned, trained, strict=True):
         _add_part(builder, rank, part, shapes, everything if save.pp > 1 else {})
+
+
+def _add_experts(
+    builder: Builder, save: Save, parts: Sequence[NamedOptimizer], owned: Sequence[Mapping[str, Shape]]
+) -> None:
+    """What the optimizers of all expert-parallel ranks hold; what is not an expert's they hold alike."""
+    builder.ranks, builder.instances = list_ranks(save, [list(dict.fromkeys(chain(*owned)))])
+    whole = builder.ranks[0]
+    holders = list_holders(save.dp, save.dp // len(parts), data_first=bool(save.main.config.get(DATA_FIRST)))
+    for ranks, part, shapes in zip(holders, parts, owned, strict=True):
+        rank, is_first = ModelRank(), not whole.shapes
+        _add_part(builder, rank, part, {n: shape for n, shape in shapes.items() if n not in whole.shapes}, shapes)
+        whole.shapes.update(rank.shapes)
+        for flat in rank.flats:
+            if any(map(find_expert, flat.names)):
+                whole.flats += (replace(flat, ranks=ranks if len(parts) > 1 else None),)
+            elif is_first:
+                whole.flats += (flat,)
+        known = [group.members for group in whole.groups] or [()] * len(rank.groups)
+        whole.groups = tuple(
+            GroupInfo(members + group.members, drop_fixed(group.hyper))
+            for members, group in zip(known, rank.groups, strict=True)
+        )
 
 
 def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
@@ -90,10 +118,40 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
     for mp in range(save.tp):
         header = save.models[mp][0]
         tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
+        tensors |= {name: (expert, piece) for expert in save.experts for name, piece in (expert.layer or {}).items()}
         shapes = {name: piece.shape for name, (_, piece) in tensors.items()}
-        groups = fit_groups(save.optim(mp), save.model(mp), shapes, live, save.path(header))
-        parts.append(NamedOptimizer(header, save.optim(mp), groups, shapes, tensors))
+        for place, file in enumerate(save.expert_optims or [header]):
+            optim, path = file.optim or save.optim(mp), save.path(file)
+            held = _pick_experts(save, live, place, path) if save.expert_optims else live
+            groups = fit_groups(optim, save.model(mp), shapes, held, path)
+            parts.append(NamedOptimizer(file, optim, groups, shapes, tensors))
     return parts
+
+
+def _pick_experts(save: Save, live: GroupNames | None, place: int, path: str) -> GroupNames:
+    """Of the live groups what an expert-parallel rank of the saved run had in them.
+
+    Raises:
+        MismatchError: the files do not tell which rank had which experts.
+    """
+    optim = save.expert_optims[place].optim
+    if len({str(group.get("name")) for group in (optim.groups if optim else ()) if group.get("moe")}) > 1:
+        raise MismatchError(
+            f"{path}: stage 0 does not save which layer's experts were spread over how many ranks, and here were "
+            "several such degrees. Resume in the topology that saved it, or load with load_optimizer_states=False."
+        )
+    picked = []
+    for group in live or ():
+        owned = dict(group)
+        try:
+            names = pick_held(list(owned), len(save.expert_optims), place)
+        except ValueError as error:
+            raise MismatchError(
+                f"{path}: {error}. Stage 0 saves no parameter names: give the optimizer the experts in the module's "
+                "order, or load with load_optimizer_states=False."
+            ) from error
+        picked.append([(name, owned[name]) for name in names])
+    return picked
 
 
 def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Shape]:
