@@ -1,0 +1,155 @@
+"""What ranks do with engines of DeepSpeed's own experts; states are told by the experts' numbers in the whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+EXPERTS = 4
+BATCH = 8
+FEATURES = 6
+
+States = dict[tuple[str, str], Tensor]
+"""By parameter and state; ``fp32`` is the master, ``copy`` the model's own."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """An engine: ranks, ZeRO stage, precision, expert-parallel degrees of its two layers, order of the groups."""
+
+    world: int
+    stage: int
+    precision: str
+    degrees: tuple[int, int]
+    data_first: bool = False
+
+    def __str__(self) -> str:
+        order = "-data-first" if self.data_first else ""
+        return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
+
+
+class Layers(nn.Module):
+    """Two layers of experts, one of them residual, with tokens that depend on no other token."""
+
+    def __init__(self, degrees: tuple[int, int]):
+        super().__init__()
+        self.first = nn.Linear(4, FEATURES)
+        self.residual = self._make(degrees[0], use_residual=True)
+        self.plain = self._make(degrees[1])
+        self.last = nn.Linear(FEATURES, 1)
+
+    @staticmethod
+    def _make(degree: int, **options: Any) -> MoE:
+        expert = nn.Sequential(nn.Linear(FEATURES, 8), nn.Linear(8, FEATURES))
+        return MoE(FEATURES, expert, EXPERTS, ep_size=degree, drop_tokens=False, min_capacity=0, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.residual(torch.tanh(self.first(x)))[0])
+        return self.last(torch.tanh(self.plain(x)[0]))
+
+
+def make(spread: Spread, seed: int) -> Any:
+    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+        known.clear()  # named by the degree alone, whatever the order
+    config: dict[str, Any] = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": spread.stage},
+        "checkpoint": {"universal": True},
+        "use_data_before_expert_parallelism": spread.data_first,
+    }
+    if spread.precision != "fp32":
+        config[spread.precision] = {"enabled": True}
+    torch.manual_seed(seed + dist.get_rank())
+    module = Layers(spread.degrees)
+    params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
+    params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
+    return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
+        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(own.to(next(engine.module.parameters()).dtype)).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def name_parameters(module: nn.Module) -> dict[int, str]:
+    names = {id(param): name for name, param in module.named_parameters()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, MoE):
+            first = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+            for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+                head = f"{name}.deepspeed_moe.experts.deepspeed_experts.{first + number}"
+                names.update({id(param): f"{head}.{rest}" for rest, param in expert.named_parameters()})
+    return names
+
+
+def read_states(engine: Any) -> States:
+    """Everything that this rank and its replicas hold; partitions are gathered over their own groups."""
+    names, wrapped = name_parameters(engine.module), engine.optimizer
+    found = {(names[id(param)], "copy"): param.detach().clone() for param in engine.module.parameters()}
+    if hasattr(wrapped, "partition_count"):
+        for group, params in enumerate(wrapped.round_robin_bit16_groups):
+            part = wrapped.single_partition_of_fp32_groups[group]
+            for state, tensor in {"fp32": part, **wrapped.optimizer.state[part]}.items():
+                whole = tensor
+                if tensor.dim():
+                    parts = [torch.empty_like(tensor.data) for _ in range(wrapped.partition_count[group])]
+                    dist.all_gather(parts, tensor.data, group=wrapped.real_dp_process_group[group])
+                    whole = torch.cat(parts)
+                for param in params:
+                    mine, whole = (whole[: param.numel()], whole[param.numel() :]) if whole.dim() else (whole, whole)
+                    shape = param.shape if mine.dim() else ()
+                    found[names[id(param)], state] = mine.detach().clone().view(shape)
+        return found
+    optimizer = getattr(wrapped, "optimizer", wrapped)
+    masters = getattr(wrapped, "fp32_groups", None) or [group["params"] for group in wrapped.param_groups]
+    params = getattr(wrapped, "fp16_groups", None) or masters
+    for param, master in zip(chain(*params), chain(*masters), strict=True):
+        for state, tensor in {"fp32": master, **optimizer.state[master]}.items():
+            found[names[id(param)], state] = tensor.detach().clone()
+    return found
+
+
+def save(spread: Spread, folder: str, seed: int) -> tuple[States, list[float]]:
+    """Train, save, go on: what was held at the save, and the losses after it."""
+    engine = make(spread, seed)
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    states = read_states(engine)
+    losses = train(engine, range(3, 5))
+    engine.destroy()
+    return states, losses
+
+
+def load_each(spread: Spread, folders: Sequence[str]) -> list[tuple[bool, States, list[float]] | str]:
+    """One engine takes them all, one after the other; of a refusal its text."""
+    engine, found = make(spread, seed=77), []
+    for folder in folders:
+        try:
+            engine.load_checkpoint(folder)
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            direct, states = engine.ucp_report.direct, read_states(engine)
+            found.append((direct, states, train(engine, range(3, 5))))
+    engine.destroy()
+    return found
