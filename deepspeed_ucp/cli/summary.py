@@ -161,7 +161,7 @@ def _describe_resume(index: AtomicIndex) -> str:
     if not any(key.state not in (MODULE, COPY) for key in index.stored.atoms):
         return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"
     zero = f"ZeRO-{topology.zero_stage} dp {topology.dp}" if topology.zero_stage else "stage 0"
-    where = f"{zero} tp {topology.tp} pp {topology.pp}"
+    where = f"{zero} tp {topology.tp} pp {topology.pp}" + (f" ep {topology.ep}" if topology.ep > 1 else "")
     return f"by DeepSpeed itself with {where} only, by deepspeed_ucp on any topology"
 
 

@@ -27,7 +27,7 @@ DEEPSPEEDS = frozenset(
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
         *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"),
         *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"),
-        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config"),
+        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config", "ds_autoep_layers"),
     ]
 )
 """Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and kin)."""

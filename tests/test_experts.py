@@ -1,0 +1,73 @@
+"""What experts are called, and which ranks hold them."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_ucp.experts import count_experts, drop_fixed, find_expert, list_holders, number_expert, pick_held
+
+LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
+
+
+def name_all(layers: int, experts: range, ends: tuple[str, ...] = ("w", "b")) -> list[str]:
+    return [
+        f"{layer}.deepspeed_moe.experts.deepspeed_experts.{expert}.{end}"
+        for layer in range(layers)
+        for expert in experts
+        for end in ends
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        (f"{LAYER}12.fc.weight", (LAYER, 12)),
+        ("deepspeed_moe.experts.deepspeed_experts.0.bias", ("deepspeed_moe.experts.deepspeed_experts.", 0)),
+        (f"{LAYER}12fc.weight", None),
+        ("body.3.deepspeed_moe.gate.wg.weight", None),
+        ("mydeepspeed_moe.experts.deepspeed_experts.1.w", None),
+        (f"a.{LAYER}1.{LAYER}2.w", (f"a.{LAYER}1.{LAYER}", 2)),
+    ],
+)
+def test_an_experts_parameter_is_known_by_its_name(name: str, found: tuple[str, int] | None) -> None:
+    assert find_expert(name) == found
+
+
+def test_numbers_are_those_of_the_whole_layer() -> None:
+    assert count_experts([f"{LAYER}0.w", f"{LAYER}2.w", "dense"]) == {LAYER: 3}
+    assert number_expert(f"{LAYER}1.fc.w", {LAYER: 6}) == f"{LAYER}7.fc.w"
+    assert number_expert(f"{LAYER}1.fc.w", {"another.": 6}) == f"{LAYER}1.fc.w"
+    assert number_expert("dense", {LAYER: 6}) == "dense"
+
+
+def test_ranks_of_both_orders() -> None:
+    """As utils/groups.py deals them, for 8 ranks and 4 expert-parallel ones."""
+    assert list(map(list, list_holders(8, 2, data_first=False))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list(map(list, list_holders(8, 2, data_first=True))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list_holders(3, 3, data_first=False) == [range(3)]
+
+
+@pytest.mark.parametrize("live", [1, 2, 4])
+@pytest.mark.parametrize("saved", [1, 2, 4])
+def test_a_ranks_names_in_its_modules_order(live: int, saved: int) -> None:
+    own = 4 // live
+    names = [name for rank in range(live) for name in name_all(2, range(rank * own, rank * own + own))]
+    for rank in range(saved):
+        held = 4 // saved
+        assert pick_held(names, saved, rank) == name_all(2, range(rank * held, rank * held + held))
+
+
+def test_names_that_cannot_be_dealt() -> None:
+    by_expert = [name for expert in range(4) for layer in (0, 1) for name in name_all(2, range(expert, expert + 1))]
+    with pytest.raises(ValueError, match="another order"):
+        pick_held([*reversed(name_all(2, range(4)))], 2, 0)
+    with pytest.raises(ValueError, match="another order"):
+        pick_held(sorted(set(by_expert), key=by_expert.index)[1:], 2, 0)
+    with pytest.raises(ValueError, match="3 expert-parallel ranks do not fit"):
+        pick_held(name_all(1, range(4)), 3, 0)
+    assert pick_held(["dense", "other"], 3, 1) == ["dense", "other"]
+
+
+def test_what_names_process_groups_is_no_hyper_parameter() -> None:
+    assert drop_fixed({"lr": 1, "name": "ep_size_2", "moe": True}) == {"lr": 1}
+    assert drop_fixed({"lr": 1, "name": "mine"}) == {"lr": 1, "name": "mine"}
