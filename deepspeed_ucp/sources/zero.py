@@ -16,7 +16,7 @@ from .builder import Builder
 from .headers import FileHeader, OptimHeader, Shape
 from .module import add_tensors
 from .ranks import ModelRank, fill_param_shapes, list_ranks
-from .save import describe_offload
+from .save import Save, describe_offload
 
 
 def build_zero(builder: Builder) -> None:

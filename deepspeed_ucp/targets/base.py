@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..flat import FlatBuffer, count_degree, join_parameters, join_reserved
 from ..topology import Topology
 from .coverage import name_device
 from .optimizer import to_plain
-from .parallel import Instance, find_experts, find_instances, find_place
+from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Target(ABC):
     """
 
     wrapper = ""
+    experts: Mapping[str, HeldExperts] = MappingProxyType({})
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
