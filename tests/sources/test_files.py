@@ -10,10 +10,12 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.sources import check_tag, find_tags, read_latest
 from deepspeed_ucp.sources.files import (
     NO_AXIS,
+    NO_LAYER,
     compare_listings,
     holds_atoms,
     list_entries,
     list_sizes,
+    name_expert,
     sort_files,
 )
 
@@ -55,9 +57,6 @@ def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
     ("name", "kind"),
     [
         ("layer_00-expert_01-model_01-model_states.pt", "axes of its own"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
-        ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts"),
         ("offloaded_tensors", "NVMe"),
     ],
 )
@@ -69,6 +68,15 @@ def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path, name: st
         (tmp_path / name).mkdir()
     with pytest.raises(UnsupportedError, match=f"{name} belongs to .*{kind}"):
         sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+
+
+def test_files_of_experts_have_roles(tmp_path: Path) -> None:
+    names = ["layer_2_expert_13_mp_rank_01_model_states.pt", "expert_3_mp_rank_00_model_states.pt"]
+    touch(tmp_path, MODEL, *names, "expp_rank_5_mp_rank_01_optim_states.pt")
+    listing = sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+    assert listing.experts == {(2, 13, 1): names[0], (NO_LAYER, 3, 0): names[1]}
+    assert listing.expert_optim == {(1, 5): "expp_rank_5_mp_rank_01_optim_states.pt"}
+    assert [name_expert(*key) for key in listing.experts] == names
 
 
 def test_a_folder_without_model_states_is_refused(tmp_path: Path) -> None:
