@@ -36,6 +36,12 @@ def make_sharded_lora() -> torch.nn.Module:
     return module
 
 
+def make_autoep() -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.expert_placement_descriptor = {}  # type: ignore[assignment]
+    return module
+
+
 NVME = SimpleNamespace(device=SimpleNamespace(value="nvme"))
 MUON = SimpleNamespace(use_muon=True, save_muon_momentum_buffer_in_memory=True)
 
@@ -61,8 +67,12 @@ def test_state_that_no_load_restores_is_refused_by_name(engine: Any, words: tupl
 
 @pytest.mark.parametrize(
     "engine",
-    [make_engine(has_moe_layers=True), make_engine(SimpleNamespace())],
-    ids=["experts", "unknown wrapper"],
+    [
+        make_engine(has_moe_layers=True, mp_world_size=2),
+        make_engine(has_moe_layers=True, mp_world_size=1, module=make_autoep()),
+        make_engine(SimpleNamespace()),
+    ],
+    ids=["experts in parallel", "autoep", "unknown wrapper"],
 )
 def test_a_layout_that_only_deepspeed_knows(engine: Any) -> None:
     with pytest.raises(UnknownLayoutError):
