@@ -339,7 +339,7 @@ def test_headers_only_leaves_the_tensors_alone(tmp_path: Path) -> None:
 
 def test_kinds_that_are_not_covered_are_checked_for_damage_all_the_same(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 2))
-    torch.save({"x": torch.ones(100)}, path / "layer_0_expert_0_mp_rank_00_model_states.pt")
+    torch.save({"x": torch.ones(100)}, path / "layer_00-expert_01-model_01-model_states.pt")
     assert tell(verify_checkpoint(str(path))) == [("unsupported", "")]
     flip_largest(path / OPTIM.format(1))
     assert tell(verify_checkpoint(str(path))) == [("unsupported", ""), ("crc", OPTIM.format(1))]

@@ -64,6 +64,7 @@ class Stage:
 
     def __init__(self, pp_rank: int, groups: list[tuple[float, list[str]]], dp_rank: int = 0) -> None:
         self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)
+        self.is_first_replica = dp_rank == 0
         self.groups = groups
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
@@ -81,6 +82,13 @@ def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
     for joined, hyper in run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm)):
         assert joined == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
         assert [fields["weight_decay"] for fields in hyper] == [0.1, 0.0]
+
+
+def test_experts_of_all_ranks_are_in_a_group() -> None:
+    ranks: list[Any] = [Stage(0, [(0.1, ["dense"]), (0.1, ["e.0"])]), Stage(0, [(0.1, ["dense"]), (0.1, ["e.1"])])]
+    for joined, hyper in run_ranks(2, lambda rank, comm: join_groups(ranks[rank], comm)):
+        assert joined == [[("dense", True)], [("e.0", True), ("e.1", True)]]
+        assert len(hyper) == 2
 
 
 def test_the_same_parameter_in_two_stages_is_named_once() -> None:
