@@ -20,8 +20,8 @@ import torch
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError
+from ..io.memory import pause_collection
 from ..stream.checks import Checks
-from ..stream.report import pause_collection
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,

@@ -14,13 +14,13 @@ from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..io.memory import identify_host
+from ..io.memory import identify_host, pause_collection
 from ..patterns import RuleSet, from_config
 from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import holds_atoms, list_entries
 from ..sources.ownfiles import compare_own_files, list_own_globals
-from ..stream.report import OutputReport, pause_collection
+from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load

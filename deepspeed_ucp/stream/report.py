@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,18 +75,3 @@ class OutputReport(Report):
         """Some of it as plain data."""
         told = asdict(self)
         return {name: told[name] for name in names}
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Make many small acyclic objects without Python's cyclic collector walking torch's heap again and again.
-
-    For the headers of a 1 T model's checkpoint that walk takes three quarters of the time (docs/benchmarks.md).
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from deepspeed_ucp.stream.report import pause_collection
+from deepspeed_ucp.io.memory import pause_collection
 
 
 def fail_inside() -> None:
