@@ -93,6 +93,7 @@ class Degrees:
             dp=self.shards if self.partitions else 1,
             tp=self.tp,
             pp=self.pp,
+            ep=1,
             master=self.master,
             elastic=source.elastic and self.wrapper == "zero12",
             flats=(),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
+from ..experts import find_expert
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet
 from ..plan.match import Match, pick_instance
@@ -23,6 +24,7 @@ ALIGNMENT = 2
 """ZeRO 1/2 and BF16_Optimizer pad flat buffers to this times dp elements (``nccl_start_alignment_factor``)."""
 
 EQUAL = "Tensor-parallel ranks hold equal parts; the live model's own shapes count in the load."
+EXPERTS = "Every rank holds all experts (expert-parallel degree 1)."
 ORDER = "Parameters lie in the flat buffers in the order in which they were saved."
 
 
@@ -142,6 +144,7 @@ def foretell_target(
     names = [name for group in groups for name in group] + others
     local, layouts, origin = _settle(index, degrees, names, rules, shapes)
     assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
+    assumed += [EXPERTS] if any(map(find_expert, names)) else []
     if stages is None:
         weights = {name: sum(atom.nbytes for atom in atoms[ParamKey(name)]) for name in names}
         stages, how = place_stages(index, names, weights, degrees.pp)

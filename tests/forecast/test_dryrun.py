@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from deepspeed_ucp.forecast.degrees import Degrees, parse_degrees
 from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, measure
 from deepspeed_ucp.forecast.estimate import measure_plan
 from deepspeed_ucp.forecast.sample import Sampler
-from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
+from deepspeed_ucp.forecast.target import EXPERTS, ForecastTarget, foretell_target
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.ranks import run_ranks
@@ -273,6 +274,15 @@ def test_the_checkpoints_stages_are_kept_where_their_number_is(tmp_path: Path) -
     live = live_stages(held.make_targets())
     for number, part in enumerate(found.model_ranks):
         assert set(part.match.params) == {name for name, stages in live.items() if number // 2 in stages}
+
+
+def test_experts_are_planned_whole_and_that_is_told(tmp_path: Path) -> None:
+    model = Model((Param("dense", (5,)), Param("body.deepspeed_moe.experts.deepspeed_experts.0.w", (6,), group=1)))
+    folder = write_checkpoint(tmp_path, model, random_state(model, 1, precision="fp32"), Topology(1, 2))
+    index = open_checkpoint(str(folder), Comm())
+    assert EXPERTS in foretell_target(index, parse_degrees("dp=3", index.run.topology)).assumed
+    spread = index.change(topology=replace(index.run.topology, ep=2))
+    assert "ep 2 → 1" in dry_run(spread, parse_degrees("dp=2", spread.run.topology)).differences
 
 
 def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp_path: Path) -> None:
