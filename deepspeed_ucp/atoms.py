@@ -24,6 +24,12 @@ MODULE = "module"
 COPY = "copy"
 """State name of the model's own copy of an optimized parameter (16-bit, or fp32), as the module states hold it."""
 
+MOMENTUM = "momentum_buffer"
+"""State name of what Muon keeps; other optimizers keep a state of that name as well."""
+
+USE_MUON = "use_muon"
+"""Hyper-parameter of the param groups of DeepSpeed's Muon: whether it is used, or an Adam."""
+
 ITEMSIZE = {
     "float64": 8,
     "float32": 4,
@@ -174,11 +180,13 @@ class StoredAtoms:
     Attributes:
         files, records: that atoms' fragments refer to by number.
         atoms: by parameter, state and instance.
+        repeated: elements that lie in the files a second time, as lane and fragment; they have to be the same.
     """
 
     files: tuple[FileRef, ...]
     records: tuple[Record, ...]
     atoms: dict[AtomKey, Atom]
+    repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

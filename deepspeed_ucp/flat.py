@@ -81,6 +81,11 @@ class FlatBuffer:
             offsets=tuple(self.offsets[place] for place in places),
         )
 
+    def join_touched(self, part: int) -> FlatBuffer:
+        """The parameters of which a partition holds some elements, whole, one behind the other on one rank."""
+        touched = self.keep(cut.name for cut in self.cuts(part))
+        return join_parameters(self.group, touched.names, touched.shapes)
+
     def _cut_parameters(self, part: int) -> Iterator[Cut]:
         for name, whole, offset in zip(self.names, self.numels, self.offsets, strict=True):
             size = -(-whole // self.parts)  # as cut_parameter, which a call for each of thousands of ranks would slow

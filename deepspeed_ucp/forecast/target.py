@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, AtomicIndex, ParamKey, count
 from ..experts import find_expert
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet
@@ -150,12 +150,13 @@ def foretell_target(
         stages, how = place_stages(index, names, weights, degrees.pp)
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
     states = list_states(index)
+    whole = [_list_whole(index, number, degrees) for number in range(len(groups))]
 
     def lay_out(stage: int, lane: int) -> ModelRank:
         shapes = {name: held[lane] for name, held in local.items() if stage in stages[name]}
         match = Match({name: _pick_instance(index, name, stages[name], stage) for name in shapes})
         flats = [
-            HeldBuffer(flat, 0, lane, degrees.master, join_states(flat, match, states))
+            HeldBuffer(flat, 0, lane, degrees.master, join_states(flat, match, states), whole=whole[number])
             for number, group in enumerate(groups)
             for flat in _lay_group(number, group, shapes, degrees)
         ]
@@ -172,6 +173,12 @@ def foretell_target(
 
 def _pick_instance(index: AtomicIndex, name: str, stages: Sequence[int], stage: int) -> ParamKey:
     return pick_instance(index, name, stages.index(stage), len(stages))
+
+
+def _list_whole(index: AtomicIndex, group: int, degrees: Degrees) -> tuple[str, ...]:
+    """ZeRO 1 and 2 keep Muon's momentum of whole parameters."""
+    is_muon = group < len(index.run.groups) and index.run.groups[group].hyper.get(USE_MUON)
+    return (MOMENTUM,) if is_muon and degrees.wrapper == "zero12" else ()
 
 
 def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees) -> FlatBuffer:

@@ -164,7 +164,7 @@ def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequen
     for flat, each in zip_longest(target.flats, states):
         dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
         live = each.live if each else ()
-        flats.append(HeldBuffer(flat.buffer, flat.part, lane, dtype_name(flat.data.dtype), dtypes, live))
+        flats.append(HeldBuffer(flat.buffer, flat.part, lane, dtype_name(flat.data.dtype), dtypes, live, flat.whole))
     tensors = [HeldBuffer(extra.buffer, extra.part, lane, dtype_name(extra.data.dtype)) for extra in extras]
     return TargetLayout(flats, tensors)
 

@@ -103,12 +103,6 @@ class OptimizerMatch:
         if kept.other:
             listed = [f"{name} ({what})" for name, what in kept.other.items()]
             return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To go on,"
-        if self.target.optimizer.param_groups[group].get("use_muon"):
-            return (
-                f"{kind} has {', '.join(have)} for {shorten(flat.names, 3)}, which DeepSpeed keeps in a form that "
-                "depends on the ZeRO stage and the number of ranks; this release cannot cut it. Resume Muon in the "
-                "topology that saved it, or"
-            )
         if set(have) != set(kept.elementwise):
             return (
                 f"The checkpoint's optimizer ({self.index.run.optimizer or 'not named'}) keeps "
@@ -131,7 +125,7 @@ class OptimizerMatch:
         return {
             name: value
             for name, value in states.items()
-            if isinstance(value, torch.Tensor) and value.shape == flat.holder.shape
+            if isinstance(value, torch.Tensor) and value.shape == flat.find_shape(name)
         }
 
     def make_states(self, flat: LiveBuffer) -> States:
@@ -142,9 +136,11 @@ class OptimizerMatch:
         """
         kept, live, tensors = self.probe(flat), self.find_live(flat), {}
         for state, stored in self.saved_states(flat).items():
-            dtype = kept.elementwise.get(state) if kept else None
-            fresh = partial(torch.empty, flat.holder.shape, device=flat.holder.device)
-            tensors[state] = live[state] if state in live else fresh(dtype=dtype or getattr(torch, stored))
+            dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
+            shape = flat.find_shape(state)
+            fresh = partial(torch.empty, shape, device=flat.holder.device)
+            if 0 not in shape:  # padding alone
+                tensors[state] = live[state] if state in live else fresh(dtype=dtype or getattr(torch, stored))
         lazy = kept is not None and kept.lazy
         return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 

@@ -33,6 +33,7 @@ class HeldBuffer:
         dtype: of the masters, or of the tensor.
         states: optimizer states that are loaded, with the dtypes that they have here.
         live: which of these are there already.
+        whole: those that the rank keeps of whole parameters, wherever its partition touches one.
     """
 
     buffer: FlatBuffer
@@ -41,6 +42,11 @@ class HeldBuffer:
     dtype: str
     states: Mapping[str, str] = field(default_factory=dict)
     live: Collection[str] = ()
+    whole: Collection[str] = ()
+
+    def lay_state(self, state: str) -> tuple[FlatBuffer, int]:
+        """How an optimizer state lies, and which part of that the rank holds."""
+        return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,29 +196,34 @@ class _Lister:
     wants: Wants = field(default_factory=Wants)
 
     def add_flat(self, number: int, held: HeldBuffer) -> None:
-        whole = held.buffer.cuts(held.part)
-        cuts = [(cut, self.match.params[cut.name]) for cut in whole if cut.name in self.match.params]
-        buffer = self._add_buffer((MASTER, number), held, held.dtype, fresh=False)
+        buffer = self._add_buffer((MASTER, number), held.buffer, held.dtype, fresh=False)
+        cuts = self._match_cuts(held.buffer, held.part)
         weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
         self._fill(buffer, held.lane, weights)
-        spans = ((cut.offset, cut.offset + cut.numel) for cut in whole)
-        self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, held.buffer.partition)]
+        self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
         for state, dtype in held.states.items():
-            buffer = self._add_buffer((state, number), held, dtype, fresh=state not in held.live)
+            layout, part = held.lay_state(state)
+            buffer = self._add_buffer((state, number), layout, dtype, fresh=state not in held.live)
+            cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
             self._fill(buffer, held.lane, filled)
             # Of a state that some parameters lack nothing may be left to chance, in live memory neither.
             spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
-            self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, held.buffer.partition)]
+            self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, layout.partition)]
+
+    def _match_cuts(self, buffer: FlatBuffer, part: int) -> list[tuple[Cut, ParamKey]]:
+        """What a part holds of parameters that the checkpoint has."""
+        params = self.match.params
+        return [(cut, params[cut.name]) for cut in buffer.cuts(part) if cut.name in params]
 
     def add_tensor(self, number: int, held: HeldBuffer) -> None:
         if param := self.match.params.get(held.buffer.names[0]):
             atom = pick_weight(self.index, param, False, self.with_states)
-            buffer = self._add_buffer((MODULE, number), held, held.dtype, fresh=False)
+            buffer = self._add_buffer((MODULE, number), held.buffer, held.dtype, fresh=False)
             self._fill(buffer, held.lane, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
-    def _add_buffer(self, home: Home, held: HeldBuffer, dtype: str, *, fresh: bool) -> int:
-        return self.wants.add_buffer(BufferSpec(home, dtype, held.buffer.partition, fresh))
+    def _add_buffer(self, home: Home, layout: FlatBuffer, dtype: str, *, fresh: bool) -> int:
+        return self.wants.add_buffer(BufferSpec(home, dtype, layout.partition, fresh))
 
     def _fill(self, buffer: int, lane: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
         """Let atoms fill their cuts of a buffer."""

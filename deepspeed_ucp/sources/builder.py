@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -42,6 +43,7 @@ class Builder:
         self._parts: dict[AtomKey, list[list[Fragment]]] = {}
         self._shapes: dict[AtomKey, list[Shape | None]] = {}
         self._dtypes: dict[AtomKey, str] = {}
+        self._repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
         for header in save.headers:
             self._file(header)
 
@@ -107,6 +109,17 @@ class Builder:
             parts = self._find_parts(key, rank.tp, shapes[cut.name], piece.dtype, header)
             if cut.numel:
                 parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
+
+    def add_repeated(self, rank: ModelRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
+        """Add parts of a flat buffer that other ranks' files hold as well; arguments as of :meth:`add_cuts`."""
+        record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
+        for cut in cuts:
+            fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
+            self._repeated[rank.key(cut.name, state)].append((rank.tp, fragment))
+
+    def finish_repeated(self) -> dict[AtomKey, tuple[tuple[int, Fragment], ...]]:
+        """What :meth:`add_repeated` was told of, by atom."""
+        return {key: tuple(parts) for key, parts in self._repeated.items()}
 
     def _find_parts(self, key: AtomKey, tp: int, shape: Shape, dtype: str, header: FileHeader) -> list[Fragment]:
         shapes = self._shapes.get(key)

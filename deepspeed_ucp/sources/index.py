@@ -96,7 +96,7 @@ def make_index(
     model = save.model(0)
     client = tuple(builder.record(save.main, each) for each in model.others)
     return AtomicIndex(
-        stored=StoredAtoms(tuple(builder.files), tuple(builder.records), atoms),
+        stored=StoredAtoms(tuple(builder.files), tuple(builder.records), atoms, builder.finish_repeated()),
         run=RunState(
             scalars=builder.scalars,
             groups=groups,

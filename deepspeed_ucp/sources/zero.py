@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from ..atoms import MASTER, MODULE, GroupInfo, ParamKey, count, strip_compiled
+from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError
 from ..experts import DATA_FIRST, count_experts, drop_fixed, list_holders, number_expert
-from ..flat import Cut, FlatBuffer, cut_parameter, join_parameters, join_reserved
+from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
 from .builder import Builder
-from .headers import FileHeader, OptimHeader, Shape
+from .headers import FileHeader, OptimHeader, Shape, TensorStates
 from .module import add_tensors
 from .ranks import ModelRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload
@@ -149,7 +149,40 @@ def _add_part(
     builder.add_cuts(rank, MASTER, cuts, shard, master)
     if index < len(optim.tensors):
         stored = master.numel if optim.elastic else buffer.partition
-        builder.add_states(rank, cuts, optim.tensors[index], stored, shard)
+        states = optim.tensors[index]
+        if _keeps_whole_momentum(builder.save, optim, index):
+            states = _add_momentum(builder, rank, buffer, part, states, shard)
+        builder.add_states(rank, cuts, states, stored, shard)
+
+
+def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
+    """ZeRO 1 and 2 keep Muon's momentum of whole parameters, unless the optimizer is offloaded."""
+    is_muon = bool(optim.groups[optim.owners[index]].get(USE_MUON))
+    return is_muon and optim.kind == "zero12" and describe_offload(save.zero).startswith("none/")
+
+
+def _add_momentum(
+    builder: Builder, rank: ModelRank, buffer: FlatBuffer, part: int, held: TensorStates, shard: FileHeader
+) -> TensorStates:
+    """Add the momentum of the parameters that a partition touches; what else there is of states.
+
+    Each rank's own elements make up the atom; those beyond a border of its partition are other ranks' own.
+    """
+    states, touched = dict(held.states), buffer.join_touched(part)
+    piece = states.pop(MOMENTUM, None)
+    if piece is None or piece.fault:
+        return held
+    if piece.numel != touched.partition:
+        what = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
+        return replace(held, states=states, other={**held.other, MOMENTUM: what})
+    own, beyond = [], []
+    for cut, place, numel in zip(buffer.cuts(part), touched.offsets, touched.numels, strict=True):
+        own.append(replace(cut, offset=place + cut.start))
+        rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
+        beyond += [Cut(cut.name, low, high - low, place + low) for low, high in rest]
+    builder.add_cuts(rank, MOMENTUM, own, shard, piece)
+    builder.add_repeated(rank, MOMENTUM, beyond, shard, piece)
+    return replace(held, states=states)
 
 
 def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut], first: Mapping[str, int]) -> None:

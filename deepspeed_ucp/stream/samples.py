@@ -1,8 +1,9 @@
-"""Holds masters against the model's own copies at a few elements: shards of another run or step are found out."""
+"""Holds what the files hold twice against each other: shards of another run or step are found out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ..io.cast import cast
 from .reader import AtomReader
 
 _PER_FILE, _PER_SHARD = 48, 64
+_CHUNK = 4 << 20
 _TOLERATED = 0.1
 """Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
 
@@ -29,10 +31,39 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
     Training keeps them equal (the copies are made from the masters after each step), so a shard whose elements differ
     was not saved together with the model states. ZeRO 3 saves no copies; there is nothing to compare then.
 
+    What the files hold twice (:class:`~deepspeed_ucp.atoms.StoredAtoms`) is compared as a whole.
+
     Raises:
         CheckpointError: a shard of another run or step.
     """
-    comm.run(lambda: _check_share(index, touched, comm))
+    atoms = list(touched)
+
+    def check() -> None:
+        _check_share(index, atoms, comm)
+        _check_repeated(index, atoms, comm)
+
+    comm.run(check)
+
+
+def _check_repeated(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+    """Compare this rank's share of what lies in the files a second time."""
+    with AtomReader(index, checksum=False) as reader:
+        parts = [(atom, *each) for atom in touched for each in index.stored.repeated.get(atom.key, ())]
+        for atom, lane, again in parts[comm.rank :: comm.size]:
+            step, end = _CHUNK // ITEMSIZE[atom.dtype], again.start + again.numel
+            for low in range(again.start, end, step):
+                _compare_repeated(reader, atom, lane, again, low, min(low + step, end))
+
+
+def _compare_repeated(reader: AtomReader, atom: Atom, lane: int, again: Fragment, low: int, high: int) -> None:
+    shards = [replace(shard, fragments=(again,)) for shard in atom.shards]
+    here, there = (reader.read_elements(one, lane, low, high) for one in (replace(atom, shards=tuple(shards)), atom))
+    if here != there:
+        path = reader.index.stored.files[reader.index.stored.records[again.record].file].path
+        raise CheckpointError(
+            f"{path}: {atom.name} ({atom.state}) lies across the border of two ranks' partitions, and they saved other "
+            f"values of its elements [{low}, {high}). The file belongs to another run or step; put the right one back."
+        )
 
 
 def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:

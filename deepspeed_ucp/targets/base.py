@@ -35,12 +35,18 @@ class LiveBuffer:
         part: the partition that this rank holds.
         holder: the live partition, in the shape in which the optimizer keeps states for it.
         is_buffer: it is a buffer of the module.
+        whole: optimizer states that the rank keeps of whole parameters, wherever its partition touches one.
     """
 
     buffer: FlatBuffer
     part: int
     holder: torch.Tensor
     is_buffer: bool = False
+    whole: frozenset[str] = frozenset()
+
+    def find_shape(self, state: str) -> tuple[int, ...]:
+        """Shape in which the optimizer keeps a state."""
+        return (self.buffer.join_touched(self.part).partition,) if state in self.whole else tuple(self.holder.shape)
 
     @property
     def data(self) -> torch.Tensor:
@@ -143,12 +149,15 @@ class Target(ABC):
         """Names of parameters, as the module spells them, and their shapes, ZeRO's partitioning undone."""
         return tuple(self.names[id(param)] for param in params), tuple(map(_find_shape, params))
 
-    def add_flat(self, buffer: FlatBuffer, part: int, holder: torch.Tensor) -> None:
+    def add_flat(
+        self, buffer: FlatBuffer, part: int, holder: torch.Tensor, whole: frozenset[str] = frozenset()
+    ) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
         if buffer.names and (expert := find_expert(buffer.names[0])):
             buffer = replace(buffer, ranks=self.experts[expert[0]].ranks)
         self.layout.append(buffer)
-        self.flats.append(LiveBuffer(replace(buffer, names=tuple(map(strip_compiled, buffer.names))), part, holder))
+        buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
+        self.flats.append(LiveBuffer(buffer, part, holder, whole=whole))
 
     @abstractmethod
     def refresh_copies(self) -> None:

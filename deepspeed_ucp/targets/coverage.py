@@ -51,10 +51,10 @@ def name_device(section: Any) -> str:
     return str(getattr(device, "value", device) or "none")
 
 
-def _keeps_muon_in_memory(engine: Any) -> bool:
-    wrapped = engine.optimizer
-    names = ("use_muon", "save_muon_momentum_buffer_in_memory")
-    return all(getattr(wrapped, name, False) is True for name in names)
+def get_momentum_in_memory(engine: Any) -> dict[int, torch.Tensor]:
+    """ZeRO 3: Muon's momentum beside the optimizer's state, by sub-group; DeepSpeed's own load leaves it as it was."""
+    kept: dict[int, torch.Tensor] = getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
+    return kept
 
 
 def _runs_zenflow(engine: Any) -> bool:
@@ -77,11 +77,6 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "The engine keeps optimizer states or parameters on NVMe{}: this release cannot fill swapped buffers, and "
         "DeepSpeed's own load restores neither moments nor steps nor hyper-parameters of it. Resume with the offload "
         "device cpu or none.",
-    ),
-    (
-        _keeps_muon_in_memory,
-        "The engine keeps Muon's momentum in memory (save_muon_momentum_buffer_in_memory){}, which no load restores. "
-        "Resume with save_muon_momentum_buffer_in_memory switched off.",
     ),
     (
         _runs_zenflow,

@@ -8,10 +8,12 @@ import torch
 from deepspeed import comm as ds_comm
 from torch._utils import _unflatten_dense_tensors
 
+from ..atoms import MOMENTUM
 from ..comm import gather_in_place
 from ..flat import join_parameters, join_reserved
 from .base import Target
-from .coverage import UnknownLayoutError, check_engine
+from .coverage import UnknownLayoutError, check_engine, get_momentum_in_memory
+from .optimizer import is_muon_group
 
 
 class Zero12Target(Target):
@@ -40,7 +42,12 @@ class Zero12Target(Target):
             parts, gaps = ds_comm.get_world_size(group=process_group), padding[group] if padding else ()
             size = flat.numel() // parts
             buffer = join_parameters(group, *self.describe(params), parts=parts, partition=size, gaps=gaps)
-            self.add_flat(buffer, ds_comm.get_rank(group=process_group), master)
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), master, self._list_whole(group))
+
+    def _list_whole(self, group: int) -> frozenset[str]:
+        """What is kept of whole parameters: Muon's momentum, unless it is offloaded."""
+        is_muon = is_muon_group(self.optimizer, group) and not self.wrapped.cpu_offload
+        return frozenset({MOMENTUM}) if is_muon else frozenset()
 
     def prepare(self) -> None:
         wait = getattr(self.wrapped, "_wait_for_offload_copies", None)
@@ -72,6 +79,9 @@ class Bf16Target(Zero12Target):
         "real_dp_process_group",
     )
 
+    def _list_whole(self, group: int) -> frozenset[str]:
+        return frozenset()
+
 
 class Zero3Target(Target):
     """DeepSpeedZeroOptimizer_Stage3: per sub-group a flat buffer of each parameter's ``ceil(numel / dp)`` elements."""
@@ -96,6 +106,16 @@ class Zero3Target(Target):
             opt.fp16_partitioned_groups_flat[index].data.copy_(master.data)
             opt._unflatten_partitioned_parameters(index)
         self.drop_secondary_copies()
+
+    def relink(self) -> None:
+        for index, kept in get_momentum_in_memory(self.engine).items():
+            states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
+            restored = states.get(MOMENTUM)
+            if restored is None:  # a save without any step
+                kept.zero_()
+            elif restored is not kept:
+                kept.copy_(restored)
+            states[MOMENTUM] = kept
 
 
 class Fp16FusedTarget(Target):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..atoms import MOMENTUM, USE_MUON
 from ..experts import drop_fixed
 
 _SIZES = (5, 3, 2)
@@ -48,6 +49,8 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
     Returns:
         None where the optimizer cannot be probed (it needs state made at construction, or kernels that are not there).
     """
+    if is_muon_group(optimizer, group):  # made outside of its step, which on its own would make none
+        return StateKinds({MOMENTUM: like.dtype}, {}, {})
     dims = max(like.dim(), 1)  # states of a 0-dim parameter could not be told from scalars
     shape = (*_SIZES, *(2,) * dims)[:dims]
     live = optimizer.param_groups[group]
@@ -59,6 +62,11 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
             return _sort_states(state, param.shape)
     kept = next((param for param in live["params"] if optimizer.state.get(param)), None)
     return None if kept is None else replace(_sort_states(optimizer.state[kept], kept.shape), lazy=False)
+
+
+def is_muon_group(optimizer: Any, group: int) -> bool:
+    """Whether DeepSpeed's Muon trains a param group, and not the Adam that it brings along."""
+    return "muon" in type(optimizer).__name__.lower() and bool(optimizer.param_groups[group].get(USE_MUON))
 
 
 _UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
@@ -144,8 +152,7 @@ def find_other_kind(
             that as well.
     """
     live = optimizer.param_groups[group]
-    # Muon's momentum is made outside of its step.
-    kept = None if live.get("use_muon") else probe_optimizer(optimizer, group, {}, like)
+    kept = probe_optimizer(optimizer, group, {}, like)
     if kept is None:
         return ""
     names = {*kept.elementwise, *kept.other}

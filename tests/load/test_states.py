@@ -45,14 +45,6 @@ def test_a_state_that_the_saved_hyper_parameters_would_switch_off(tmp_path: Path
         prepare(tmp_path, make_files(), optimizer=make_amsgrad)
 
 
-def test_muon_is_refused_as_what_it_is(tmp_path: Path) -> None:
-    def make_muon(params: Any, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{**group, "use_muon": True} for group in params], lr=lr)
-
-    with pytest.raises(MismatchError, match="DeepSpeed keeps in a form that depends.*Resume Muon in the topology"):
-        prepare(tmp_path, make_files(), optimizer=make_muon)
-
-
 def change_groups(files: Files, **fields: Any) -> Files:
     for name, tree in files.items():
         if "optim_states" in name:

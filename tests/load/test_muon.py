@@ -1,0 +1,95 @@
+"""Muon's momentum as ZeRO 1 and 2 save it: of every parameter that a rank's partition touches, whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import MOMENTUM
+from deepspeed_ucp.errors import CheckpointError, MismatchError
+from tests.reshard import FakeTarget, load, open_for
+from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (7, 3)), Param("b", (3, 3)), Param("c", (5, 2), group=1)))
+
+TOUCHED = {2: (("a",), ("a", "b")), 4: (("a",), ("a",), ("a", "b"), ("b",))}
+"""Of the first group by ranks; the second one's parameter is on all of them but those that hold padding."""
+
+STATE = random_state(MODEL, 0, (MOMENTUM,), step=None)
+
+Files = dict[str, dict[str, Any]]
+
+
+class Muon(torch.optim.SGD):
+    """Groups that are Muon's, of which DeepSpeed makes the momentum."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{**group, "use_muon": True} for group in params], lr=lr)
+
+
+def make_files(dp: int, state: State = STATE, **zero: Any) -> Files:
+    files = build_files(MODEL, state, Topology(1, dp), Run())
+    for tree in files.values():
+        tree["ds_config"]["zero_optimization"].update(zero)
+    for rank, tree in enumerate(tree for name, tree in sorted(files.items()) if "optim_states" in name):
+        base = tree["optimizer_state_dict"]["base_optimizer_state"]
+        for group in base["param_groups"]:
+            group["use_muon"] = True
+        for group, names in enumerate((TOUCHED[dp][rank], ("c",))):
+            held = [state.atoms[name][MOMENTUM].reshape(-1) for name in names]
+            base["state"][group][MOMENTUM] = torch.cat(held)
+        if not any(tree["optimizer_state_dict"]["param_slice_mappings"][1]):
+            del base["state"][1]
+    return files
+
+
+def resume(folder: Path, files: Files, target: Topology) -> list[Any]:
+    write_files(folder, files)
+    targets = [FakeTarget(MODEL, target, rank, Muon) for rank in range(target.dp)]
+    return load(open_for(folder, targets[0]), targets)
+
+
+@pytest.mark.parametrize("dp", TOUCHED)
+def test_each_element_is_one_ranks_own(dp: int, tmp_path: Path) -> None:
+    (rank,) = resume(tmp_path, make_files(dp), Topology(1))
+    names = {0: ("a", "b"), 1: ("c",)}
+    for flat in rank.target.flats:
+        momentum = rank.target.wrapped.state[flat.holder][MOMENTUM]
+        expected = torch.cat([STATE.atoms[name][MOMENTUM].reshape(-1) for name in names[flat.group]])
+        assert torch.equal(momentum[: expected.numel()], expected)
+
+
+def test_copies_on_both_sides_of_a_border_have_to_agree(tmp_path: Path) -> None:
+    files = make_files(2)
+    last = max(name for name in files if "optim_states" in name)
+    momentum = files[last]["optimizer_state_dict"]["base_optimizer_state"]["state"][0][MOMENTUM]
+    momentum[2] += 1  # of a, which begins on the first rank
+    with pytest.raises(CheckpointError, match=r"a \(momentum_buffer\) lies across the border"):
+        resume(tmp_path, files, Topology(1))
+
+
+def test_momentum_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
+    files = make_files(2)
+    for name in files:
+        if "optim_states" in name:
+            state = files[name]["optimizer_state_dict"]["base_optimizer_state"]["state"]
+            state[0][MOMENTUM] = state[0][MOMENTUM][:-1].clone()
+    with pytest.raises(MismatchError, match=r"a\.momentum_buffer \(20 elements where the parameters of a rank have 21"):
+        resume(tmp_path, files, Topology(1))
+
+
+def test_offloaded_momentum_lies_as_the_masters_do(tmp_path: Path) -> None:
+    files = make_files(2, offload_optimizer={"device": "cpu"})
+    with pytest.raises(MismatchError, match=r"a\.momentum_buffer \(shape \(21,\) where the parameter's part has"):
+        resume(tmp_path, files, Topology(1))
+
+
+def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(1, 2), Run())
+    with pytest.raises(
+        MismatchError, match=r"keeps exp_avg, exp_avg_sq for a.*; this run's Muon keeps momentum_buffer"
+    ):
+        resume(tmp_path, files, Topology(1))
