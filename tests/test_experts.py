@@ -24,6 +24,8 @@ def name_all(layers: int, experts: range, ends: tuple[str, ...] = ("w", "b")) ->
         (f"{LAYER}12.fc.weight", (LAYER, 12)),
         ("deepspeed_moe.experts.deepspeed_experts.0.bias", ("deepspeed_moe.experts.deepspeed_experts.", 0)),
         (f"{LAYER}12fc.weight", None),
+        (f"{LAYER}٣.fc.weight", None),
+        (f"{LAYER}{'9' * 5000}.fc.weight", None),
         ("body.3.deepspeed_moe.gate.wg.weight", None),
         ("mydeepspeed_moe.experts.deepspeed_experts.1.w", None),
         (f"a.{LAYER}1.{LAYER}2.w", (f"a.{LAYER}1.{LAYER}", 2)),

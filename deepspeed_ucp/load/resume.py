@@ -225,6 +225,8 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         target: this rank's, of an equal topology.
     """
     found: list[str] = []
+    if len({held.ranks and len(held.ranks) for held in target.experts.values()}) > 1:
+        found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
     if target.wrapper == "zero3":
         found += _find_fresh(index, target) if arguments.load_module_strict else []
         # Of these DeepSpeed's own load takes the latest tag's, whichever it was given, or with load_module_only none.

@@ -120,13 +120,16 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     models, shards = list(chain(*save.models)), list(chain(*save.shards))
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
-    for headers in (models, shards):
+    for headers in (models, shards, save.expert_optims):
         yield from ((headers, each, _read_optim(each), FAULT) for each in _EVERYWHERE)
+    yield save.expert_optims, "the optimizer's step", _read_step, FAULT
+    yield save.expert_optims, "groups", _read_optim("groups"), FAULT
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
         for held in (save.models[ranks], save.shards[ranks]):
             yield chain(*held), "groups", _read_optim("groups"), FAULT
-    yield from ((held, "alignment", _read_optim("alignment"), FAULT) for held in save.shards)
+    for each in ("partition_count", "alignment"):
+        yield from ((held, each, _read_optim(each), FAULT) for held in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
     yield files, _VERSION, _read_mark(_VERSION), FAULT
     yield shards, _WRITER, _read_mark(_WRITER), FAULT  # model states are rewritten by hand now and then
@@ -149,6 +152,13 @@ def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
         return getattr(optim, attribute) if optim else None
 
     return read
+
+
+def _read_step(header: FileHeader) -> Any:
+    """The last step that the optimizer has taken with any of its parameters."""
+    optim = header.optim
+    held = [*(each.scalars for each in optim.tensors), *optim.groups] if optim else []
+    return max((each["step"] for each in held if isinstance(each.get("step"), (int, float))), default=None)
 
 
 def _compare(

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from ..atoms import COPY, MODULE, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..experts import find_expert
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
 from .ranks import TIED, ModelRank
@@ -58,8 +59,14 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
             elif name in optimized and not save.is_sharded:
                 builder.add(ModelRank(tp=tp), name, COPY, header, piece)
         builder.aliases = builder.aliases or ties
+    numbers = {name: expert for (_, expert, _), name in save.listing.experts.items()}
     for header in save.experts:
         for name, piece in (header.layer or {}).items():
+            if (find_expert(name) or ("", -1))[1] != numbers[header.name]:
+                raise CheckpointError(
+                    f"{save.path(header)}: holds {name}, which is not of expert {numbers[header.name]}. The file "
+                    "belongs to another expert or run; put the right one back."
+                )
             builder.add(ModelRank(), name, COPY if name in optimized else MODULE, header, piece)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from ..errors import CheckpointError
 from .files import NO_AXIS, NO_LAYER, Listing, name_expert
 from .headers import FileHeader, ModelHeader, OptimHeader
+
+_GROUP = re.compile(r"ep_size_([1-9]\d{0,3})", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -147,13 +150,19 @@ def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
     if model.experts and not first[0].config.get("expert_parallel"):
         names += _name_experts(listing, model.experts, pp * tp)
         if len(first) == 1:
-            last = max((rank for _, rank in listing.expert_optim), default=-1)
             names += [
                 f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
                 for mp in range(pp * tp)
-                for rank in range(last + 1)
+                for rank in range(_count_expert_ranks(listing, model.optim))
             ]
     return names
+
+
+def _count_expert_ranks(listing: Listing, optim: OptimHeader | None) -> int:
+    """Expert-parallel ranks of a save at stage 0: the param groups of experts have the degree in their names."""
+    names = [str(group.get("name")) for group in (optim.groups if optim else ()) if group.get("moe")]
+    degrees = [int(match[1]) for name in names if (match := _GROUP.fullmatch(name))]
+    return max(degrees, default=max((rank for _, rank in listing.expert_optim), default=-1) + 1)
 
 
 def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
@@ -225,9 +234,39 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     for (layer, rank), name in sorted(listing.layers.items()):
         if name in by_name:
             layers[max(rank, 0)][layer] = by_name[name]
+    save.shards = [[align_groups(header, held[0].optim) for header in held] for held in save.shards]
     save.experts += [by_name[name] for _, name in sorted(listing.experts.items()) if name in by_name]
     save.expert_optims += [by_name[name] for _, name in sorted(listing.expert_optim.items()) if name in by_name]
     return save
+
+
+def align_groups(header: FileHeader, first: OptimHeader | None) -> FileHeader:
+    """The param groups in the order of the first rank's.
+
+    DeepSpeed makes those of several expert-parallel degrees in the order of a set of strings, which each process has
+    of its own; groups of one degree keep their order (``moe/utils.py``).
+    """
+    optim = header.optim
+    if optim is None or first is None or optim.partition_count == first.partition_count:
+        return header
+    mine, wanted = (_sort(each.partition_count) for each in (optim, first))
+    if len(mine) != len(wanted):
+        return header
+    order = [mine[wanted.index(group)] for group in range(len(mine))]
+
+    fields = ("masters", "tensors", "groups", "slices", "partition_count", "paddings", "alignment")
+    rows = {field: getattr(optim, field) for field in fields}
+    moved: dict[str, Any] = {
+        field: type(row)(row[group] for group in order)
+        for field, row in rows.items()
+        if isinstance(row, (list, tuple)) and len(row) == len(order)
+    }
+    return replace(header, optim=replace(optim, **moved))
+
+
+def _sort(counts: Sequence[int]) -> list[int]:
+    """Param groups by the number of their partitions."""
+    return sorted(range(len(counts)), key=counts.__getitem__)
 
 
 def describe_offload(zero: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from ..atoms import MASTER, GroupInfo, count, strip_compiled
-from ..errors import MismatchError, shorten
+from ..errors import CheckpointError, MismatchError, shorten
 from ..experts import DATA_FIRST, drop_fixed, find_expert, list_holders, pick_held
 from ..flat import Cut, FlatBuffer, join_parameters
 from .builder import Builder
@@ -79,7 +79,16 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
 def _add_experts(
     builder: Builder, save: Save, parts: Sequence[NamedOptimizer], owned: Sequence[Mapping[str, Shape]]
 ) -> None:
-    """What the optimizers of all expert-parallel ranks hold; what is not an expert's they hold alike."""
+    """What the optimizers of all expert-parallel ranks hold; what is not an expert's they hold alike.
+
+    Raises:
+        CheckpointError: they are no divisor of the data-parallel ranks.
+    """
+    if save.dp % len(parts):
+        raise CheckpointError(
+            f"{save.path(save.main)}: was saved by {save.dp} data-parallel ranks, and {len(parts)} expert-parallel "
+            "ones have files of optimizer states. The folder lacks files or mixes two saves."
+        )
     builder.ranks, builder.instances = list_ranks(save, [list(dict.fromkeys(chain(*owned)))])
     whole = builder.ranks[0]
     holders = list_holders(save.dp, save.dp // len(parts), data_first=bool(save.main.config.get(DATA_FIRST)))

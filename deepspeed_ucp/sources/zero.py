@@ -54,15 +54,26 @@ class HeldParameters:
 
 
 def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
-    """Who holds which parameters, by group; the model states count every rank's experts from 0."""
-    dp, groups = len(save.shards[mp]), save.model(mp).param_shapes or ()
+    """Who holds which parameters, by group; the model states count every rank's experts from 0.
+
+    How many a rank holds the experts' files tell: what it has of them in its groups may be less, some may be frozen.
+    """
     counts = _get_optim(save.shards[mp][0]).partition_count
-    held = count_experts(name for group in groups for name, _ in group)
+    totals = count_experts(name for header in save.experts for name in header.layer or {})
     dealt = []
-    for number, group in enumerate(groups):
-        replicas = counts[number] if held and number < len(counts) else dp
-        holders = list_holders(dp, replicas, data_first=bool(save.main.config.get(DATA_FIRST)))
-        firsts = [{layer: place * count for layer, count in held.items()} for place in range(len(holders))]
+    for number, group in enumerate(save.model(mp).param_shapes or ()):
+        held = count_experts(name for name, _ in group)
+        replicas = counts[number] if held and number < len(counts) else len(save.shards[mp])
+        holders = list_holders(len(save.shards[mp]), replicas, data_first=bool(save.main.config.get(DATA_FIRST)))
+        shares = {layer: totals.get(strip_compiled(layer), 0) / len(holders) for layer in held}
+        for layer, share in shares.items():
+            if share != int(share) or share < held[layer]:
+                raise CheckpointError(
+                    f"{save.path(save.main)}: tells of {held[layer]} experts in {layer} on each of {len(holders)} "
+                    f"expert-parallel ranks; the files of single experts are of {round(share * len(holders))}. The "
+                    "folder lacks files or mixes two saves."
+                )
+        firsts = [{layer: place * int(share) for layer, share in shares.items()} for place in range(len(holders))]
         shapes = [{number_expert(name, first): shape for name, shape in group} for first in firsts]
         dealt.append(list(map(HeldParameters, holders, shapes, firsts)))
     return dealt

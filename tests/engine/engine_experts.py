@@ -25,16 +25,21 @@ States = dict[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Spread:
-    """An engine: ranks, ZeRO stage, precision, expert-parallel degrees of its two layers, order of the groups."""
+    """An engine: ranks, ZeRO stage, precision, expert-parallel degrees of its two layers, order of the groups.
+
+    Attributes:
+        shuffled: odd ranks have the param groups of the degrees in another order.
+    """
 
     world: int
     stage: int
     precision: str
     degrees: tuple[int, int]
     data_first: bool = False
+    shuffled: bool = False
 
     def __str__(self) -> str:
-        order = "-data-first" if self.data_first else ""
+        order = "-data-first" * self.data_first + "-shuffled" * self.shuffled
         return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
 
 
@@ -74,6 +79,8 @@ def make(spread: Spread, seed: int) -> Any:
     module = Layers(spread.degrees)
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
     params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
+    if spread.shuffled and dist.get_rank() % 2:
+        params[1:] = params[:0:-1]
     return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
 
 
@@ -129,23 +136,27 @@ def read_states(engine: Any) -> States:
     return found
 
 
-def save(spread: Spread, folder: str, seed: int) -> tuple[States, list[float]]:
-    """Train, save, go on: what was held at the save, and the losses after it."""
+def save(spread: Spread, folder: str, seed: int, again: bool = False) -> tuple[States, list[float]]:
+    """Train, save, go on, save once more where asked to: what was held at the first save, and the losses after it."""
     engine = make(spread, seed)
     train(engine, range(3))
     engine.save_checkpoint(folder)
     states = read_states(engine)
     losses = train(engine, range(3, 5))
+    if again:
+        engine.save_checkpoint(folder)
     engine.destroy()
     return states, losses
 
 
-def load_each(spread: Spread, folders: Sequence[str]) -> list[tuple[bool, States, list[float]] | str]:
+def load_each(
+    spread: Spread, folders: Sequence[str], tag: str | None = None
+) -> list[tuple[bool, States, list[float]] | str]:
     """One engine takes them all, one after the other; of a refusal its text."""
     engine, found = make(spread, seed=77), []
     for folder in folders:
         try:
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(folder, tag)
         except Exception as error:  # noqa: BLE001 - the caller looks at it
             found.append(f"{type(error).__name__}: {error}")
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ SOURCES = [
     Spread(4, 1, "bf16", (2, 2)),
     Spread(4, 2, "fp32", (2, 1), data_first=True),
     Spread(2, 1, "fp32", (1, 1)),
+    Spread(4, 1, "fp32", (2, 4), shuffled=True),
     Spread(4, 0, "fp32", (4, 4)),
     Spread(4, 0, "bf16", (2, 2), data_first=True),
 ]
 
 TARGETS = [
     Spread(4, 1, "bf16", (2, 2)),
-    Spread(4, 2, "fp32", (4, 2)),
+    Spread(4, 2, "fp32", (4, 2), shuffled=True),
     Spread(2, 2, "bf16", (2, 1), data_first=True),
     Spread(1, 1, "fp32", (1, 1)),
     Spread(4, 0, "fp32", (2, 2)),
@@ -60,7 +63,8 @@ def test_every_expert_comes_back(
         with subtests.test(source=str(source)):
             parts = [answer[place] for answer in answers]
             if source.stage == 0 and len(set(target.degrees)) > 1:  # the param groups differ, and it names none
-                assert all(isinstance(part, str) and "the param groups differ" in part for part in parts)
+                told = "in another order" if target.shuffled else "the param groups differ"
+                assert all(isinstance(part, str) and told in part for part in parts)
                 continue
             assert not isinstance(parts[0], str), parts[0]
             assert all(direct == (source != target) for direct, _, _ in parts)
@@ -81,8 +85,33 @@ def test_degrees_that_stage_0_does_not_save_are_refused(tmp_path: Path, ucp_worl
         assert told.startswith("MismatchError") and "several such degrees" in told
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_degrees_whose_groups_have_another_order_at_every_start(
+    shuffled: bool, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """DeepSpeed's own load of the same topology takes groups by their number."""
+    world, source = ucp_worlds.get(4), Spread(4, 1, "bf16", (2, 4), shuffled=not shuffled)
+    expected = join([states for states, _ in world.run(engine_experts.save, source, str(tmp_path), 1)])
+    answers = world.run(engine_experts.load_each, replace(source, shuffled=shuffled), [str(tmp_path)])
+    assert all(direct for ((direct, _, _),) in answers)
+    states = join([states for ((_, states, _),) in answers])
+    assert states.keys() == expected.keys()
+    assert all(torch.equal(states[key], expected[key]) for key in expected if key[1] != "copy")
+
+
+def test_an_expert_optimizer_of_another_step_is_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """At stage 0 in fp32 no other file has what it holds."""
+    world = ucp_worlds.get(2)
+    world.run(engine_experts.save, Spread(2, 0, "fp32", (2, 2)), str(tmp_path), 1, True)
+    name = "expp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "global_step5" / name, tmp_path / "global_step3" / name)
+    for (told,) in world.run(engine_experts.load_each, Spread(2, 1, "bf16", (1, 1)), [str(tmp_path)], "global_step3"):
+        assert told.startswith("CheckpointError") and f"{name}: the optimizer's step differs" in told
+
+
 @pytest.mark.parametrize(
-    "lost", ["layer_1_expert_2_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]
+    "lost",
+    ["layer_1_expert_2_mp_rank_00_model_states.pt", *(f"expp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))],
 )
 def test_an_experts_file_that_is_missing_is_named(lost: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     world = ucp_worlds.get(2)

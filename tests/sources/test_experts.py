@@ -1,0 +1,68 @@
+"""Which ranks hold which experts, from what a save's files tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.sources.headers import FileHeader, OptimHeader
+from deepspeed_ucp.sources.save import align_groups
+from deepspeed_ucp.sources.zero import deal_parameters
+
+LAYER = "body.deepspeed_moe.experts.deepspeed_experts."
+
+
+def make_save(counts: tuple[int, ...], groups: list[list[str]], experts: int) -> Any:
+    """Four data-parallel ranks; the first one's model states name its own parameters."""
+    shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
+    model = SimpleNamespace(param_shapes=[[(name, (2,)) for name in group] for group in groups])
+    return SimpleNamespace(
+        shards=[[shard] * 4],
+        path=lambda header: "model states",
+        main=SimpleNamespace(config={}),
+        experts=[SimpleNamespace(layer={f"{LAYER}{expert}.w": None}) for expert in range(experts)],
+        model=lambda mp: model,
+    )
+
+
+@pytest.mark.parametrize("own", ["0", "1"])
+def test_experts_are_counted_by_their_files_where_some_are_frozen(own: str) -> None:
+    """Of the two experts that each of two expert-parallel ranks holds, one is in the optimizer."""
+    _, dealt = deal_parameters(make_save((4, 2), [["dense"], [f"{LAYER}{own}.w"]], 4), 0)
+    assert [list(part.shapes) for part in dealt] == [[f"{LAYER}{own}.w"], [f"{LAYER}{int(own) + 2}.w"]]
+    assert [list(part.ranks) for part in dealt] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("experts", [0, 1, 3])
+def test_files_of_another_number_of_experts(experts: int) -> None:
+    with pytest.raises(CheckpointError, match=f"the files of single experts are of {experts}"):
+        deal_parameters(make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], experts), 0)
+
+
+def make_shard(counts: tuple[int, ...], names: str) -> FileHeader:
+    masters: Any = tuple(names)
+    groups = tuple({"name": name} for name in names)
+    slices = tuple(((name, 0, 1),) for name in names)
+    optim = OptimHeader(
+        "zero12", 1, masters, (), (0, 1, 2, 3), groups, slices, counts, (1, 2, 3, 4), [[1], [2], [3], [4]]
+    )
+    return FileHeader("shard", 1, optim=optim)
+
+
+def test_groups_are_put_into_the_first_ranks_order() -> None:
+    """Two dense groups; each rank has those of the two degrees in an order of its own."""
+    first, other = make_shard((4, 4, 2, 1), "abcd"), make_shard((4, 4, 1, 2), "abdc")
+    found = align_groups(other, first.optim).optim
+    assert found is not None and first.optim is not None
+    assert (found.masters, found.groups, found.slices) == (first.optim.masters, first.optim.groups, first.optim.slices)
+    assert (found.partition_count, found.paddings) == ((4, 4, 2, 1), (1, 2, 4, 3))
+    assert found.alignment == [[1], [2], [4], [3]] and found.tensors == ()
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 2, 1), (4, 2, 1)])
+def test_groups_in_the_same_order_or_of_another_number_stay(counts: tuple[int, ...]) -> None:
+    first, other = make_shard((4, 4, 2, 1), "abcd"), make_shard(counts, "abcd")
+    assert align_groups(other, first.optim) is other
