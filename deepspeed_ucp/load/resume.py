@@ -233,6 +233,8 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         found += [] if arguments.with_states else ["weights alone of ZeRO 3"]
         found += ["Muon's momentum kept in memory"] if get_momentum_in_memory(target.engine) else []
     if arguments.with_states and target.optimizer is not None:
+        if target.topology.elastic and any(flat.whole for flat in target.flats):
+            found.append("an elastic checkpoint of Muon")  # every rank gets the first one's momentum, cut short
         found += dict.fromkeys(_find_other_kinds(index, target))
     return found
 

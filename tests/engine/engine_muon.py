@@ -28,15 +28,23 @@ class Kind:
     offload: bool = False
     in_memory: bool = False
     sums: str = ""
+    elastic: bool = False
     universal: bool = True
 
     def __str__(self) -> str:
-        marks = [self.sums] * bool(self.sums) + ["offload"] * self.offload + ["in-memory"] * self.in_memory
+        marks = (
+            [self.sums] * bool(self.sums)
+            + ["offload"] * self.offload
+            + ["in-memory"] * self.in_memory
+            + ["elastic"] * self.elastic
+        )
         return "-".join([f"zero{self.stage}-{self.precision}-dp{self.world}", *marks])
 
     @property
     def config(self) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
+        if self.elastic:
+            zero["elastic_checkpoint"] = True
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
         if self.stage == 3:

@@ -97,6 +97,23 @@ def test_deepspeeds_own_load_loses_the_momentum_in_memory(saved: Saved, ucp_worl
     assert ucp_worlds.get(2).run(engine_muon.load_by_deepspeed, kind, folder) != losses
 
 
+@pytest.mark.parametrize("kind", [Kind(4, 3), Kind(2, 1, offload=True), Kind(2, 3, offload=True)], ids=str)
+def test_deepspeeds_own_load_is_right_at_the_same_topology(kind: Kind, saved: Saved, ucp_worlds: WorldPool) -> None:
+    folder, expected, losses = saved[kind]
+    answers = ucp_worlds.get(kind.world).run(engine_muon.load_each, kind, [folder])
+    for ((direct, states, own),), told in zip(answers, losses, strict=True):
+        assert not direct and own == told
+        assert all(torch.equal(tensor, expected[key].to(tensor.dtype)) for key, tensor in states.items())
+
+
+@pytest.mark.parametrize("target", [Kind(2, 1, elastic=True), Kind(2, 3)], ids=str)
+def test_elastic_saves_lack_momentum(target: Kind, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """DeepSpeed cuts the padding of a partition off what is none, and gives every rank the first one's."""
+    folder, _, _ = save(Kind(2, 1, elastic=True), tmp_path, ucp_worlds)
+    for (told,) in ucp_worlds.get(2).run(engine_muon.load_each, target, [folder]):
+        assert told.startswith("MismatchError") and "momentum_buffer (shape" in told
+
+
 def test_momentum_that_differs_between_two_ranks_is_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A parameter on the border of two partitions lies whole in the files of both ranks."""
     folder, _, _ = save(Kind(2, 1), tmp_path, ucp_worlds)
