@@ -100,11 +100,14 @@ def stage_export(
     with report.timed(), ExitStack() as stack:
         comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
         yield Export(index, comm, options, staging.folder, report)
-        names = sorted(os.listdir(staging.folder))
-        report.files = {name: os.stat(staging.path(name)).st_size for name in names}
+        report.files = comm.once(lambda: _list_sizes(staging))
         comm.run(staging.sync)
         comm.once(lambda: staging.commit(overwrite=options.overwrite))
     report.bytes_written = sum(report.files.values())
+
+
+def _list_sizes(staging: Staging) -> dict[str, int]:
+    return {name: os.stat(staging.path(name)).st_size for name in sorted(os.listdir(staging.folder))}
 
 
 def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:

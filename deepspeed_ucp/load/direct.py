@@ -151,10 +151,10 @@ def _mark(engine: Any, error: BaseException, with_states: bool) -> str:
 
 def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
     parallel = max(index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp) > 1
-    if custom and parallel:
+    if custom and (parallel or any(held.ranks for held in target.experts.values())):
         raise UnsupportedError(
-            "custom_load_fn is given the whole module; with tensor or pipeline parallelism no rank has it. Load "
-            "without custom_load_fn, or in the topology that saved the checkpoint."
+            "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "
+            "Load without custom_load_fn, or in the topology that saved the checkpoint."
         )
 
 

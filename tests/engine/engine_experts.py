@@ -149,14 +149,19 @@ def save(spread: Spread, folder: str, seed: int, again: bool = False) -> tuple[S
     return states, losses
 
 
+def fill(src: States, dst: nn.Module) -> None:
+    """A `custom_load_fn` that takes what it finds."""
+    dst.load_state_dict(src, strict=False)
+
+
 def load_each(
-    spread: Spread, folders: Sequence[str], tag: str | None = None
+    spread: Spread, folders: Sequence[str], tag: str | None = None, **arguments: Any
 ) -> list[tuple[bool, States, list[float]] | str]:
     """One engine takes them all, one after the other; of a refusal its text."""
     engine, found = make(spread, seed=77), []
     for folder in folders:
         try:
-            engine.load_checkpoint(folder, tag)
+            engine.load_checkpoint(folder, tag, **arguments)
         except Exception as error:  # noqa: BLE001 - the caller looks at it
             found.append(f"{type(error).__name__}: {error}")
         else:

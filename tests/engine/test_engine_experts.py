@@ -99,6 +99,17 @@ def test_degrees_whose_groups_have_another_order_at_every_start(
     assert all(torch.equal(states[key], expected[key]) for key in expected if key[1] != "copy")
 
 
+def test_a_custom_load_needs_all_experts_on_every_rank(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Every rank counts its own from 0, so that by these names all would take the first ones."""
+    world = ucp_worlds.get(2)
+    world.run(engine_experts.save, Spread(2, 1, "bf16", (1, 1)), str(tmp_path), 1)
+    arguments = {"custom_load_fn": engine_experts.fill, "load_optimizer_states": False}
+    for spread, refused in ((Spread(2, 1, "bf16", (2, 1)), True), (Spread(2, 2, "fp32", (1, 1)), False)):
+        for (told,) in world.run(engine_experts.load_each, spread, [str(tmp_path)], None, **arguments):
+            assert isinstance(told, str) == refused
+            assert not refused or (told.startswith("UnsupportedError") and "expert parallelism" in told)
+
+
 def test_an_expert_optimizer_of_another_step_is_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """At stage 0 in fp32 no other file has what it holds."""
     world = ucp_worlds.get(2)

@@ -20,6 +20,7 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
+from deepspeed_ucp.sources.atomic.manifest import read_manifest
 from deepspeed_ucp.sources.findings import Finding
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
@@ -443,6 +444,17 @@ def test_a_whole_atomic_checkpoint_is_whole(atomic: Path) -> None:
     found = verify_checkpoint(str(atomic))
     assert (found.faults, found.kind) == ((), "atomic")
     assert len(found.fingerprint["digest"]) == 64
+
+
+def test_step_files_that_an_older_manifest_does_not_list(atomic: Path) -> None:
+    manifest = read_manifest(str(atomic))
+    assert manifest is not None
+    listed = tuple(state for state in manifest.states if not state.name.endswith("/step.pt"))
+    assert len(listed) < len(manifest.states)
+    (atomic / "ucp_manifest.json").write_text(replace(manifest, states=listed).to_json())
+    assert verify_checkpoint(str(atomic)).faults == ()
+    shutil.copy(atomic / "zero/a.weight/step.pt", atomic / "zero/step.pt")
+    only_fault(atomic, "extra", "zero/step.pt")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
