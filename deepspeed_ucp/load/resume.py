@@ -22,13 +22,7 @@ from ..sources.files import holds_atoms, list_entries
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.report import OutputReport
 from ..targets import Target, open_target
-from ..targets.coverage import (
-    OWN_LOAD,
-    UnknownLayoutError,
-    describe_own_files,
-    get_momentum_in_memory,
-    list_unsaved,
-)
+from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load
 from ..targets.guard import check_states, release
 from ..targets.optimizer import find_other_kind
@@ -231,10 +225,8 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         found += _find_fresh(index, target) if arguments.load_module_strict else []
         # Of these DeepSpeed's own load takes the latest tag's, whichever it was given, or with load_module_only none.
         found += [] if arguments.with_states else ["weights alone of ZeRO 3"]
-        found += ["Muon's momentum kept in memory"] if get_momentum_in_memory(target.engine) else []
     if arguments.with_states and target.optimizer is not None:
-        if target.topology.elastic and any(flat.whole for flat in target.flats):
-            found.append("an elastic checkpoint of Muon")  # every rank gets the first one's momentum, cut short
+        found += target.list_lost()
         found += dict.fromkeys(_find_other_kinds(index, target))
     return found
 

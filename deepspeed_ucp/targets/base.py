@@ -274,6 +274,10 @@ class Target(ABC):
             if getattr(param, "ds_secondary_tensor", None) is not None:
                 param.ds_secondary_tensor = None
 
+    def list_lost(self) -> list[str]:
+        """Optimizer states that DeepSpeed's own load does not restore in the same topology, in words."""
+        return []
+
     def relink(self) -> None:
         """Called after optimizer states were attached: views into them are stale."""
         return

@@ -51,12 +51,6 @@ def name_device(section: Any) -> str:
     return str(getattr(device, "value", device) or "none")
 
 
-def get_momentum_in_memory(engine: Any) -> dict[int, torch.Tensor]:
-    """ZeRO 3: Muon's momentum beside the optimizer's state, by sub-group; DeepSpeed's own load leaves it as it was."""
-    kept: dict[int, torch.Tensor] = getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
-    return kept
-
-
 def _runs_zenflow(engine: Any) -> bool:
     return bool(getattr(engine, "zenflow", False))
 

@@ -12,7 +12,7 @@ from ..atoms import MOMENTUM
 from ..comm import gather_in_place
 from ..flat import join_parameters, join_reserved
 from .base import Target
-from .coverage import UnknownLayoutError, check_engine, get_momentum_in_memory
+from .coverage import UnknownLayoutError, check_engine
 from .optimizer import is_muon_group
 
 
@@ -58,6 +58,11 @@ class Zero12Target(Target):
         for _, flat, partitions, master, process_group in self._list_groups():
             partitions[ds_comm.get_rank(group=process_group)].data.copy_(master.data)
             gather_in_place(flat.data, process_group)
+
+    def list_lost(self) -> list[str]:
+        # Every rank would get the first one's momentum, cut short.
+        elastic = self.topology.elastic and any(flat.whole for flat in self.flats)
+        return ["an elastic checkpoint of Muon"] if elastic else []
 
     def relink(self) -> None:
         opt = self.wrapped
@@ -107,8 +112,17 @@ class Zero3Target(Target):
             opt._unflatten_partitioned_parameters(index)
         self.drop_secondary_copies()
 
+    @property
+    def momentum_in_memory(self) -> dict[int, torch.Tensor]:
+        """Muon's momentum beside the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
+        kept: dict[int, torch.Tensor] = getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
+        return kept
+
+    def list_lost(self) -> list[str]:
+        return ["Muon's momentum kept in memory"] if self.momentum_in_memory else []
+
     def relink(self) -> None:
-        for index, kept in get_momentum_in_memory(self.engine).items():
+        for index, kept in self.momentum_in_memory.items():
             states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
             restored = states.get(MOMENTUM)
             if restored is None:  # a save without any step
