@@ -62,7 +62,7 @@ def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
     totals = count_experts(name for header in save.experts for name in header.layer or {})
     dealt = []
     for number, group in enumerate(save.model(mp).param_shapes or ()):
-        held = count_experts(name for name, _ in group)
+        held = count_experts(name for name, _ in group) if save.experts else {}
         replicas = counts[number] if held and number < len(counts) else len(save.shards[mp])
         holders = list_holders(len(save.shards[mp]), replicas, data_first=bool(save.main.config.get(DATA_FIRST)))
         shares = {layer: totals.get(strip_compiled(layer), 0) / len(holders) for layer in held}

@@ -36,10 +36,15 @@ def test_experts_are_counted_by_their_files_where_some_are_frozen(own: str) -> N
     assert [list(part.ranks) for part in dealt] == [[0, 2], [1, 3]]
 
 
-@pytest.mark.parametrize("experts", [0, 1, 3])
+@pytest.mark.parametrize("experts", [1, 3])
 def test_files_of_another_number_of_experts(experts: int) -> None:
     with pytest.raises(CheckpointError, match=f"the files of single experts are of {experts}"):
         deal_parameters(make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], experts), 0)
+
+
+def test_without_such_files_a_name_alone_makes_no_expert() -> None:
+    (dealt,) = deal_parameters(make_save((4,), [[f"{LAYER}0.w"]], 0), 0)
+    assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
 
 
 def make_shard(counts: tuple[int, ...], names: str) -> FileHeader:
