@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, AtomicIndex, ParamKey, count
+from ..errors import MismatchError
 from ..experts import find_expert
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet
@@ -138,13 +139,19 @@ def foretell_target(
         stages: which pipeline stages hold which names, where that is known.
 
     Raises:
-        MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers.
+        MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers; experts
+            where no engine has them.
     """
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others
+    experts = any(map(find_expert, names))
+    if experts and (degrees.zero > 2 or degrees.tp * degrees.pp > 1):
+        raise MismatchError(
+            "DeepSpeed's own experts are resumed under ZeRO 0, 1 and 2 without tensor or pipeline parallelism alone."
+        )
     local, layouts, origin = _settle(index, degrees, names, rules, shapes)
     assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
-    assumed += [EXPERTS] if any(map(find_expert, names)) else []
+    assumed += [EXPERTS] if experts else []
     if stages is None:
         weights = {name: sum(atom.nbytes for atom in atoms[ParamKey(name)]) for name in names}
         stages, how = place_stages(index, names, weights, degrees.pp)
