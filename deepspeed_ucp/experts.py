@@ -1,19 +1,29 @@
-"""DeepSpeed's own mixture of experts (``deepspeed/moe``): what its experts are called, and which ranks hold them.
+"""Mixtures of experts: what their experts are called, and which ranks hold them.
 
 Every rank counts the experts of a layer that it holds from 0. An atom is named by the number that the expert has in its
-whole layer, as the file of that expert names it.
+whole layer, as the file of that expert names it. DeepSpeed's own layers (``deepspeed/moe``) have that number in the
+names of their parameters; AutoEP's (``module_inject/auto_ep_layer.py``) hold several experts in one parameter
+``…experts.w1``, of which ``…experts.w1.3`` is the part of one expert.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from .flat import Shape
 
 _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(?=\.|$)", re.ASCII)
 
 DATA_FIRST = "use_data_before_expert_parallelism"
 """Key of a ds_config: ranks that hold the same experts follow each other."""
+
+_PART = re.compile(r"(?:^|.*\.)experts\.w[123]\.(\d{1,9})", re.ASCII)
+
+Held = Mapping[str, Sequence[int]]
+"""By what the names of a layer's own parameters begin with: the numbers, in the whole layer, of the experts that a rank
+holds, in its order."""
 
 _FIXED = ("moe", "name")
 
@@ -33,16 +43,36 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def number_expert(name: str, first: Mapping[str, int]) -> str:
-    """A rank's own name for a parameter → its name in the whole model.
+def find_number(name: str) -> int | None:
+    """The number in the whole layer of the expert whose an atom is; None where it is no expert's."""
+    found = find_expert(name)
+    part = _PART.fullmatch(name)
+    return found[1] if found else int(part[1]) if part else None
 
-    Args:
-        first: per layer, the number in the whole layer of the first expert that the rank holds.
-    """
+
+def is_expert(name: str) -> bool:
+    """Whether an atom's name is that of an expert's parameter."""
+    return find_number(name) is not None
+
+
+def find_layer(name: str, layers: Collection[str]) -> str | None:
+    """Which of the layers a rank's own parameter is of; None for what is no expert's."""
     found = _EXPERT.match(name)
-    if not found or not first.get(found[1]):
-        return name
-    return f"{found[1]}{int(found[2]) + first[found[1]]}{name[found.end() :]}"
+    layer = found[1] if found else name[: name.rfind(".") + 1]
+    return layer if layer in layers else None
+
+
+def name_experts(name: str, shape: Shape, held: Held) -> dict[str, Shape]:
+    """A rank's own parameter → the whole model's parameters that it is, with their shapes.
+
+    It is itself; an expert's under the number in the whole layer; or those of several experts, one behind the other.
+    """
+    layer = find_layer(name, held)
+    if layer is None:
+        return {name: shape}
+    if found := _EXPERT.match(name):
+        return {f"{layer}{held[layer][int(found[2])]}{name[found.end() :]}": shape}
+    return {f"{name}.{number}": shape[1:] for number in held[layer]}
 
 
 def list_holders(dp: int, replicas: int, *, data_first: bool) -> list[range]:

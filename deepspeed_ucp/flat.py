@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -38,6 +38,8 @@ class FlatBuffer:
         parts: number of partitions; 1 where every rank holds the whole.
         by_parameter: every parameter is cut into ``parts`` (ZeRO 3), instead of the buffer.
         ranks: data-parallel ranks that hold it, as with expert parallelism; None where all of them do.
+        tensors: by parameter the element at which it begins in the tensor that ZeRO cuts (``by_parameter``), and that
+            tensor's elements; empty where every parameter is such a tensor.
     """
 
     group: int
@@ -48,6 +50,7 @@ class FlatBuffer:
     parts: int = 1
     by_parameter: bool = False
     ranks: range | None = None
+    tensors: tuple[tuple[int, int], ...] = ()
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -79,6 +82,7 @@ class FlatBuffer:
             names=tuple(self.names[place] for place in places),
             shapes=tuple(self.shapes[place] for place in places),
             offsets=tuple(self.offsets[place] for place in places),
+            tensors=tuple(self.tensors[place] for place in places) if self.tensors else (),
         )
 
     def join_touched(self, part: int) -> FlatBuffer:
@@ -86,12 +90,29 @@ class FlatBuffer:
         touched = self.keep(cut.name for cut in self.cuts(part))
         return join_parameters(self.group, touched.names, touched.shapes)
 
+    def split(self, parts: Mapping[str, Mapping[str, Shape]]) -> FlatBuffer:
+        """The same buffer, its parameters under other names; one that holds several, one behind the other, as these.
+
+        Args:
+            parts: by parameter what is in it, in order.
+        """
+        placed = []
+        for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
+            begin = 0
+            for part, size in parts[name].items():
+                placed.append((part, size, offset if self.by_parameter else offset + begin, (begin, prod(shape))))
+                begin += prod(size)
+        names, shapes, offsets, tensors = zip(*placed, strict=True) if placed else ((), (), (), ())
+        cut_as_one = self.by_parameter and len(names) > len(self.names)
+        return replace(self, names=names, shapes=shapes, offsets=offsets, tensors=tensors if cut_as_one else ())
+
     def _cut_parameters(self, part: int) -> Iterator[Cut]:
-        for name, whole, offset in zip(self.names, self.numels, self.offsets, strict=True):
+        tensors = self.tensors or [(0, numel) for numel in self.numels]
+        for name, numel, offset, (begin, whole) in zip(self.names, self.numels, self.offsets, tensors, strict=True):
             size = -(-whole // self.parts)  # as cut_parameter, which a call for each of thousands of ranks would slow
-            start = part * size
-            if start < whole:
-                yield Cut(name, start, min(size, whole - start), offset)
+            low, high = max(part * size, begin), min((part + 1) * size, begin + numel)
+            if low < high:
+                yield Cut(name, low - begin, high - low, offset + low - part * size)
 
     def _cut_buffer(self, part: int) -> Iterator[Cut]:
         low, high = part * self.partition, (part + 1) * self.partition
@@ -104,8 +125,9 @@ class FlatBuffer:
 
     def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """(partition, first, behind the last) of those that hold elements [low, high) of the parameter at ``place``."""
-        size = reserve(prod(self.shapes[place]), self.parts) if self.by_parameter else self.partition
-        base = 0 if self.by_parameter else self.offsets[place]
+        begin, whole = self.tensors[place] if self.tensors else (0, prod(self.shapes[place]))
+        size = reserve(whole, self.parts) if self.by_parameter else self.partition
+        base = begin if self.by_parameter else self.offsets[place]
         while low < high and size:
             part = (base + low) // size
             end = min((part + 1) * size - base, high)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.experts import count_experts, drop_fixed, find_expert, list_holders, number_expert, pick_held
+from deepspeed_ucp.experts import (
+    count_experts,
+    drop_fixed,
+    find_expert,
+    find_layer,
+    is_expert,
+    list_holders,
+    name_experts,
+    pick_held,
+)
 
 LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
 
@@ -37,9 +46,22 @@ def test_an_experts_parameter_is_known_by_its_name(name: str, found: tuple[str, 
 
 def test_numbers_are_those_of_the_whole_layer() -> None:
     assert count_experts([f"{LAYER}0.w", f"{LAYER}2.w", "dense"]) == {LAYER: 3}
-    assert number_expert(f"{LAYER}1.fc.w", {LAYER: 6}) == f"{LAYER}7.fc.w"
-    assert number_expert(f"{LAYER}1.fc.w", {"another.": 6}) == f"{LAYER}1.fc.w"
-    assert number_expert("dense", {LAYER: 6}) == "dense"
+    assert name_experts(f"{LAYER}1.fc.w", (3, 2), {LAYER: range(6, 9)}) == {f"{LAYER}7.fc.w": (3, 2)}
+    assert name_experts(f"{LAYER}1.fc.w", (3, 2), {"another.": (6,)}) == {f"{LAYER}1.fc.w": (3, 2)}
+    assert name_experts("dense", (3, 2), {LAYER: (6,)}) == {"dense": (3, 2)}
+
+
+def test_experts_that_lie_in_one_parameter() -> None:
+    """AutoEP's: in the rank's own order."""
+    held = {"m.0.mlp.experts.": (3, 1)}
+    parts = {"m.0.mlp.experts.w1.3": (5, 6), "m.0.mlp.experts.w1.1": (5, 6)}
+    assert name_experts("m.0.mlp.experts.w1", (2, 5, 6), held) == parts
+    assert list(name_experts("m.0.mlp.experts.w1", (2, 5, 6), held)) == list(parts)
+    assert name_experts("m.1.mlp.experts.w1", (2, 5, 6), held) == {"m.1.mlp.experts.w1": (2, 5, 6)}
+    assert find_layer("m.0.mlp.experts.w1", held) == "m.0.mlp.experts."
+    assert find_layer("m.0.mlp.router.gate.weight", held) is None
+    assert all(map(is_expert, [*parts, "experts.w3.0", f"{LAYER}1.fc.w"]))
+    assert not any(map(is_expert, ["m.experts.w1", "m.experts.w4.0", "m.experts.w1.0.bias", "myexperts.w1.0"]))
 
 
 def test_ranks_of_both_orders() -> None:

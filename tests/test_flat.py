@@ -50,7 +50,34 @@ def test_partitions_hold_every_element_once_and_the_rest_is_padding(buffer: Flat
     assert sorted(held) == [(name, at) for name, numel in pairs for at in range(numel)]
 
 
-@given(buffers())
+@st.composite
+def split_buffers(draw: st.DrawFn) -> tuple[FlatBuffer, FlatBuffer]:
+    """A buffer, and the same with each parameter taken apart into some equal parts."""
+    buffer = draw(buffers())
+    parts = {}
+    for name, numel in zip(buffer.names, buffer.numels, strict=True):
+        count = draw(st.sampled_from([each for each in (1, 2, 3, 4) if numel % each == 0]))
+        parts[name] = {f"{name}.{number}": (numel // count,) for number in range(count)}
+    return buffer, buffer.split(parts)
+
+
+@given(split_buffers())
+def test_parts_of_parameters_lie_where_the_parameters_do(pair: tuple[FlatBuffer, FlatBuffer]) -> None:
+    whole, split = pair
+    sizes = dict(zip(split.names, split.numels, strict=True))
+    for part in range(whole.parts):
+        expected = {cut.offset + at: (cut.name, cut.start + at) for cut in whole.cuts(part) for at in range(cut.numel)}
+        found = {}
+        for cut in split.cuts(part):
+            name, _, number = cut.name.partition(".")
+            begin = int(number) * sizes[cut.name] + cut.start
+            found.update({cut.offset + at: (name, begin + at) for at in range(cut.numel)})
+        assert found == expected
+        assert split.gaps(part) == whole.gaps(part)
+    assert split.keep(split.names) == split
+
+
+@given(st.one_of(buffers(), split_buffers().map(lambda pair: pair[1])))
 def test_holders_of_elements_are_the_partitions_whose_cuts_have_them(buffer: FlatBuffer) -> None:
     parts = range(buffer.parts)
     held = {(cut.name, cut.start + at): part for part in parts for cut in buffer.cuts(part) for at in range(cut.numel)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, AtomicIndex, ParamKey, count
 from ..errors import MismatchError
-from ..experts import find_expert
+from ..experts import find_expert, is_expert
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet
 from ..plan.match import Match, pick_instance
@@ -144,14 +144,13 @@ def foretell_target(
     """
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others
-    experts = any(map(find_expert, names))
-    if experts and (degrees.zero > 2 or degrees.tp * degrees.pp > 1):
+    if any(map(find_expert, names)) and (degrees.zero > 2 or degrees.tp * degrees.pp > 1):
         raise MismatchError(
             "DeepSpeed's own experts are resumed under ZeRO 0, 1 and 2 without tensor or pipeline parallelism alone."
         )
     local, layouts, origin = _settle(index, degrees, names, rules, shapes)
     assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
-    assumed += [EXPERTS] if experts else []
+    assumed += [EXPERTS] if any(map(is_expert, names)) else []
     if stages is None:
         weights = {name: sum(atom.nbytes for atom in atoms[ParamKey(name)]) for name in names}
         stages, how = place_stages(index, names, weights, degrees.pp)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
-from ..experts import find_expert
+from ..experts import is_expert
 from ..flat import Shape
 from .settling import Shapes
 
@@ -235,7 +235,7 @@ def match_groups(
             match.hyper[number] = _join_steps(index, found)
             continue
         # Groups of experts are cut by size (``max_group_size``), so that their number changes with the topology.
-        experts = all(map(find_expert, names)) and -1 not in found
+        experts = all(map(is_expert, names)) and -1 not in found
         same = experts and all(index.run.groups[each].hyper == index.run.groups[min(found)].hyper for each in found)
         if not same and (len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number):
             raise MismatchError(

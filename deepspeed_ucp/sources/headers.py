@@ -10,6 +10,9 @@ from ..torchsave.records import FileRecord
 
 Shape = tuple[int, ...]
 
+Placement = tuple[tuple[int, ...], ...]
+"""The experts of a layer by expert-parallel rank, in the order in which a rank holds them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -92,6 +95,7 @@ class OptimHeader:
         partition_count: per group.
         paddings: ZeRO 1/2 and BF16: per group, elements of padding at the end of the partition.
         names: atom names of each group's parameters, where the param groups tell them.
+        partition_ranks: of ZeRO 3 with AutoEP: per sub-group the data-parallel ranks that hold it.
     """
 
     kind: str
@@ -108,6 +112,7 @@ class OptimHeader:
     scaler: dict[str, Any] = field(default_factory=dict)
     clip_grad: float | None = None
     names: tuple[tuple[str, ...], ...] | None = None
+    partition_ranks: tuple[tuple[int, ...], ...] = ()
 
     def count_members(self) -> list[int]:
         """Per param group its flat buffers, or its parameters."""
@@ -129,6 +134,8 @@ class ModelHeader:
         hints: what the client state tells about the model (see :class:`~deepspeed_ucp.atoms.ModelInfo`).
         others: storages that belong to none of these: the client's tensors.
         experts: number of experts of each mixture-of-experts layer; empty without any.
+        placements: of AutoEP's layers, by what the names of their experts' parameters begin with.
+        ep_rank: AutoEP's expert-parallel rank that wrote the file.
     """
 
     module: dict[str, Piece] | None
@@ -142,6 +149,8 @@ class ModelHeader:
     optim: OptimHeader | None
     others: tuple[FileRecord, ...] = ()
     experts: tuple[int, ...] = ()
+    placements: dict[str, Placement] = field(default_factory=dict)
+    ep_rank: int | None = None
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
 

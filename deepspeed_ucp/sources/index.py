@@ -170,10 +170,12 @@ def _refuse_engines(save: Save) -> None:
             f"{path}: was saved by ZenFlow, which keeps transposed partitions and states of its own. Only DeepSpeed's "
             "own load takes it, with ZenFlow, in the topology that saved it."
         )
-    if enabled(save.main.config, "expert_parallel"):
+    autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
+    if autoep and not (any(save.shards) and save.model(0).placements):
+        what = "without a description of which rank has which experts" if any(save.shards) else "without ZeRO"
         raise UnsupportedError(
-            f"{path}: is a mixture-of-experts checkpoint (AutoEP), which this release does not convert. It can be "
-            "resumed by DeepSpeed itself in the topology that wrote it."
+            f"{path}: is a mixture-of-experts checkpoint of AutoEP {what}, which this release does not convert. It can "
+            "be resumed by DeepSpeed itself in the topology that wrote it."
         )
     if save.main.model and save.main.model.experts and save.pp * save.tp > 1:
         raise UnsupportedError(

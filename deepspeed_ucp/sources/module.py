@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from ..atoms import COPY, MODULE, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..experts import find_expert
+from ..experts import find_number
+from .autoep import find_router_aliases
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
 from .ranks import TIED, ModelRank
@@ -62,7 +63,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
     numbers = {name: expert for (_, expert, _), name in save.listing.experts.items()}
     for header in save.experts:
         for name, piece in (header.layer or {}).items():
-            if (find_expert(name) or ("", -1))[1] != numbers[header.name]:
+            if find_number(name) != numbers[header.name]:
                 raise CheckpointError(
                     f"{save.path(header)}: holds {name}, which is not of expert {numbers[header.name]}. The file "
                     "belongs to another expert or run; put the right one back."
@@ -77,7 +78,8 @@ def _find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
     """
     shapes = {} if save.is_sharded else {name: piece.shape for name, piece in (model.module or {}).items()}
     shapes.update(model.frozen_shapes)
-    return {alias: name for alias, name in save.model(0).shared.items() if count(shapes.get(alias, (1,)))}
+    ties = {alias: name for alias, name in save.model(0).shared.items() if count(shapes.get(alias, (1,)))}
+    return {**ties, **find_router_aliases(model)}
 
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:

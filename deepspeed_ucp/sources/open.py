@@ -334,7 +334,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
         return header
     hints = {} if repeats or model.hints == first.model.hints else model.hints
     if repeats:
-        model = replace(model, module={}, buffers=(), param_shapes=(), shared={})
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, placements={})
     return replace(header, model=replace(model, hints=hints, others=()))
 
 

@@ -18,6 +18,7 @@ from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_par
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
+from .autoep import read_placements
 from .compare import read_marks
 from .files import holds_state_dict, is_state_file
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
@@ -147,6 +148,7 @@ class HeaderReader:
         shapes = tuple(tuple(_as_shapes(each).items()) for each in as_list(tree.get("param_shapes")))
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
+        autoep = as_list(tree.get("ds_autoep_layers", tree.get("autoep_layers")))
         fragments = tree.get("frozen_param_fragments") or {}
         frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
         frozen_shapes = _strip(_as_shapes(tree.get("frozen_param_shapes") or {}))
@@ -165,6 +167,8 @@ class HeaderReader:
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
             experts=_read_experts(tree.get("num_experts")),
+            placements=read_placements(autoep),
+            ep_rank=autoep[0].get("ep_rank") if autoep else None,
             degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
             hints=read_hints(tree),
         )
@@ -177,7 +181,7 @@ class HeaderReader:
         if "single_partition_of_fp32_groups" in state:
             return self._read_zero12(state)
         if "fp32_flat_groups" in state:
-            return self.read_flat(state, "zero3", state["fp32_flat_groups"], stage=3)
+            return self._read_zero3(state)
         if "fp32_groups_flat" in state:
             return self.read_flat(state, "fp16_fused", state["fp32_groups_flat"])
         if "fp32_groups" in state:
@@ -213,6 +217,13 @@ class HeaderReader:
             alignment=state.get("param_alignment_paddings"),
             elastic=elastic,
         )
+
+    def _read_zero3(self, state: dict[str, Any]) -> OptimHeader:
+        header = self.read_flat(state, "zero3", state["fp32_flat_groups"], stage=3)
+        groups = as_list(state.get("ds_zero_partition_groups"))  # AutoEP
+        ranks = tuple(_as_ints(group["partition_ranks"]) for group in groups)
+        counts = tuple(map(len, ranks)) if groups else header.partition_count
+        return replace(header, partition_count=counts, partition_ranks=ranks)
 
     def read_flat(self, state: dict[str, Any], kind: str, masters: list[Any], stage: int = 0) -> OptimHeader:
         """Masters, and the states and param groups of the torch optimizer inside."""

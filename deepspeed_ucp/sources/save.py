@@ -147,7 +147,7 @@ def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
         ]
     if model.module is None:
         names += _name_layers(listing, tp)
-    if model.experts and not first[0].config.get("expert_parallel"):
+    if model.experts and first[0].name in listing.model.values():  # of ZeRO 3 every rank's model states have them
         names += _name_experts(listing, model.experts, pp * tp)
         if len(first) == 1:
             names += [

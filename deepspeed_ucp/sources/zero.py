@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, count, strip_compiled
-from ..errors import CheckpointError, UnsupportedError
-from ..experts import DATA_FIRST, count_experts, drop_fixed, list_holders, number_expert
+from ..errors import CheckpointError, UnsupportedError, shorten
+from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Shape, TensorStates
@@ -28,7 +28,7 @@ def build_zero(builder: Builder) -> None:
     save = builder.save
     fill_param_shapes(save)
     dealt = [deal_parameters(save, mp) for mp in range(len(save.models))]
-    names = [[strip_compiled(name) for part in chain(*groups) for name in part.shapes] for groups in dealt]
+    names = [[name for part in chain(*groups) for name in part.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
     optimized = {name for held in names for name in held}
     for mp, rank in enumerate(builder.ranks):
@@ -44,27 +44,42 @@ class HeldParameters:
 
     Attributes:
         ranks: that hold them.
-        shapes: by name, as the module spells it but for the experts' numbers.
-        first: per mixture-of-experts layer the number of the first expert that they hold.
+        own: the ranks' own parameters, as the module spells them, with shapes.
+        parts: by these the whole model's parameters that are in them, with shapes.
     """
 
     ranks: range
-    shapes: dict[str, Shape]
-    first: dict[str, int]
+    own: dict[str, Shape]
+    parts: dict[str, dict[str, Shape]]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The whole model's parameters."""
+        return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """The ranks' own name for each of these."""
+        return {strip_compiled(name): strip_compiled(own) for own, held in self.parts.items() for name in held}
 
 
 def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
     """Who holds which parameters, by group; the model states count every rank's experts from 0.
 
-    How many a rank holds the experts' files tell: what it has of them in its groups may be less, some may be frozen.
+    How many of a DeepSpeed layer a rank holds the experts' files tell: what it has of them in its groups may be less,
+    some may be frozen.
+
+    Raises:
+        CheckpointError: the files, or the placement of AutoEP's experts, tell of other experts.
     """
-    counts = _get_optim(save.shards[mp][0]).partition_count
+    placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
     totals = count_experts(name for header in save.experts for name in header.layer or {})
-    dealt = []
+    dealt: list[list[HeldParameters]] = []
     for number, group in enumerate(save.model(mp).param_shapes or ()):
         held = count_experts(name for name, _ in group) if save.experts else {}
-        replicas = counts[number] if held and number < len(counts) else len(save.shards[mp])
+        replicas = counts[number] if (held or placements) and number < len(counts) else len(save.shards[mp])
         holders = list_holders(len(save.shards[mp]), replicas, data_first=bool(save.main.config.get(DATA_FIRST)))
+        _check_placements(save, mp, group, len(holders))
         shares = {layer: totals.get(strip_compiled(layer), 0) / len(holders) for layer in held}
         for layer, share in shares.items():
             if share != int(share) or share < held[layer]:
@@ -73,10 +88,28 @@ def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
                     f"expert-parallel ranks; the files of single experts are of {round(share * len(holders))}. The "
                     "folder lacks files or mixes two saves."
                 )
-        firsts = [{layer: place * int(share) for layer, share in shares.items()} for place in range(len(holders))]
-        shapes = [{number_expert(name, first): shape for name, shape in group} for first in firsts]
-        dealt.append(list(map(HeldParameters, holders, shapes, firsts)))
+        dealt.append([])
+        for place, ranks in enumerate(holders):
+            own: dict[str, Sequence[int]] = {
+                layer: range(place * int(share), (place + 1) * int(share)) for layer, share in shares.items()
+            }
+            own |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
+            parts = {name: name_experts(name, shape, own) for name, shape in group}
+            dealt[-1].append(HeldParameters(ranks, dict(group), parts))
     return dealt
+
+
+def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
+    """Hold the parameters of AutoEP's experts against the placement: as many experts, over as many ranks."""
+    placements = save.model(mp).placements
+    for name, shape in group:
+        placement = placements.get(find_layer(name, placements) or "", ())
+        if placement and (len(placement) != degree or any(shape[:1] != (len(held),) for held in placement)):
+            raise CheckpointError(
+                f"{save.path(save.models[mp][0])}: {name} of shape {shape} is spread over {degree} expert-parallel "
+                f"ranks, its expert placement tells of {[len(held) for held in placement]} experts by rank. The file "
+                "is damaged, or of another save."
+            )
 
 
 def _add_rank(
@@ -89,25 +122,48 @@ def _add_rank(
     save, first = builder.save, _get_optim(shards[0])
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
-    hypers = list(first.groups) if save.is_sharded else []
+    hypers = list(map(drop_fixed, first.groups)) if save.is_sharded else []
     for index, parts in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
-        for held in parts:
-            shapes = {strip_compiled(name): shape for name, shape in held.shapes.items()}
-            rank.shapes.update(shapes)
+        for place, held in enumerate(parts):
+            rank.shapes.update(held.shapes)
             if save.is_sharded:
-                buffer = join_reserved(owner or 0, tuple(shapes), tuple(shapes.values()), len(shards))
+                _check_holders(save, index, place, held.ranks)
+                buffer = join_reserved(owner or 0, tuple(held.own), tuple(held.own.values()), len(held.ranks))
             else:
-                buffer = _join_group(builder, [shards[dp_rank] for dp_rank in held.ranks], index, shapes)
-                _add_empty(builder, rank, shards[held.ranks[0]], index, shapes)
+                buffer = _join_group(builder, [shards[dp_rank] for dp_rank in held.ranks], index, held.own)
+                _add_empty(builder, rank, shards[held.ranks[0]], index, held.shapes)
+            buffer = buffer.split(held.parts)
+            named = replace(buffer, names=tuple(held.shapes))
             for part, dp_rank in enumerate(held.ranks):
-                _add_part(builder, rank, shards[dp_rank], index, buffer, part, held.first)
-            members[buffer.group] += map(rank.param, shapes)
-            flats.append(replace(buffer, names=tuple(held.shapes), ranks=held.ranks if len(parts) > 1 else None))
+                _add_part(builder, rank, shards[dp_rank], index, named, part, held.owners)
+            members[buffer.group] += map(rank.param, held.shapes)
+            flats.append(replace(buffer, ranks=held.ranks if len(parts) > 1 else None))
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
+
+
+def _check_holders(save: Save, group: int, place: int, ranks: range) -> None:
+    """ZeRO 3 with AutoEP saves no copies of the experts, but every file tells which ranks hold a sub-group.
+
+    Raises:
+        CheckpointError: they are others, or of another expert-parallel rank.
+    """
+    for dp_rank in ranks:
+        shard, header = save.shards[0][dp_rank], save.models[0][dp_rank]
+        held, model = _get_optim(shard).partition_ranks, header.model
+        if held and held[group : group + 1] != (tuple(ranks),):
+            raise CheckpointError(
+                f"{save.path(shard)}: sub-group {group} is cut over other ranks than {shorten(ranks)}, as the degrees "
+                "have it. The file belongs to another run; put the right one back."
+            )
+        if len(ranks) < save.dp and model and model.ep_rank != place:
+            raise CheckpointError(
+                f"{save.path(header)}: is of expert-parallel rank {model.ep_rank}, by the degrees it has to be "
+                f"of {place}. The file belongs to another run; put the right one back."
+            )
 
 
 def _join_group(builder: Builder, shards: Sequence[FileHeader], group: int, shapes: Mapping[str, Shape]) -> FlatBuffer:
@@ -135,7 +191,7 @@ def _add_part(
     index: int,
     buffer: FlatBuffer,
     part: int,
-    first: Mapping[str, int],
+    owners: Mapping[str, str],
 ) -> None:
     """What a data-parallel rank holds of a flat buffer: the master, and the optimizer's states."""
     optim, path, cuts = _get_optim(shard), builder.save.path(shard), buffer.cuts(part)
@@ -149,7 +205,7 @@ def _add_part(
             "another run or world size; put the right one back."
         )
     if not buffer.by_parameter:
-        _check_slices(shard, path, index, cuts, first)
+        _check_slices(shard, path, index, cuts, owners)
     master = optim.masters[index]
     for cut in cuts:
         if cut.offset + cut.numel > master.numel:
@@ -196,14 +252,21 @@ def _add_momentum(
     return replace(held, states=states)
 
 
-def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut], first: Mapping[str, int]) -> None:
-    """The names in ``param_slice_mappings`` tell a shard of another rank or run; without round robin they are right."""
+def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut], owners: Mapping[str, str]) -> None:
+    """The names in ``param_slice_mappings`` tell a shard of another rank or run; without round robin they are right.
+
+    Args:
+        owners: the rank's own name for each parameter; experts that lie in one parameter follow each other.
+    """
     if (shard.config.get("zero_optimization") or {}).get("round_robin_gradients"):
         return
     slices = _get_optim(shard).slices
-    expected = [(cut.name, cut.offset, cut.numel) for cut in cuts]
+    parts: dict[str, list[Cut]] = defaultdict(list)
+    for cut in cuts:
+        parts[owners[cut.name]].append(cut)
+    expected = [(own, each[0].offset, sum(cut.numel for cut in each)) for own, each in parts.items()]
     held = slices[group] if group < len(slices) else ()
-    found = [(strip_compiled(number_expert(name, first)), start, numel) for name, start, numel in held]
+    found = [(strip_compiled(name), start, numel) for name, start, numel in held]
     if sorted(found) != sorted(expected):
         odd = sorted(set(found) ^ set(expected))[0]
         raise CheckpointError(

@@ -16,10 +16,10 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 
 from ..atoms import count, strip_compiled
 from ..errors import UnsupportedError
-from ..experts import drop_fixed, find_expert, number_expert
+from ..experts import drop_fixed, find_layer, name_experts
 from ..flat import FlatBuffer, count_degree, join_parameters, join_reserved
 from ..topology import Topology
-from .coverage import name_device
+from .coverage import UnknownLayoutError, name_device
 from .optimizer import to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place
 
@@ -99,7 +99,8 @@ def _find_shape(param: Any) -> tuple[int, ...]:
 class Target(ABC):
     """A live engine. Subclasses know one optimizer wrapper each; they alone touch DeepSpeed's internals.
 
-    Names and shapes are this rank's own: of its pipeline stage, as its tensor-parallel rank holds them.
+    Names and shapes are this rank's own: of its pipeline stage, as its tensor-parallel rank holds them. Experts have
+    their numbers in the whole layer.
     """
 
     wrapper = ""
@@ -112,20 +113,31 @@ class Target(ABC):
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self.experts = find_experts(engine)
-        for own, param in engine.module.named_parameters(remove_duplicate=False):
-            name = self._number(own)
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
             first = self.names.setdefault(id(param), name)
             if first != name:
-                self.aliases[strip_compiled(name)] = strip_compiled(first)
-        self.params = {strip_compiled(self.names[id(p)]): p for p in engine.module.parameters()}
+                pairs = zip(self._name_parts(name), self._name_parts(first), strict=True)
+                self.aliases.update({strip_compiled(one): strip_compiled(other) for one, other in pairs})
+        self.params: dict[str, Any] = {}
+        self.places: dict[str, int] = {}
+        for param in engine.module.parameters():
+            self._add_parameter(param)
         self.flats: list[LiveBuffer] = []
         self.layout: list[FlatBuffer] = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
 
-    def _number(self, name: str) -> str:
+    def _add_parameter(self, param: Any) -> None:
+        """Note a parameter of the module; where experts lie in it, each one's, with its place there."""
+        shape = _find_shape(param)
+        for place, (name, own) in enumerate(self._name_parts(self.names[id(param)], shape).items()):
+            self.params[strip_compiled(name)] = param
+            if own != shape:
+                self.places[strip_compiled(name)] = place
+
+    def _name_parts(self, name: str, shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
         """A name of this rank's module → the whole model's, which numbers experts otherwise."""
-        return number_expert(name, {layer: held.first for layer, held in self.experts.items()})
+        return name_experts(name, shape, {layer: held.numbers for layer, held in self.experts.items()})
 
     @property
     def is_first_replica(self) -> bool:
@@ -153,8 +165,12 @@ class Target(ABC):
         self, buffer: FlatBuffer, part: int, holder: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
-        if buffer.names and (expert := find_expert(buffer.names[0])):
-            buffer = replace(buffer, ranks=self.experts[expert[0]].ranks)
+        if buffer.names and (layer := find_layer(buffer.names[0], self.experts)):
+            buffer = replace(buffer, ranks=self.experts[layer].ranks)
+        named, own = zip(buffer.names, buffer.shapes, strict=True), len(buffer.names)
+        buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
+        if whole and len(buffer.names) > own:
+            raise UnknownLayoutError(f"{', '.join(sorted(whole))} of all of a rank's AutoEP experts together")
         self.layout.append(buffer)
         buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
         self.flats.append(LiveBuffer(buffer, part, holder, whole=whole))
@@ -207,7 +223,8 @@ class Target(ABC):
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter as this tensor-parallel rank holds it, ZeRO's partitioning undone."""
-        return _find_shape(self.params[name])
+        shape = _find_shape(self.params[name])
+        return shape[1:] if name in self.places else shape
 
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
         """These shapes of the parameters that the optimizer owns."""
@@ -224,7 +241,7 @@ class Target(ABC):
         """Param groups as the user made them: (raw name, owned by the optimizer), frozen parameters included."""
         recorded = getattr(self.engine, "_ucp_param_groups", None)
         if recorded is not None:
-            named = [list(map(self._number, group)) for group in recorded]
+            named = [[part for name in group for part in self._name_parts(name)] for group in recorded]
             return [[(name, strip_compiled(name) in self.owned) for name in group] for group in named]
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
 
@@ -235,12 +252,21 @@ class Target(ABC):
 
     def extras(self) -> list[LiveBuffer]:
         """Parameters without optimizer, and persistent buffers."""
-        found = [_hold_parameter(name, p) for name, p in self.params.items() if name not in self.owned]
+        found = [self._hold_extra(name) for name in self.params if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
-                found.append(hold_whole(strip_compiled(self._number(name)), buffer, is_buffer=True))
+                (part,) = self._name_parts(name)
+                found.append(hold_whole(strip_compiled(part), buffer, is_buffer=True))
         return found
+
+    def _hold_extra(self, name: str) -> LiveBuffer:
+        param, place = self.params[name], self.places.get(name)
+        if place is None:
+            return _hold_parameter(name, param)
+        if hasattr(param, "ds_tensor"):
+            raise UnsupportedError(f"{name}: of a frozen parameter of AutoEP's experts ZeRO 3 saves nothing.")
+        return hold_whole(name, param[place])
 
     def param_group(self, flat: LiveBuffer) -> int:
         """Index of the optimizer's param group that holds a flat buffer (ZeRO rebuilds Adagrad with all in one)."""

@@ -14,6 +14,10 @@ OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal
 """The way out of a refusal."""
 
 
+PLACEMENT = "expert_placement_descriptor"
+"""Attribute of AutoEP's layers (``module_inject/auto_ep_layer.py``): which rank holds which experts."""
+
+
 class UnknownLayoutError(UnsupportedError):
     """How the engine lays its state out is not known here; DeepSpeed's own load is right in the same topology."""
 
@@ -35,9 +39,9 @@ def check_engine(engine: Any) -> None:
 
 
 def _keeps_known_experts(engine: Any) -> bool:
-    """DeepSpeed's own experts without model parallelism; AutoEP's layers are of another kind."""
-    autoep = any(hasattr(child, "expert_placement_descriptor") for child in engine.module.modules())
-    return engine.mp_world_size <= 1 and not autoep
+    """Experts without model parallelism; those of AutoEP under ZeRO alone."""
+    autoep = any(hasattr(child, PLACEMENT) for child in engine.module.modules())
+    return engine.mp_world_size <= 1 and not (autoep and engine.zero_optimization_stage() == 0)
 
 
 def _keeps_nvme(engine: Any) -> bool:
@@ -122,7 +126,7 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
 
 
 def _describe_degrees(engine: Any) -> dict[str, Any]:
-    layers = [child for child in engine.module.modules() if hasattr(child, "expert_placement_descriptor")]
+    layers = [child for child in engine.module.modules() if hasattr(child, PLACEMENT)]
     precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     return {
         "ZeRO stage": int(engine.zero_optimization_stage()),
@@ -130,7 +134,7 @@ def _describe_degrees(engine: Any) -> dict[str, Any]:
         "model-parallel ranks": int(engine.mp_world_size),
         "experts per layer": list(engine.num_experts),
         "use_data_before_expert_parallelism": bool(engine._config.use_data_before_expert_parallel_),
-        "AutoEP placement": [layer.expert_placement_descriptor for layer in layers],
+        "AutoEP placement": [getattr(layer, PLACEMENT) for layer in layers],
     }
 
 

@@ -6,7 +6,7 @@ Model parallelism reaches DeepSpeed in three ways: a Megatron-like ``mpu``, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ from deepspeed.utils.bwc import (
 )
 
 from ..atoms import strip_compiled
-from .coverage import UnknownLayoutError
+from .coverage import PLACEMENT, UnknownLayoutError
 
 UNIVERSAL_INFO = "universal_checkpoint_info"
 """Attribute of a module, and key of its model states (``deepspeed/checkpoint/constants.py``)."""
@@ -128,18 +128,18 @@ class HeldExperts:
     """What a rank holds of a mixture-of-experts layer.
 
     Attributes:
-        first: the number, in the whole layer, of the first expert that it holds.
+        numbers: of the experts that it holds, in the whole layer and in its order.
         ranks: data-parallel ranks that hold the same experts; None where all of them do.
         is_first_replica: it is the first of these.
     """
 
-    first: int
+    numbers: Sequence[int]
     ranks: range | None
     is_first_replica: bool
 
 
 def find_experts(engine: Any) -> dict[str, HeldExperts]:
-    """What this rank holds of every layer of DeepSpeed's own experts, by what the names of their parameters begin with.
+    """What this rank holds of every layer of experts, by what the names of their parameters begin with.
 
     Raises:
         UnknownLayoutError: ranks that hold the same experts and are not evenly spaced.
@@ -148,13 +148,19 @@ def find_experts(engine: Any) -> dict[str, HeldExperts]:
         return {}
     found = {}
     for name, module in engine.module.named_modules():
+        prefix = f"{name}." if name else ""
         if isinstance(module, MoE):
-            group, prefix = module.expert_group_name, f"{name}.deepspeed_moe" if name else "deepspeed_moe"
-            found[f"{prefix}.experts.deepspeed_experts."] = HeldExperts(
-                groups._get_expert_parallel_rank(group) * module.num_local_experts,
-                _find_replicas(engine, group),
-                groups._get_expert_data_parallel_rank(group) == 0,
-            )
+            group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."
+            first = groups._get_expert_parallel_rank(group) * module.num_local_experts
+            numbers: Sequence[int] = range(first, first + module.num_local_experts)
+        elif hasattr(module, PLACEMENT):
+            group, end = module.ep_group_name, "experts."
+            ranks = {each["rank"]: each["experts"] for each in getattr(module, PLACEMENT)["ranks"]}
+            numbers = tuple(ranks[module.ep_rank])
+        else:
+            continue
+        is_first = groups._get_expert_data_parallel_rank(group) == 0
+        found[f"{prefix}{end}"] = HeldExperts(numbers, _find_replicas(engine, group), is_first)
     return found
 
 

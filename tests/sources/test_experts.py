@@ -15,12 +15,16 @@ from deepspeed_ucp.sources.zero import deal_parameters
 LAYER = "body.deepspeed_moe.experts.deepspeed_experts."
 
 
-def make_save(counts: tuple[int, ...], groups: list[list[str]], experts: int) -> Any:
+def make_save(
+    counts: tuple[int, ...], groups: list[list[str]], experts: int = 0, placements: dict[str, Any] | None = None
+) -> Any:
     """Four data-parallel ranks; the first one's model states name its own parameters."""
     shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
-    model = SimpleNamespace(param_shapes=[[(name, (2,)) for name in group] for group in groups])
+    shapes = [[(name, (2, 3)) for name in group] for group in groups]
+    model = SimpleNamespace(param_shapes=shapes, placements=placements or {})
     return SimpleNamespace(
         shards=[[shard] * 4],
+        models=[[shard] * 4],
         path=lambda header: "model states",
         main=SimpleNamespace(config={}),
         experts=[SimpleNamespace(layer={f"{LAYER}{expert}.w": None}) for expert in range(experts)],
@@ -45,6 +49,27 @@ def test_files_of_another_number_of_experts(experts: int) -> None:
 def test_without_such_files_a_name_alone_makes_no_expert() -> None:
     (dealt,) = deal_parameters(make_save((4,), [[f"{LAYER}0.w"]], 0), 0)
     assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
+
+
+def test_experts_that_lie_in_one_parameter_are_taken_apart() -> None:
+    placements = {"m.experts.": ((3, 0), (1, 2))}
+    (dense,), experts = deal_parameters(make_save((4, 2), [["dense"], ["m.experts.w1"]], placements=placements), 0)
+    assert [part.shapes for part in experts] == [
+        {"m.experts.w1.3": (3,), "m.experts.w1.0": (3,)},
+        {"m.experts.w1.1": (3,), "m.experts.w1.2": (3,)},
+    ]
+    assert set(experts[0].owners.values()) == {"m.experts.w1"}
+    assert [list(part.ranks) for part in experts] == [[0, 2], [1, 3]]
+    assert list(dense.ranks) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks"), [((4, 4), ((0, 1), (2, 3))), ((4, 1), ((0, 1), (2, 3))), ((4, 2), ((0, 1, 2), (3,)))]
+)
+def test_a_placement_that_does_not_fit_the_files(counts: tuple[int, ...], ranks: Any) -> None:
+    save = make_save(counts, [["dense"], ["m.experts.w1"]], placements={"m.experts.": ranks})
+    with pytest.raises(CheckpointError, match="m.experts.w1 of shape .2, 3. is spread over"):
+        deal_parameters(save, 0)
 
 
 def make_shard(counts: tuple[int, ...], names: str) -> FileHeader:

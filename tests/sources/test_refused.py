@@ -40,13 +40,26 @@ def test_zenflow(stage: int, tmp_path: Path) -> None:
         open_files(tmp_path, make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1}))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_autoep(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "words"), [(0, "without ZeRO"), (3, "without a description of which rank")])
+def test_autoep(stage: int, words: str, tmp_path: Path) -> None:
     files = make_files(Topology(stage, 2))
+    for name, tree in files.items():
+        tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
+        if "model_states" in name:
+            tree["num_experts"] = [1]
+    if stage == 0:
+        files["layer_0_expert_0_mp_rank_00_model_states.pt"] = {"experts.w1.0": torch.ones(2)}
+        optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
+        files["expp_rank_0_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
+    with pytest.raises(UnsupportedError, match=f"mixture-of-experts checkpoint of AutoEP {words}"):
+        open_files(tmp_path, files)
+
+
+def test_autoep_that_found_no_layer_is_a_dense_model(tmp_path: Path) -> None:
+    files = make_files(Topology(1, 2))
     for tree in files.values():
         tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
-    with pytest.raises(UnsupportedError, match="mixture-of-experts checkpoint .AutoEP."):
-        open_files(tmp_path, files)
+    assert open_files(tmp_path, files).find("a", "fp32")
 
 
 LORA = (

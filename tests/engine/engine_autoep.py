@@ -1,0 +1,193 @@
+"""What ranks do with AutoEP's engines: blocks of experts that lie in one tensor, of which each rank holds some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor, nn
+
+EXPERTS = 4
+BATCH = 8
+HIDDEN, INNER = 6, 5
+
+States = dict[tuple[str, str], Tensor]
+"""By parameter and state; ``fp32`` is the master, ``copy`` the model's own."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """An engine: ranks, ZeRO stage, precision, expert-parallel degree, order of the groups, further ZeRO options."""
+
+    world: int
+    stage: int
+    precision: str
+    ep: int
+    data_first: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        order = "-data-first" if self.data_first else ""
+        more = "".join(f"-{key}={value}" for key, value in self.options)
+        return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.ep}{order}{more}"
+
+
+class Gate(nn.Linear):
+    """Mixtral's router; that its outputs are recorded lets AutoEP keep it under two names."""
+
+    _can_record_outputs: ClassVar = {"router_logits": {"index": 0}}
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, EXPERTS, bias=False)
+        self.register_buffer("e_score_correction_bias", torch.randn(EXPERTS))
+
+
+class Block(nn.Module):
+    """Mixtral's experts, as transformers 5 holds them; AutoEP replaces it before it is ever called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = Gate(), nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4)
+        self.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 4)
+
+
+class Layer(nn.Module):
+    def __init__(self, *, frozen: bool):
+        super().__init__()
+        self.dense, self.mlp = nn.Linear(HIDDEN, HIDDEN), Block()
+        self.mlp.experts.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.dense(x))
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """Two layers of experts, with tokens that depend on no other token."""
+
+    def __init__(self, *, frozen: bool = False):
+        super().__init__()
+        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([Layer(frozen=frozen), Layer(frozen=False)])
+        self.head = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.model.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make(spread: Spread, seed: int, *, frozen: bool = False) -> Any:
+    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+        known.clear()  # named by the degree alone, whatever the order
+    config: dict[str, Any] = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": spread.stage, **dict(spread.options)},
+        "expert_parallel": {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False},
+        "checkpoint": {"universal": True},
+        "use_data_before_expert_parallelism": spread.data_first,
+    }
+    if spread.precision != "fp32":
+        config[spread.precision] = {"enabled": True}
+    torch.manual_seed(seed)
+    module = Model(frozen=frozen)
+    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = torch.randn(BATCH, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
+        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(own.to(engine.module.head.weight.dtype)).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def read_states(engine: Any) -> States:
+    """Everything that this rank and its replicas hold, of experts by their number in the whole layer."""
+    held = {f"{name}.experts": module for name, module in engine.module.named_modules() if _is_layer(module)}
+    found: States = {(name, "buffer"): buffer.clone() for name, buffer in engine.module.named_buffers()}
+    masters = {} if engine.zero_optimization_stage() == 3 else _read_partitions(engine.optimizer)
+    for name, param in engine.module.named_parameters():
+        states = _read_parameter(param) | masters.get(id(param), {})
+        layer = held.get(name.rpartition(".")[0])
+        if layer is None:
+            found.update({(name, state): tensor for state, tensor in states.items()})
+            continue
+        for place in range(layer.num_local_experts):
+            expert = layer.ep_rank * layer.num_local_experts + place
+            found.update({(f"{name}.{expert}", state): tensor[place] for state, tensor in states.items()})
+    return {key: tensor for key, tensor in found.items() if "tokens_per_expert" not in key[0]}
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, AutoEPMoELayer)
+
+
+def _read_partitions(wrapped: Any) -> dict[int, dict[str, Tensor]]:
+    """Masters and moments of ZeRO 1 and 2, gathered over each group's own ranks."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for group, params in enumerate(wrapped.round_robin_bit16_groups):
+        part = wrapped.single_partition_of_fp32_groups[group]
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            tensor = part.data if state == "fp32" else wrapped.optimizer.state[part][state]
+            parts = [torch.empty_like(tensor) for _ in range(wrapped.partition_count[group])]
+            dist.all_gather(parts, tensor, group=wrapped.real_dp_process_group[group])
+            whole = torch.cat(parts)
+            for param in params:
+                mine, whole = whole[: param.numel()], whole[param.numel() :]
+                found.setdefault(id(param), {})[state] = mine.clone().view(param.shape)
+    return found
+
+
+def _read_parameter(param: Any) -> dict[str, Tensor]:
+    with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+        states = {"copy": param.detach().clone()}
+    if param.requires_grad and hasattr(param, "ds_id"):
+        states["fp32"] = safe_get_full_fp32_param(param).clone()
+        for state in ("exp_avg", "exp_avg_sq"):
+            states[state] = safe_get_full_optimizer_state(param, state).clone()
+    return states
+
+
+def save(spread: Spread, folder: str, seed: int, frozen: bool = False) -> tuple[States, list[float]]:
+    """Train, save, go on: what was held at the save, and the losses after it."""
+    engine = make(spread, seed, frozen=frozen)
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    states = read_states(engine)
+    losses = train(engine, range(3, 5))
+    engine.destroy()
+    return states, losses
+
+
+def load_each(
+    spread: Spread, folders: Sequence[str], frozen: bool = False
+) -> list[tuple[bool, States, list[float]] | str]:
+    """One engine takes them all, one after the other; of a refusal its text."""
+    engine, found = make(spread, seed=77, frozen=frozen), []
+    for folder in folders:
+        try:
+            engine.load_checkpoint(folder)
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            direct, states = engine.ucp_report.direct, read_states(engine)
+            found.append((direct, states, train(engine, range(3, 5))))
+    engine.destroy()
+    return found

@@ -1,0 +1,134 @@
+"""AutoEP's experts under other expert-parallel degrees, numbers of ranks, stages and precisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import engine_autoep
+import pytest
+import torch
+from engine_autoep import Spread, States
+
+from deepspeed_ucp.testing import WorldPool
+
+SOURCES = [
+    Spread(4, 1, "bf16", 2),
+    Spread(4, 2, "fp32", 4),
+    Spread(2, 1, "fp32", 1),
+    Spread(4, 2, "bf16", 2, data_first=True),
+    Spread(4, 3, "bf16", 2),
+    Spread(4, 3, "fp32", 4),
+    Spread(2, 3, "fp32", 1, options=(("sub_group_size", 100),)),
+]
+
+TARGETS = [
+    Spread(4, 1, "bf16", 2),
+    Spread(4, 1, "fp32", 4),
+    Spread(2, 2, "bf16", 2),
+    Spread(1, 1, "fp32", 1),
+    Spread(4, 3, "bf16", 2),
+    Spread(4, 3, "fp32", 2, data_first=True),
+    Spread(2, 3, "fp32", 2, options=(("stage3_param_persistence_threshold", 0),)),
+    Spread(4, 3, "fp32", 1),
+]
+
+
+def join(parts: list[States]) -> States:
+    """What all ranks hold; replicas have to be equal."""
+    joined: States = {}
+    for part in parts:
+        for key, tensor in part.items():
+            assert torch.equal(joined.setdefault(key, tensor), tensor), key
+    return joined
+
+
+@pytest.fixture(scope="module")
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[str, States, Any]]:
+    """Each source's folder, what it held at the save, and its losses after it."""
+    found = {}
+    for number, spread in enumerate(SOURCES):
+        folder = str(tmp_path_factory.mktemp("autoep"))
+        answers = ucp_worlds.get(spread.world).run(engine_autoep.save, spread, folder, 10 * number)
+        found[spread] = folder, join([states for states, _ in answers]), answers[0][1]
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_every_expert_comes_back(
+    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    folders = [folder for folder, _, _ in saved.values()]
+    answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, folders)
+    for place, (source, (_, expected, losses)) in enumerate(saved.items()):
+        with subtests.test(source=str(source)):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            assert all(direct == (source != target) for direct, _, _ in parts)
+            states = join([states for _, states, _ in parts])
+            assert states.keys() == expected.keys()
+            for (name, state), tensor in states.items():
+                wanted = expected[name, "fp32"].to(tensor.dtype) if state == "copy" else expected[name, state]
+                assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, state)
+            if source.precision == target.precision == "fp32":
+                assert parts[0][2] == pytest.approx(losses, abs=1e-7)
+
+
+def test_frozen_experts_come_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """They are in the experts' files alone."""
+    source, folder = Spread(2, 2, "fp32", 2), str(tmp_path)
+    answers = ucp_worlds.get(2).run(engine_autoep.save, source, folder, 1, frozen=True)
+    expected = join([states for states, _ in answers])
+    answers = ucp_worlds.get(2).run(engine_autoep.load_each, Spread(2, 1, "fp32", 1), [folder], frozen=True)
+    assert all(not isinstance(answer, str) for (answer,) in answers), answers[0]
+    states = join([states for ((_, states, _),) in answers])
+    assert states.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items())
+
+
+MOVED = {0: 2, 1: 0, 2: 3, 3: 1}
+"""By place among the experts that two ranks hold, two each, the expert that lies there."""
+
+
+def move_experts(folder: Path) -> None:
+    """Let a save of two expert-parallel ranks tell that other experts lie where they do."""
+    for path in folder.rglob("*_model_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        for layer in tree.get("ds_autoep_layers", ()):
+            layer["affine_maps"] = {}
+            for each in layer["expert_placement"]["ranks"]:
+                each["experts"] = [MOVED[expert] for expert in each["experts"]]
+        torch.save(tree, path)
+
+
+def test_the_placement_tells_where_an_expert_lies(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    world = ucp_worlds.get(4)
+    answers = world.run(engine_autoep.save, Spread(4, 3, "fp32", 2), str(tmp_path), 1)
+    expected = join([states for states, _ in answers])
+    move_experts(tmp_path)
+    answers = world.run(engine_autoep.load_each, Spread(4, 2, "fp32", 4), [str(tmp_path)])
+    states = join([states for ((_, states, _),) in answers])
+    for (name, state), tensor in expected.items():
+        param, dot, number = name.rpartition(".")
+        moved = f"{param}{dot}{MOVED[int(number)]}" if number.isdigit() else name
+        assert torch.equal(states[moved, state], tensor), (name, state)
+
+
+def test_a_placement_that_the_copies_contradict_is_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    world = ucp_worlds.get(4)
+    world.run(engine_autoep.save, Spread(4, 1, "bf16", 2), str(tmp_path), 1)
+    move_experts(tmp_path)
+    for (told,) in world.run(engine_autoep.load_each, Spread(4, 1, "bf16", 4), [str(tmp_path)]):
+        assert isinstance(told, str) and "its fp32 weights are not those of the model states" in told, told
+
+
+def test_a_rank_of_other_experts_is_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """ZeRO 3 has no copies to compare with."""
+    world = ucp_worlds.get(4)
+    world.run(engine_autoep.save, Spread(4, 3, "bf16", 2), str(tmp_path), 1)
+    path = next(tmp_path.rglob("zero_pp_rank_1_mp_rank_00_model_states.pt"))
+    tree = torch.load(path, weights_only=False)
+    tree["ds_autoep_layers"][0]["ep_rank"] = 0
+    torch.save(tree, path)
+    for (told,) in world.run(engine_autoep.load_each, Spread(4, 1, "bf16", 4), [str(tmp_path)]):
+        assert isinstance(told, str) and "is of expert-parallel rank 0" in told, told
