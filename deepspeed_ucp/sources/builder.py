@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..flat import Cut
 from ..torchsave.records import FileRecord
 from .headers import FileHeader, Piece, Shape, TensorStates
-from .ranks import ModelRank
+from .ranks import SavedRank
 from .save import Save
 
 TOLD = 16
@@ -29,7 +29,7 @@ class Builder:
 
     def __init__(self, save: Save, tp: int = 1) -> None:
         self.save, self.tp = save, tp
-        self.ranks: list[ModelRank] = []
+        self.ranks: list[SavedRank] = []
         self.instances: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
         self.files: list[FileRef] = []
@@ -68,7 +68,7 @@ class Builder:
             self.files.append(FileRef(self.save.path(header), header.size, header.crc))
         return found
 
-    def add(self, rank: ModelRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
+    def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
         """Add a whole local tensor as the shard of atom (name, state) that a tensor-parallel rank holds.
 
         Raises:
@@ -78,7 +78,7 @@ class Builder:
 
     def add_cuts(
         self,
-        rank: ModelRank,
+        rank: SavedRank,
         state: str,
         cuts: Sequence[Cut],
         header: FileHeader,
@@ -110,7 +110,7 @@ class Builder:
             if cut.numel:
                 parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
 
-    def add_repeated(self, rank: ModelRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
+    def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
         """Add parts of a flat buffer that other ranks' files hold as well; arguments as of :meth:`add_cuts`."""
         record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
@@ -138,7 +138,7 @@ class Builder:
         return self._parts[key][tp]
 
     def add_states(
-        self, rank: ModelRank, cuts: Sequence[Cut], held: TensorStates, numel: int, header: FileHeader
+        self, rank: SavedRank, cuts: Sequence[Cut], held: TensorStates, numel: int, header: FileHeader
     ) -> None:
         """Add what the optimizer keeps for one of its tensors to every parameter in it.
 

@@ -15,7 +15,7 @@ from ..experts import find_number
 from .autoep import find_router_aliases
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
-from .ranks import TIED, ModelRank
+from .ranks import TIED, SavedRank
 from .save import Save
 
 Place = tuple[str, int]
@@ -56,9 +56,9 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
         ties, buffers = _find_ties(save, model), set(model.buffers)
         for name, piece in drop_ties(read_module(save, header, optimized), ties):
             if name in buffers or not (name in optimized or save.is_sharded):
-                builder.add(ModelRank(tp=tp), name, MODULE, header, piece)
+                builder.add(SavedRank(tp=tp), name, MODULE, header, piece)
             elif name in optimized and not save.is_sharded:
-                builder.add(ModelRank(tp=tp), name, COPY, header, piece)
+                builder.add(SavedRank(tp=tp), name, COPY, header, piece)
         builder.aliases = builder.aliases or ties
     numbers = {name: expert for (_, expert, _), name in save.listing.experts.items()}
     for header in save.experts:
@@ -68,7 +68,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
                     f"{save.path(header)}: holds {name}, which is not of expert {numbers[header.name]}. The file "
                     "belongs to another expert or run; put the right one back."
                 )
-            builder.add(ModelRank(), name, COPY if name in optimized else MODULE, header, piece)
+            builder.add(SavedRank(), name, COPY if name in optimized else MODULE, header, piece)
 
 
 def _find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
@@ -243,7 +243,7 @@ class _LayerFiles:
                 named = {f"{layer}.{key}": piece for key, piece in tensors.items()}
                 for name, piece in drop_ties(named, aliases):
                     state = COPY if name in self.optimized else MODULE
-                    self.builder.add(ModelRank(tp=tp), name, state, header, piece)
+                    self.builder.add(SavedRank(tp=tp), name, state, header, piece)
         self._add_tied(places)
 
     def _check_missing(self) -> None:
@@ -322,6 +322,6 @@ class _LayerFiles:
             for index, layer in enumerate(layers):
                 for short, piece in self._list_others(key, held[layer]).items():
                     name = f"{TIED}{key}.{short}"
-                    self.builder.add(ModelRank(tp=tp, instances={name: index}), name, MODULE, held[layer], piece)
+                    self.builder.add(SavedRank(tp=tp, instances={name: index}), name, MODULE, held[layer], piece)
                     if len(layers) > 1:
                         self.builder.instances[name] = len(layers)

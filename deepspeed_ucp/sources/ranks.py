@@ -17,7 +17,7 @@ TIED = "tied_modules."
 
 
 @dataclass(slots=True)
-class ModelRank:
+class SavedRank:
     """One model-parallel rank of the source while its files are added.
 
     Attributes:
@@ -46,7 +46,7 @@ class ModelRank:
         return AtomKey(name, state, self.instances.get(name, 0))
 
 
-def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[ModelRank], dict[str, int]]:
+def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:
     """All model-parallel ranks; what several stages hold under one name is numbered in their order.
 
     Args:
@@ -67,7 +67,7 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[ModelRa
             lacking = held.keys() - set(names[pp * save.tp + tp])
             empty = _find_empty(save, pp * save.tp + tp) if lacking else {}
             mine = {name: shape for name, shape in empty.items() if name in lacking}
-            ranks.append(ModelRank(pp, tp, instances=instances, empty=mine))
+            ranks.append(SavedRank(pp, tp, instances=instances, empty=mine))
     return ranks, {name: stages for name, stages in holders.items() if stages > 1}
 
 
@@ -136,7 +136,7 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
     return {header.layer[key].shape for header in files if header.layer and key in header.layer}
 
 
-def merge_groups(save: Save, ranks: Sequence[ModelRank]) -> tuple[GroupInfo, ...]:
+def merge_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
     """The param groups of the whole model.
 
     A tensor-parallel rank may lack parameters that are empty there. The stages' groups are matched by position where
@@ -160,7 +160,7 @@ def merge_groups(save: Save, ranks: Sequence[ModelRank]) -> tuple[GroupInfo, ...
     return tuple(GroupInfo(tuple(members), hyper) for members, hyper in merged)
 
 
-def check_steps(save: Save, ranks: Sequence[ModelRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
+def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
     """Refuse a pipeline stage whose files are of another step: none of its parameters has a step that others have.
 
     Args:

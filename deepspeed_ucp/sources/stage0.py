@@ -20,7 +20,7 @@ from .headers import FileHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
 from .placement import place_layers
-from .ranks import TIED, ModelRank, list_ranks
+from .ranks import TIED, SavedRank, list_ranks
 from .save import Save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -93,7 +93,7 @@ def _add_experts(
     whole = builder.ranks[0]
     holders = list_holders(save.dp, save.dp // len(parts), data_first=bool(save.main.config.get(DATA_FIRST)))
     for ranks, part, shapes in zip(holders, parts, owned, strict=True):
-        rank, is_first = ModelRank(), not whole.shapes
+        rank, is_first = SavedRank(), not whole.shapes
         _add_part(builder, rank, part, {n: shape for n, shape in shapes.items() if n not in whole.shapes}, shapes)
         whole.shapes.update(rank.shapes)
         for flat in rank.flats:
@@ -177,7 +177,7 @@ def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Sh
 
 def _add_part(
     builder: Builder,
-    rank: ModelRank,
+    rank: SavedRank,
     part: NamedOptimizer,
     owned: Mapping[str, Shape],
     ordered: Mapping[str, Shape],
@@ -213,7 +213,7 @@ def _add_part(
 
 def _add_whole(
     builder: Builder,
-    rank: ModelRank,
+    rank: SavedRank,
     header: FileHeader,
     name: str,
     master: tuple[FileHeader, Piece],
@@ -226,7 +226,7 @@ def _add_whole(
     builder.add_states(rank, [Cut(name, 0, piece.numel, 0)], held, piece.numel, header)
 
 
-def _add_fused(builder: Builder, rank: ModelRank, part: NamedOptimizer, index: int, held: Sequence[str]) -> FlatBuffer:
+def _add_fused(builder: Builder, rank: SavedRank, part: NamedOptimizer, index: int, held: Sequence[str]) -> FlatBuffer:
     """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
     names = part.groups[index]
     buffer = join_parameters(index, names, [part.shapes[name] for name in names])

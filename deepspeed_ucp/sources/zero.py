@@ -15,7 +15,7 @@ from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, j
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Shape, TensorStates
 from .module import add_tensors
-from .ranks import ModelRank, fill_param_shapes, list_ranks
+from .ranks import SavedRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload
 
 
@@ -114,7 +114,7 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
 
 def _add_rank(
     builder: Builder,
-    rank: ModelRank,
+    rank: SavedRank,
     dealt: Sequence[Sequence[HeldParameters]],
     shards: Sequence[FileHeader],
 ) -> None:
@@ -176,7 +176,7 @@ def _join_group(builder: Builder, shards: Sequence[FileHeader], group: int, shap
     )
 
 
-def _add_empty(builder: Builder, rank: ModelRank, shard: FileHeader, group: int, shapes: Mapping[str, Shape]) -> None:
+def _add_empty(builder: Builder, rank: SavedRank, shard: FileHeader, group: int, shapes: Mapping[str, Shape]) -> None:
     """Parameters without elements, which older releases keep in the groups."""
     nothing = _get_optim(shard).masters[group].narrow(0, 0)
     for name, shape in shapes.items():
@@ -186,7 +186,7 @@ def _add_empty(builder: Builder, rank: ModelRank, shard: FileHeader, group: int,
 
 def _add_part(
     builder: Builder,
-    rank: ModelRank,
+    rank: SavedRank,
     shard: FileHeader,
     index: int,
     buffer: FlatBuffer,
@@ -229,7 +229,7 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
 
 
 def _add_momentum(
-    builder: Builder, rank: ModelRank, buffer: FlatBuffer, part: int, held: TensorStates, shard: FileHeader
+    builder: Builder, rank: SavedRank, buffer: FlatBuffer, part: int, held: TensorStates, shard: FileHeader
 ) -> TensorStates:
     """Add the momentum of the parameters that a partition touches; what else there is of states.
 
@@ -288,7 +288,7 @@ def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
     return optim.masters[index].numel + padding
 
 
-def add_frozen_zero3(builder: Builder, rank: ModelRank, models: Sequence[FileHeader], optimized: set[str]) -> None:
+def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHeader], optimized: set[str]) -> None:
     """Frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements.
 
     ``optimized`` are trained on some tensor-parallel rank: where they are listed as frozen, they have no elements.

@@ -9,7 +9,7 @@ from deepspeed_ucp.flat import Cut
 from deepspeed_ucp.sources.builder import TOLD, Builder
 from deepspeed_ucp.sources.files import Listing
 from deepspeed_ucp.sources.headers import FileHeader, Piece
-from deepspeed_ucp.sources.ranks import ModelRank
+from deepspeed_ucp.sources.ranks import SavedRank
 from deepspeed_ucp.sources.save import Save
 from deepspeed_ucp.torchsave.records import FileRecord
 
@@ -19,7 +19,7 @@ def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
     header = FileHeader("file.pt", 4096)
     builder = Builder(Save(Listing("folder", {}), 1, 1, 1, [[header]], [[]]))
     piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
-    builder.add_cuts(ModelRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
+    builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
     return builder
 
 

@@ -21,7 +21,7 @@ from ..headers import Piece
 from ..hints import INFO
 from ..index import find_precision, make_index
 from ..module import add_modules
-from ..ranks import ModelRank
+from ..ranks import SavedRank
 from ..save import describe_offload
 from ..zero import add_frozen_zero3
 from .headers import ParamHeader, UniversalHeaders, read_headers
@@ -79,7 +79,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
     master = held.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
         nothing = Piece(FileRecord("", 0, 0, None), 0, shapes[min(shapes)], "float32")
-        builder.add(ModelRank(), name, MASTER, part.save.main, nothing)
+        builder.add(SavedRank(), name, MASTER, part.save.main, nothing)
         return
     if master is None or master.piece is None:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
                 f"{part.folder}/{header.file.name}: holds {found}, {name} has shape {shape}. The file is of "
                 "another run."
             )
-        builder.add(ModelRank(), name, state, header.file, replace(header.piece, shape=shape))
+        builder.add(SavedRank(), name, state, header.file, replace(header.piece, shape=shape))
 
 
 def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
@@ -188,7 +188,7 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
     save = part.save
     if not save.is_pipeline and save.tp == save.pp == 1:
         if part.save.is_sharded:
-            add_frozen_zero3(builder, ModelRank(), save.models[0], optimized)
+            add_frozen_zero3(builder, SavedRank(), save.models[0], optimized)
         add_modules(builder, optimized)
         return ""
     builder.aliases = dict(save.model(0).shared)
@@ -214,7 +214,7 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
             continue
         held = [rank[name] for rank in ranks if name in rank]
         if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
-            builder.add(ModelRank(), name, MODULE, part.save.main, piece)
+            builder.add(SavedRank(), name, MODULE, part.save.main, piece)
         elif name not in lost:
             lost.append(name)
     return lost
