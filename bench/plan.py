@@ -33,6 +33,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
 from deepspeed_ucp.forecast.target import cut_sub_groups
+from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.load.census import check_alike, find_renamed, settle_layouts, take_census
 from deepspeed_ucp.load.prepare import make_work
 from deepspeed_ucp.load.transfer import negotiate
@@ -45,7 +46,6 @@ from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
 from deepspeed_ucp.sources.naming import Naming
 from deepspeed_ucp.sources.save import arrange
-from deepspeed_ucp.stream.report import pause_collection
 from deepspeed_ucp.targets.base import Target
 from deepspeed_ucp.targets.parallel import Instance, Place
 

@@ -69,6 +69,8 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
         return f"param group {old.group} → {new.group}"
     if (old.parts, old.ranks, old.by_parameter) != (new.parts, new.ranks, new.by_parameter):
         return f"cut into {old.parts} → {new.parts} partitions, or held by other ranks"
+    if old.tensors != new.tensors:
+        return "tensors that are cut as one"
     if old.partition != new.partition:
         return f"partition {old.partition} → {new.partition} elements"
     return "parameter alignment"

@@ -36,6 +36,7 @@ FLAT_CHANGES: dict[str, tuple[Any, str]] = {
     "partition": (8, "partition 6 → 8 elements"),
     "parts": (3, "cut into 2 → 3 partitions, or held by other ranks"),
     "by_parameter": (True, "cut into 2 → 2 partitions, or held by other ranks"),
+    "tensors": (((0, 6), (3, 6)), "tensors that are cut as one"),
     "ranks": (range(0, 4, 2), "cut into 2 → 2 partitions, or held by other ranks"),
 }
 
