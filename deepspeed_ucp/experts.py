@@ -94,27 +94,26 @@ def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in _FIXED)}
 
 
-def pick_held(names: Sequence[str], degree: int, place: int) -> list[str]:
-    """Of a param group's names, with those of all experts, the ones that an expert-parallel rank has, in its own order.
+def deal_experts(names: Sequence[str], degree: int) -> list[list[str]]:
+    """What each expert-parallel rank has of a param group, in its own order, from the names of all experts in it.
 
     Args:
         names: what all ranks of a live engine hold of the group, one rank's names behind the other's.
         degree: expert-parallel ranks.
-        place: the rank among them.
 
     Raises:
         ValueError: the degree does not fit, or the optimizer has the experts in another order than the module.
     """
     counts = count_experts(names)
     if not counts:
-        return list(names)
+        return [list(names)] * degree
     largest = max(counts.values())
     if names not in [[name for part in _deal(names, counts, each) for name in part] for each in range(1, largest + 1)]:
         raise ValueError("the optimizer has the experts in another order than the module")
     dealt = _deal(names, counts, degree)
     if not dealt:
         raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
-    return dealt[place]
+    return dealt
 
 
 def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:

@@ -6,13 +6,13 @@ import pytest
 
 from deepspeed_ucp.experts import (
     count_experts,
+    deal_experts,
     drop_fixed,
     find_expert,
     find_layer,
     is_expert,
     list_holders,
     name_experts,
-    pick_held,
 )
 
 LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
@@ -76,20 +76,20 @@ def test_ranks_of_both_orders() -> None:
 def test_a_ranks_names_in_its_modules_order(live: int, saved: int) -> None:
     own = 4 // live
     names = [name for rank in range(live) for name in name_all(2, range(rank * own, rank * own + own))]
-    for rank in range(saved):
-        held = 4 // saved
-        assert pick_held(names, saved, rank) == name_all(2, range(rank * held, rank * held + held))
+    held = 4 // saved
+    dealt = [name_all(2, range(rank * held, rank * held + held)) for rank in range(saved)]
+    assert deal_experts(names, saved) == dealt
 
 
 def test_names_that_cannot_be_dealt() -> None:
     by_expert = [name for expert in range(4) for layer in (0, 1) for name in name_all(2, range(expert, expert + 1))]
     with pytest.raises(ValueError, match="another order"):
-        pick_held([*reversed(name_all(2, range(4)))], 2, 0)
+        deal_experts([*reversed(name_all(2, range(4)))], 2)
     with pytest.raises(ValueError, match="another order"):
-        pick_held(sorted(set(by_expert), key=by_expert.index)[1:], 2, 0)
+        deal_experts(sorted(set(by_expert), key=by_expert.index)[1:], 2)
     with pytest.raises(ValueError, match="3 expert-parallel ranks do not fit"):
-        pick_held(name_all(1, range(4)), 3, 0)
-    assert pick_held(["dense", "other"], 3, 1) == ["dense", "other"]
+        deal_experts(name_all(1, range(4)), 3)
+    assert deal_experts(["dense", "other"], 3) == [["dense", "other"]] * 3
 
 
 def test_what_names_process_groups_is_no_hyper_parameter() -> None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from ..atoms import MASTER, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, MismatchError, shorten
-from ..experts import DATA_FIRST, drop_fixed, find_expert, list_holders, pick_held
+from ..experts import DATA_FIRST, deal_experts, drop_fixed, find_expert, list_holders
 from ..flat import Cut, FlatBuffer, join_parameters
 from .builder import Builder
 from .headers import FileHeader, Piece, Shape, TensorStates
@@ -123,44 +123,47 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
     if save.is_pipeline:
         return place_layers(save, live or ())
     known = {strip_compiled(name) for group in live or () for name, _ in group}
+    groups_of = _deal_experts(save, live) if save.expert_optims else [live]
     parts = []
     for mp in range(save.tp):
         header = save.models[mp][0]
         tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
         tensors |= {name: (expert, piece) for expert in save.experts for name, piece in (expert.layer or {}).items()}
         shapes = {name: piece.shape for name, (_, piece) in tensors.items()}
-        for place, file in enumerate(save.expert_optims or [header]):
-            optim, path = file.optim or save.optim(mp), save.path(file)
-            held = _pick_experts(save, live, place, path) if save.expert_optims else live
-            groups = fit_groups(optim, save.model(mp), shapes, held, path)
+        for file, named in zip(save.expert_optims or [header], groups_of, strict=True):
+            optim = file.optim or save.optim(mp)
+            groups = fit_groups(optim, save.model(mp), shapes, named, save.path(file))
             parts.append(NamedOptimizer(file, optim, groups, shapes, tensors))
     return parts
 
 
-def _pick_experts(save: Save, live: GroupNames | None, place: int, path: str) -> GroupNames:
-    """Of the live groups what an expert-parallel rank of the saved run had in them.
+def _deal_experts(save: Save, live: GroupNames | None) -> list[GroupNames]:
+    """Of the live groups what each expert-parallel rank of the saved run had in them.
 
     Raises:
         MismatchError: the files do not tell which rank had which experts.
     """
-    optim = save.expert_optims[place].optim
-    if len({str(group.get("name")) for group in (optim.groups if optim else ()) if group.get("moe")}) > 1:
-        raise MismatchError(
-            f"{path}: stage 0 does not save which layer's experts were spread over how many ranks, and here were "
-            "several such degrees. Resume in the topology that saved it, or load with load_optimizer_states=False."
-        )
-    picked = []
+    for file in save.expert_optims:
+        groups = file.optim.groups if file.optim else ()
+        if len({str(group.get("name")) for group in groups if group.get("moe")}) > 1:
+            raise MismatchError(
+                f"{save.path(file)}: stage 0 does not save which layer's experts were spread over how many ranks, and "
+                "here were several such degrees. Resume in the topology that saved it, or load with "
+                "load_optimizer_states=False."
+            )
+    dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in save.expert_optims]
     for group in live or ():
         owned = dict(group)
         try:
-            names = pick_held(list(owned), len(save.expert_optims), place)
+            parts = deal_experts(list(owned), len(dealt))
         except ValueError as error:
             raise MismatchError(
-                f"{path}: {error}. Stage 0 saves no parameter names: give the optimizer the experts in the module's "
-                "order, or load with load_optimizer_states=False."
+                f"{save.path(save.expert_optims[0])}: {error}. Stage 0 saves no parameter names: give the optimizer "
+                "the experts in the module's order, or load with load_optimizer_states=False."
             ) from error
-        picked.append([(name, owned[name]) for name in names])
-    return picked
+        for held, names in zip(dealt, parts, strict=True):
+            held.append([(name, owned[name]) for name in names])
+    return [*dealt]
 
 
 def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Shape]:
