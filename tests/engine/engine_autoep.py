@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
 
 EXPERTS = 4
 BATCH = 8
 HIDDEN, INNER = 6, 5
-
-States = dict[tuple[str, str], Tensor]
-"""By parameter and state; ``fp32`` is the master, ``copy`` the model's own."""
 
 
 @dataclass(frozen=True)
@@ -166,28 +164,8 @@ def _read_parameter(param: Any) -> dict[str, Tensor]:
 
 
 def save(spread: Spread, folder: str, seed: int, frozen: bool = False) -> tuple[States, list[float]]:
-    """Train, save, go on: what was held at the save, and the losses after it."""
-    engine = make(spread, seed, frozen=frozen)
-    train(engine, range(3))
-    engine.save_checkpoint(folder)
-    states = read_states(engine)
-    losses = train(engine, range(3, 5))
-    engine.destroy()
-    return states, losses
+    return save_and_go_on(make(spread, seed, frozen=frozen), folder, train, read_states)
 
 
-def load_each(
-    spread: Spread, folders: Sequence[str], frozen: bool = False
-) -> list[tuple[bool, States, list[float]] | str]:
-    """One engine takes them all, one after the other; of a refusal its text."""
-    engine, found = make(spread, seed=77, frozen=frozen), []
-    for folder in folders:
-        try:
-            engine.load_checkpoint(folder)
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            direct, states = engine.ucp_report.direct, read_states(engine)
-            found.append((direct, states, train(engine, range(3, 5))))
-    engine.destroy()
-    return found
+def load_each(spread: Spread, folders: Sequence[str], frozen: bool = False) -> list[Loaded | str]:
+    return load_and_go_on(make(spread, seed=77, frozen=frozen), folders, train, read_states, range(3, 5))

@@ -13,14 +13,12 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
+from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
 
 EXPERTS = 4
 BATCH = 8
 FEATURES = 6
-
-States = dict[tuple[str, str], Tensor]
-"""By parameter and state; ``fp32`` is the master, ``copy`` the model's own."""
 
 
 @dataclass(frozen=True)
@@ -137,16 +135,7 @@ def read_states(engine: Any) -> States:
 
 
 def save(spread: Spread, folder: str, seed: int, again: bool = False) -> tuple[States, list[float]]:
-    """Train, save, go on, save once more where asked to: what was held at the first save, and the losses after it."""
-    engine = make(spread, seed)
-    train(engine, range(3))
-    engine.save_checkpoint(folder)
-    states = read_states(engine)
-    losses = train(engine, range(3, 5))
-    if again:
-        engine.save_checkpoint(folder)
-    engine.destroy()
-    return states, losses
+    return save_and_go_on(make(spread, seed), folder, train, read_states, again=again)
 
 
 def fill(src: States, dst: nn.Module) -> None:
@@ -154,18 +143,5 @@ def fill(src: States, dst: nn.Module) -> None:
     dst.load_state_dict(src, strict=False)
 
 
-def load_each(
-    spread: Spread, folders: Sequence[str], tag: str | None = None, **arguments: Any
-) -> list[tuple[bool, States, list[float]] | str]:
-    """One engine takes them all, one after the other; of a refusal its text."""
-    engine, found = make(spread, seed=77), []
-    for folder in folders:
-        try:
-            engine.load_checkpoint(folder, tag, **arguments)
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            direct, states = engine.ucp_report.direct, read_states(engine)
-            found.append((direct, states, train(engine, range(3, 5))))
-    engine.destroy()
-    return found
+def load_each(spread: Spread, folders: Sequence[str], tag: str | None = None, **arguments: Any) -> list[Loaded | str]:
+    return load_and_go_on(make(spread, seed=77), folders, train, read_states, range(3, 5), tag, **arguments)

@@ -10,12 +10,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
 
 BATCH = 8
-
-States = dict[tuple[str, str], Tensor]
-"""By parameter and state, whole; ``fp32`` is the master."""
 
 
 @dataclass(frozen=True)
@@ -171,29 +169,12 @@ def _take_sub_group(found: States, named: Sequence[tuple[str, Any]], states: dic
 
 
 def save(kind: Kind, folder: str, seed: int, steps: int = 3) -> tuple[States, list[float]]:
-    """Train, save, go on: what was held at the save, and this rank's losses after it."""
-    engine = make(kind, seed)
-    train(engine, range(steps))
-    engine.save_checkpoint(folder)
-    states = read_states(engine)
-    losses = train(engine, range(steps, steps + 3))
-    engine.destroy()
-    return states, losses
+    """The losses are this rank's own."""
+    return save_and_go_on(make(kind, seed), folder, train, read_states, steps, after=3)
 
 
-def load_each(kind: Kind, folders: Sequence[str]) -> list[tuple[bool, States, list[float]] | str]:
-    """One engine takes them all, one after the other; of a refusal its text."""
-    engine, found = make(kind, seed=77), []
-    for folder in folders:
-        try:
-            engine.load_checkpoint(folder)
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            direct, states = engine.ucp_report.direct, read_states(engine)
-            found.append((direct, states, train(engine, range(3, 6))))
-    engine.destroy()
-    return found
+def load_each(kind: Kind, folders: Sequence[str]) -> list[Loaded | str]:
+    return load_and_go_on(make(kind, seed=77), folders, train, read_states, range(3, 6))
 
 
 def load_by_deepspeed(kind: Kind, folder: str) -> list[float]:

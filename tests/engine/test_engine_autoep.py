@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_going_on import States, join
 
 from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
@@ -14,7 +15,7 @@ from tests.covering import params
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
 import engine_autoep
-from engine_autoep import Spread, States
+from engine_autoep import Spread
 
 SOURCES = [
     Spread(4, 1, "bf16", 2),
@@ -44,15 +45,6 @@ CHOSEN = [TARGETS[place] for place in (0, 1, 4, 5, 6)]
 
 def name_target(row: tuple[Spread]) -> str:
     return str(row[0])
-
-
-def join(parts: list[States]) -> States:
-    """What all ranks hold; replicas have to be equal."""
-    joined: States = {}
-    for part in parts:
-        for key, tensor in part.items():
-            assert torch.equal(joined.setdefault(key, tensor), tensor), key
-    return joined
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 import engine_experts
 import pytest
 import torch
-from engine_experts import Spread, States
+from engine_experts import Spread
+from engine_going_on import States, join
 
 from deepspeed_ucp.testing import WorldPool
 
@@ -31,15 +32,6 @@ TARGETS = [
     Spread(4, 0, "fp32", (2, 2)),
     Spread(2, 0, "bf16", (1, 1)),
 ]
-
-
-def join(parts: list[States]) -> States:
-    """What all ranks hold; replicas have to be equal."""
-    joined: States = {}
-    for part in parts:
-        for key, tensor in part.items():
-            assert torch.equal(joined.setdefault(key, tensor), tensor), key
-    return joined
 
 
 @pytest.fixture(scope="module")

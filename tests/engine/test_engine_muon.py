@@ -8,7 +8,8 @@ from pathlib import Path
 import engine_muon
 import pytest
 import torch
-from engine_muon import Kind, States
+from engine_going_on import States, join
+from engine_muon import Kind
 
 from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
@@ -49,15 +50,6 @@ def name_target(row: tuple[Kind]) -> str:
 
 
 Saved = dict[Kind, tuple[str, States, list[list[float]]]]
-
-
-def join(parts: list[States]) -> States:
-    """What all ranks hold; what several hold has to be equal."""
-    joined: States = {}
-    for part in parts:
-        for key, tensor in part.items():
-            assert torch.equal(joined.setdefault(key, tensor), tensor), key
-    return joined
 
 
 def save(kind: Kind, folder: Path, worlds: WorldPool, seed: int = 1) -> tuple[str, States, list[list[float]]]:

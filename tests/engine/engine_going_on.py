@@ -1,0 +1,71 @@
+"""Engines that are saved, loaded and go on, whatever they hold: what the ranks of several modules' engines do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+States = dict[tuple[str, str], Tensor]
+"""By parameter and state, whole; ``fp32`` is the master, ``copy`` the model's own."""
+
+Loaded = tuple[bool, States, list[float]]
+"""Whether the plugin's own load ran, what was held after it, and the losses that followed."""
+
+Train = Callable[[Any, range], list[float]]
+ReadStates = Callable[[Any], States]
+
+
+def save_and_go_on(
+    engine: Any,
+    folder: str,
+    train: Train,
+    read_states: ReadStates,
+    steps: int = 3,
+    after: int = 2,
+    *,
+    again: bool = False,
+) -> tuple[States, list[float]]:
+    """Train, save, go on, save once more where asked to: what was held at the first save, and the losses after it."""
+    train(engine, range(steps))
+    engine.save_checkpoint(folder)
+    states = read_states(engine)
+    losses = train(engine, range(steps, steps + after))
+    if again:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return states, losses
+
+
+def load_and_go_on(
+    engine: Any,
+    folders: Sequence[str],
+    train: Train,
+    read_states: ReadStates,
+    steps: range,
+    tag: str | None = None,
+    **arguments: Any,
+) -> list[Loaded | str]:
+    """One engine takes them all, one after the other; of a refusal its text."""
+    found: list[Loaded | str] = []
+    for folder in folders:
+        try:
+            engine.load_checkpoint(folder, tag, **arguments)
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            direct, states = engine.ucp_report.direct, read_states(engine)
+            found.append((direct, states, train(engine, steps)))
+    engine.destroy()
+    return found
+
+
+def join(parts: Sequence[States]) -> States:
+    """What all ranks hold; what several hold has to be equal."""
+    joined: States = {}
+    for part in parts:
+        for key, tensor in part.items():
+            assert torch.equal(joined.setdefault(key, tensor), tensor), key
+    return joined
