@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from .attach import is_default_on
+from .carry import collect, hand_out
 from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config
 from .errors import UcpError
@@ -77,10 +78,17 @@ def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: 
 
 
 def _save_checkpoint(
-    original: Callable[..., Any], engine: Any, save_dir: Any, tag: Any = None, *args: Any, **more: Any
+    original: Callable[..., Any],
+    engine: Any,
+    save_dir: Any,
+    tag: Any = None,
+    client_state: Any = None,
+    *args: Any,
+    **more: Any,
 ) -> Any:
-    """DeepSpeed's own save; the seal is written when all files are there, as ``checkpoint.universal.seal`` asks."""
-    saved = original(engine, save_dir, tag, *args, **more)
+    """DeepSpeed's own save, with what the engine carries; the seal is written when all files are there, as
+    ``checkpoint.universal.seal`` asks."""
+    saved = original(engine, save_dir, tag, collect(engine, client_state), *args, **more)
     is_decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
     if not (is_decoupled and is_decoupled()):
         seal_save(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
@@ -138,5 +146,9 @@ def _load_checkpoint(
     own = partial(original, engine, load_dir, tag=tag, **wanted, **kwargs)
     config = get_config(engine)
     if config is None:
-        return own()  # type: ignore[no-any-return]
-    return resume(engine, str(load_dir), tag, LoadArguments(**wanted), config, own, unknown=sorted(kwargs))
+        path, client_state = own()
+    else:
+        arguments = LoadArguments(**wanted)
+        path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
+    hand_out(engine, client_state, wanted=not load_module_only)
+    return path, client_state

@@ -1,0 +1,65 @@
+"""What a save carries beside the client's own state: random states, and where samplers stand; both ways by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .comm import connect
+from .errors import CheckpointError
+
+logger = logging.getLogger("deepspeed_ucp")
+
+KEY = "deepspeed_ucp"
+"""Key of a client state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Something that is saved and loaded with an engine.
+
+    Attributes:
+        save: gives plain data; called on every rank.
+        load: takes it; called on every rank.
+    """
+
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+
+
+def carry(engine: Any, name: str, carried: Carried) -> None:
+    """Save and load something with ``engine`` from now on; of one name the last."""
+    engine.__dict__.setdefault("_ucp_carried", {})[name] = carried
+
+
+def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A client state with everything that the engine carries; collective."""
+    carried = engine.__dict__.get("_ucp_carried", {})
+    held = {KEY: {name: each.save() for name, each in carried.items()}} if carried else {}
+    return {**(client_state or {}), **held}
+
+
+def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True) -> None:
+    """Take what was carried out of a loaded client state, and hand it on where it is wanted; collective.
+
+    Raises:
+        CheckpointError: it is of no form that this release knows.
+    """
+    if client_state is None:
+        return
+    saved = client_state.pop(KEY, {})
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f'The client state\'s "{KEY}" is a {type(saved).__name__}, expected a dict.')
+    if not wanted:
+        return
+    comm = connect()
+    for name, each in engine.__dict__.get("_ucp_carried", {}).items():
+        if name in saved:
+            comm.run(partial(each.load, saved[name]))
+        elif comm.rank == 0:
+            logger.warning(
+                "The checkpoint carries no %s: it goes on from what this process has.", name.replace("_", " ")
+            )

@@ -1,0 +1,316 @@
+"""Samples in one order whatever the world: what a step trains on depends on the step alone, not on the ranks.
+
+A step takes ``total_batch`` samples, the *slots* of the step. A rank has as many of them as the others, one behind the
+other, and cuts them into micro batches as it likes. So at a constant total batch the samples of a step are the same for
+every number of ranks, micro batch and gradient accumulation, and where a run stands in its data is one number: the
+samples that it has trained on. DeepSpeed counts these (``engine.global_samples``) and saves them.
+
+:class:`ElasticSampler` orders a dataset that has an index; :class:`ElasticStream` reads shards from front to back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from .carry import Carried, carry
+from .errors import ConfigError, MismatchError
+
+Sample = TypeVar("Sample")
+Ids = npt.NDArray[np.int64]
+
+_Reader = tuple[int, int, Iterator[Sample]]
+"""The shard that a lane reads, its next sample, and those from there on."""
+
+_LONG = 50
+"""Batches that are sorted by length together."""
+
+
+class Order(ABC):
+    """Which samples every step takes, and where this run stands.
+
+    Attributes:
+        size: samples.
+        total_batch: samples of a step, over all ranks and micro batches.
+        rank, world: this rank among those that read other samples than the others (the data-parallel ones).
+        seed: of the shuffling; every epoch has an order of its own.
+    """
+
+    def __init__(self, size: int, total_batch: int, *, rank: int, world: int, seed: int) -> None:
+        if total_batch < 1 or total_batch % world:
+            raise ConfigError(f"a total batch of {total_batch} samples cannot be dealt to {world} ranks alike.")
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank {rank} of {world} ranks")
+        self.size, self.total_batch, self.rank, self.world, self.seed = size, total_batch, rank, world, seed
+        self._start, self._offset = 0, 0
+        self._engine: Any = None
+        if self.steps_per_epoch < 1:
+            raise ConfigError(f"{size} samples are fewer than the {total_batch} of one step.")
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch; each takes all its samples from that epoch."""
+
+    @abstractmethod
+    def arrange(self, epoch: int) -> Callable[[int], Ids]:
+        """An epoch's order: by step of the epoch the samples of its slots."""
+
+    @property
+    def consumed(self) -> int:
+        """Samples that all ranks together have trained on; of an order that follows no engine, those up to where the
+        next iteration begins."""
+        return self._start if self._engine is None else self._engine.global_samples - self._offset
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next step is."""
+        return self.consumed // self.total_batch // self.steps_per_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch than the one in which the run stands; of that one nothing is taken back.
+
+        An order that follows an engine knows its epoch itself, and this does nothing.
+        """
+        if self._engine is None and epoch != self.epoch:
+            self._start = epoch * self.steps_per_epoch * self.total_batch
+
+    def follow(self, engine: Any) -> None:
+        """Take the number of consumed samples from an engine, and be saved and loaded with it.
+
+        What a ``DataLoader``'s workers have fetched ahead does not count then.
+
+        Raises:
+            ConfigError: the engine's total batch is another one.
+        """
+        if engine.train_batch_size() != self.total_batch:
+            raise ConfigError(
+                f"the engine trains on {engine.train_batch_size()} samples a step, the data is ordered for "
+                f"{self.total_batch}."
+            )
+        self._offset = engine.global_samples - self.consumed
+        self._engine = engine
+        carry(engine, "data", Carried(self.state_dict, self.load_state_dict))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run stands: plain numbers, the same on every rank."""
+        state = {name: getattr(self, name) for name in ("size", "total_batch", "seed", "consumed")}
+        return {**state, "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run stood, in its order (its seed is taken).
+
+        Raises:
+            MismatchError: the samples, or those of a step, are not as many.
+        """
+        for name in ("size", "total_batch"):
+            if state[name] != getattr(self, name):
+                raise MismatchError(
+                    f"the saved run's data had {name} {state[name]}, here it is {getattr(self, name)}: the order of "
+                    "its samples cannot go on. Keep both, or begin the data anew without this state."
+                )
+        self.seed, self._start = int(state["seed"]), int(state["consumed"])
+        if self._engine is not None:
+            self._offset = self._engine.global_samples - self._start
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker process: an engine stays where it is."""
+        return {**self.__dict__, "_start": self.consumed, "_engine": None, "_offset": 0}
+
+    def __len__(self) -> int:
+        """This rank's samples of a whole epoch."""
+        return self.steps_per_epoch * (self.total_batch // self.world)
+
+    def _walk(self) -> tuple[int, Iterator[Ids]]:
+        """The epoch in which the run stands, and this rank's samples by step from there to the epoch's end."""
+        # In a worker that lives on, the engine is a copy of what it was when the worker began.
+        forked = self._engine is not None and get_worker_info() is not None
+        begin = max(self._start, self.consumed) if forked else self.consumed
+        epoch, first = divmod(begin // self.total_batch, self.steps_per_epoch)
+        return epoch, self._list_steps(epoch, first, counting=forked or self._engine is None)
+
+    def _list_steps(self, epoch: int, first: int, *, counting: bool) -> Iterator[Ids]:
+        pick, share = self.arrange(epoch), self.total_batch // self.world
+        for step in range(first, self.steps_per_epoch):
+            if counting:
+                self._start = (epoch * self.steps_per_epoch + step + 1) * self.total_batch
+            yield pick(step)[self.rank * share : (self.rank + 1) * share]
+
+
+class ElasticSampler(Order, Sampler[int]):
+    """Indices for a :class:`torch.utils.data.DataLoader` over a dataset with an index, shuffled anew every epoch.
+
+    The last samples of an epoch that do not make up a whole step are left out.
+
+    Args:
+        dataset: or its number of samples.
+        total_batch: samples of a step, over all ranks: ``engine.train_batch_size()``.
+        rank, world: this data-parallel rank, and how many there are.
+        shuffle: False takes the samples in their order.
+        seed: of the shuffling.
+        weights: of every sample; an epoch's samples are then drawn by weight, with replacement.
+        lengths: of every sample; samples of about the same length come in one step.
+
+    Raises:
+        ConfigError: a total batch that the ranks cannot share, fewer samples than that, or weights or lengths that
+            are not as many as the samples.
+    """
+
+    def __init__(
+        self,
+        dataset: int | Any,
+        total_batch: int,
+        *,
+        rank: int,
+        world: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        weights: Sequence[float] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            dataset if isinstance(dataset, int) else len(dataset), total_batch, rank=rank, world=world, seed=seed
+        )
+        for given in (weights, lengths):
+            if given is not None and len(given) != self.size:
+                raise ConfigError(f"weights or lengths of {len(given)} samples were given for {self.size}.")
+        self.shuffle = shuffle
+        self.weights = None if weights is None else np.asarray(weights, np.float64) / np.sum(weights)
+        self.lengths = None if lengths is None else np.asarray(lengths)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.size // self.total_batch
+
+    def arrange(self, epoch: int) -> Callable[[int], Ids]:
+        order = self._draw(epoch)[: self.steps_per_epoch * self.total_batch]
+        if self.lengths is not None:
+            order = self._group(order, self.lengths, epoch)
+        steps = order.reshape(-1, self.total_batch)
+        return lambda step: steps[step]
+
+    def _draw(self, epoch: int) -> Ids:
+        # Of numpy's generators this one alone draws the same in every release.
+        drawn = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])
+        if self.weights is not None:
+            return drawn.choice(self.size, self.size, p=self.weights).astype(np.int64)
+        return drawn.permutation(self.size) if self.shuffle else np.arange(self.size)
+
+    def _group(self, order: Ids, lengths: Ids, epoch: int) -> Ids:
+        """Sort each run of some steps by length, then let the steps come in a random order, the longest first: where
+        memory is short it is short at once."""
+        many = _LONG * self.total_batch
+        parts = [order[low : low + many] for low in range(0, len(order), many)]
+        steps = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+        steps = steps.reshape(-1, self.total_batch)
+        longest = int(np.argmax(lengths[steps].max(axis=1)))
+        others = np.delete(np.arange(len(steps)), longest)
+        if self.shuffle:
+            others = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, 1]).permutation(others)
+        return steps[[longest, *others]].reshape(-1)
+
+    def __iter__(self) -> Iterator[int]:
+        for ids in self._walk()[1]:
+            yield from ids.tolist()
+
+
+class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
+    """Samples of shards that are read from front to back, for a ``DataLoader`` with or without worker processes.
+
+    An epoch's shards, shuffled, make up one row of samples, which is cut into ``lanes`` of the same length; a step
+    takes as many samples from each. A lane is read by one rank in any world, from front to back.
+
+    Args:
+        shards: what ``read`` takes.
+        sizes: samples of each shard.
+        read: gives a shard's samples from one of them on.
+        total_batch: samples of a step, over all ranks.
+        rank, world: this data-parallel rank, and how many there are.
+        lanes: a multiple of every number of ranks that the run is to have, and a divisor of ``total_batch``; by default
+            ``total_batch``.
+        batch_size: samples of a micro batch, as the ``DataLoader`` has it; its workers take turns by these.
+        shuffle: give every epoch its own order of the shards.
+        seed: of that order.
+
+    Raises:
+        ConfigError: numbers that do not divide each other, or too few samples.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        sizes: Sequence[int],
+        read: Callable[[Any, int], Iterable[Sample]],
+        total_batch: int,
+        *,
+        rank: int,
+        world: int,
+        lanes: int | None = None,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.lanes = total_batch if lanes is None else lanes
+        if len(shards) != len(sizes):
+            raise ConfigError(f"{len(sizes)} sizes were given for {len(shards)} shards.")
+        if self.lanes < 1 or self.lanes % world or total_batch % self.lanes:
+            raise ConfigError(
+                f"{self.lanes} lanes: {world} ranks have to divide them, and they the total batch of {total_batch}."
+            )
+        super().__init__(int(sum(sizes)), total_batch, rank=rank, world=world, seed=seed)
+        self.shards, self.sizes, self.read = list(shards), np.asarray(sizes, np.int64), read
+        self.batch_size, self.shuffle = batch_size, shuffle
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.size // self.lanes // (self.total_batch // self.lanes)
+
+    def arrange(self, epoch: int) -> Callable[[int], Ids]:
+        wide = self.total_batch // self.lanes
+        starts = np.arange(self.lanes, dtype=np.int64)[:, None] * (self.steps_per_epoch * wide) + np.arange(wide)
+        return lambda step: (starts + step * wide).reshape(-1)
+
+    def positions(self) -> dict[int, int]:
+        """By shard how many of its samples this epoch has consumed."""
+        epoch, step = divmod(self.consumed // self.total_batch, self.steps_per_epoch)
+        order, ends = self._order_shards(epoch)
+        wide = self.total_batch // self.lanes
+        low = np.arange(self.lanes, dtype=np.int64)[:, None] * (self.steps_per_epoch * wide)
+        held = np.minimum(ends, low + step * wide) - np.maximum(ends - self.sizes[order], low)
+        return dict(zip(order.tolist(), np.maximum(held, 0).sum(axis=0).tolist(), strict=True))
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        at, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        readers: dict[int, _Reader[Sample]] = {}
+        epoch, steps = self._walk()
+        order, ends = self._order_shards(epoch)
+        wide, count = self.total_batch // self.lanes, 0
+        for ids in steps:
+            found = np.searchsorted(ends, ids, side="right")
+            places = ids - (ends - self.sizes[order])[found]
+            for slot, (shard, place) in enumerate(zip(order[found].tolist(), places.tolist(), strict=True)):
+                if count // self.batch_size % workers == at:
+                    yield self._take(readers, slot // wide, shard, place)
+                count += 1
+
+    def _take(self, readers: dict[int, _Reader[Sample]], lane: int, shard: int, place: int) -> Sample:
+        held, follows, samples = readers.get(lane, (-1, 0, iter(())))
+        if held != shard:
+            follows, samples = place, iter(self.read(self.shards[shard], place))
+        for _ in range(place - follows):  # what other workers take
+            next(samples)
+        readers[lane] = shard, place + 1, samples
+        return next(samples)
+
+    def _order_shards(self, epoch: int) -> tuple[Ids, Ids]:
+        """An epoch's shards, and where in the row of its samples each ends."""
+        count = len(self.shards)
+        drawn = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])
+        order = drawn.permutation(count) if self.shuffle else np.arange(count)
+        return order, np.cumsum(self.sizes[order])

@@ -1,0 +1,241 @@
+"""Random states through a save: a world goes on with its own, and a rank that the saved world lacked gets a new one.
+
+A generator's states differ along some axes of the world (pipeline stage, tensor-parallel rank, data-parallel rank) and
+are alike along the others: a script that seeds every rank alike has one state, Megatron's tensor-parallel trackers one
+per stage and tensor-parallel rank. A save tells which, so that a rank of another world finds the state of the rank that
+stood where it stands now. Where none stood, its state is derived from the seed, the step and its place: every resume of
+a checkpoint derives the same, and no two ranks that were to differ are given one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+from .carry import Carried, carry
+from .comm import connect
+from .errors import CheckpointError
+from .targets import Place, find_place
+
+logger = logging.getLogger("deepspeed_ucp")
+
+Coords = tuple[int, int, int]
+"""Pipeline stage, tensor-parallel rank, data-parallel rank."""
+
+State = tuple[Any, ...]
+"""What a generator goes on from: bytes and numbers."""
+
+_VERSION = 1
+_TRACKER = "tracker:"
+_EVERY_AXIS, _MODEL_AXES = (0, 1, 2), (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """A generator of random numbers of this process.
+
+    Attributes:
+        read: its state.
+        write: go on from a state; raises what a state of another form makes it raise.
+        seed: start anew.
+    """
+
+    read: Callable[[], State]
+    write: Callable[..., None]
+    seed: Callable[[int], None]
+
+
+def list_generators() -> dict[str, Generator]:
+    """All generators of this process by name: Python's, numpy's and torch's global ones, the accelerator's, and those
+    of DeepSpeed's activation checkpointing, which draw apart on tensor-parallel ranks."""
+    found = {
+        "python": Generator(_read_python, _write_python, random.seed),
+        "numpy": Generator(_read_numpy, _write_numpy, _seed_numpy),
+        "torch": Generator(
+            lambda: (_pack(torch.get_rng_state()),),
+            lambda data: torch.set_rng_state(_unpack(data)),
+            lambda seed: torch.set_rng_state(torch.Generator().manual_seed(seed).get_state()),
+        ),
+    }
+    device = get_accelerator()
+    if device.device_name() != "cpu":
+        found["accelerator"] = Generator(
+            lambda: (_pack(device.get_rng_state()),),
+            lambda data: device.set_rng_state(_unpack(data)),
+            device.manual_seed,
+        )
+    return found | {f"{_TRACKER}{name}": _track(name) for name in get_cuda_rng_tracker().get_states()}
+
+
+def follow(engine: Any) -> None:
+    """Save and restore the random states of all ranks with every ``save_checkpoint`` and ``load_checkpoint``."""
+    carry(engine, "random_states", Carried(partial(capture, engine), partial(_restore_and_tell, engine)))
+
+
+def _restore_and_tell(engine: Any, saved: Mapping[str, Any]) -> None:
+    if derived := restore(engine, saved):
+        logger.info("random states derived, not saved ones, on rank %d: %s", connect().rank, ", ".join(derived))
+
+
+def capture(engine: Any) -> dict[str, Any]:
+    """The random states of all ranks, for a client state; collective.
+
+    Returns:
+        Plain data. In the file of a model-parallel rank that its first data-parallel rank writes: the states of all
+        data-parallel ranks (some 10 KB each); in the file that a rank writes for itself (ZeRO 3): its own.
+    """
+    comm, place = connect(), find_place(engine)
+    at, own = _find_coords(place), {name: each.read() for name, each in list_generators().items()}
+    digests = {name: _digest(state) for name, state in own.items()}
+    trackers = {name: state for name, state in own.items() if name.startswith(_TRACKER) and not place.dp_rank}
+    told = comm.gather((at, digests, trackers))
+    axes = {name: find_axes({coords: digests.get(name) for coords, digests, _ in told}) for name in own}
+    held = [*_gather_first(engine, (at, own)), *((coords, states) for coords, _, states in told)]
+    seed = comm.broadcast(torch.initial_seed())
+    return make_record(held, axes, seed, int(engine.global_steps))
+
+
+def make_record(
+    held: Sequence[tuple[Coords, Mapping[str, State]]], axes: Mapping[str, tuple[int, ...]], seed: int, step: int
+) -> dict[str, Any]:
+    """What a file holds: by generator the axes along which it differs, and the states that are known there."""
+    states = {
+        name: {project(coords, kept): states[name] for coords, states in held if name in states}
+        for name, kept in axes.items()
+    }
+    return {"version": _VERSION, "seed": seed, "step": step, "axes": dict(axes), "states": states}
+
+
+def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Let this rank's generators go on from a save.
+
+    Args:
+        saved: as :func:`capture` gave it, of this rank's file or of the first rank's.
+
+    Returns:
+        The generators that got a derived state, because no rank stood where this one stands.
+
+    Raises:
+        CheckpointError: it is of another form.
+    """
+    if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
+        raise CheckpointError("The saved random states are of no form that this release knows.")
+    place, derived = find_place(engine), []
+    for name, generator in list_generators().items():
+        try:
+            state = find_state(saved, name, place)
+            if isinstance(state, int):
+                generator.seed(state)
+                derived.append(name)
+            else:
+                generator.write(*state)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"The saved random state of {name} cannot be taken: {error!r}.") from error
+    return derived
+
+
+def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int:
+    """The state that a generator goes on from, or the seed that it begins with where the saved world had no such place.
+
+    A seed has 32 bits (torch takes no more on the CPU), and is another one at each place of a world.
+    """
+    kept = saved["axes"].get(name, _MODEL_AXES if name.startswith(_TRACKER) else _EVERY_AXIS)
+    stage, tensor, data = coords = project(_find_coords(place), kept)
+    state = saved["states"].get(name, {}).get(coords)
+    if state is not None:
+        return tuple(state)
+    told = hashlib.sha256(f"{saved['seed']} {saved['step']} {name}".encode()).digest()
+    return (int.from_bytes(told[:4], "big") + (stage * place.tp + tensor) * place.dp + data) % (1 << 32)
+
+
+def find_axes(states: Mapping[Coords, Any]) -> tuple[int, ...]:
+    """The axes of the world along which something differs, from what every place of the world has of it."""
+
+    def differs(axis: int) -> bool:
+        first: dict[Coords, Any] = {}
+        others = tuple(other for other in _EVERY_AXIS if other != axis)
+        return any(first.setdefault(project(coords, others), state) != state for coords, state in states.items())
+
+    return tuple(axis for axis in _EVERY_AXIS if differs(axis))
+
+
+def project(coords: Coords, axes: tuple[int, ...]) -> Coords:
+    """A place with the axes that do not matter left out; the first of all places that are alike."""
+    stage, tensor, data = (at if axis in axes else 0 for axis, at in enumerate(coords))
+    return stage, tensor, data
+
+
+def _find_coords(place: Place) -> Coords:
+    return place.pp_rank, place.tp_rank, place.dp_rank
+
+
+def _gather_first(engine: Any, own: tuple[Coords, dict[str, State]]) -> list[tuple[Coords, dict[str, State]]]:
+    """What the data-parallel ranks of one model-parallel rank have; on the first of them all, else one's own."""
+    group = engine.seq_data_parallel_group
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [own]
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    found: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == first else None
+    dist.gather_object(own, found, dst=first, group=group)
+    return [own] if found is None else found
+
+
+def _digest(state: State) -> str:
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _pack(state: torch.Tensor) -> bytes:
+    return bytes(state.cpu().numpy())
+
+
+def _unpack(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read_python() -> State:
+    version, words, gauss = random.getstate()
+    return version, np.array(words, np.uint32).tobytes(), gauss
+
+
+def _write_python(version: int, words: bytes, gauss: float | None) -> None:
+    random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
+
+
+def _read_numpy() -> State:
+    state: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is what scripts use
+    kind, words, *rest = state
+    return (kind, words.tobytes(), *rest)
+
+
+def _write_numpy(kind: str, words: bytes, *rest: Any) -> None:
+    np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))  # noqa: NPY002
+
+
+def _seed_numpy(seed: int) -> None:
+    np.random.seed(seed)  # noqa: NPY002
+
+
+def _track(name: str) -> Generator:
+    tracker, device = get_cuda_rng_tracker(), get_accelerator()
+
+    def write(data: bytes) -> None:
+        tracker.states_[name] = _unpack(data)
+
+    def seed(value: int) -> None:
+        before = device.get_rng_state()
+        device.manual_seed(value)
+        tracker.states_[name] = device.get_rng_state()
+        device.set_rng_state(before)
+
+    return Generator(lambda: (_pack(tracker.states_[name]),), write, seed)

@@ -1,0 +1,70 @@
+"""What the ranks do in the tests of what a save carries. Imported on the ranks only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from engine_cases import BATCH, FEATURES, make_engine
+
+from deepspeed_ucp import rng
+from deepspeed_ucp.carry import KEY
+from deepspeed_ucp.data import ElasticSampler
+
+SAMPLES = 5 * BATCH - 7
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One rank's part of a run: the samples of each step, and what the generators draw after the load and the save."""
+
+    samples: list[list[int]]
+    begin: list[float]
+    end: list[float]
+
+
+def go_on(ds_config: dict[str, Any], folder: str, steps: int, *, seed: int, load: bool = True) -> Trained:
+    """Load, train on what the sampler gives, save; sampler and generators begin with a seed of their own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine = make_engine(ds_config, "plain")
+    sampler = ElasticSampler(SAMPLES, BATCH, rank=rank, world=world, seed=seed)
+    sampler.follow(engine)
+    rng.follow(engine)
+    for generator in rng.list_generators().values():
+        generator.seed(1000 * seed + rank)
+    if load:
+        _, client_state = engine.load_checkpoint(folder)
+        assert client_state["mine"] == 7 and KEY not in client_state
+    begin, samples = _draw(), [_train(engine, part) for part in _take(sampler, steps, BATCH // world)]
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    engine.destroy()
+    return Trained(samples, begin, _draw())
+
+
+def _take(sampler: ElasticSampler, steps: int, share: int) -> Iterator[list[int]]:
+    """This rank's samples of each step, epoch after epoch."""
+    while True:
+        held: list[int] = []
+        for sample in sampler:
+            held.append(sample)
+            if len(held) == share:
+                yield held
+                held, steps = [], steps - 1
+            if not steps:
+                return
+
+
+def _train(engine: Any, samples: list[int]) -> list[int]:
+    batch = torch.tensor(samples, dtype=torch.float32)[:, None].expand(-1, FEATURES) / SAMPLES
+    engine.backward(engine(batch.contiguous()).square().mean())
+    engine.step()
+    return samples
+
+
+def _draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002

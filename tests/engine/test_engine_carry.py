@@ -1,0 +1,37 @@
+"""What travels with an engine's saves beside its state: samples in one order, random states."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import engine_carry
+import pytest
+from engine_cases import BATCH, Case
+
+from deepspeed_ucp.data import ElasticSampler
+from deepspeed_ucp.testing import WorldPool
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (3, 0)], ids=str)
+def test_a_run_goes_on_with_its_samples_and_random_states(
+    stages: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """Through a save of the same world, another stage, and a third rank, over two ends of an epoch."""
+    first, second = (Case(stage, 2, config={"checkpoint": {"universal": True}}).ds_config for stage in stages)
+    folder = str(tmp_path)
+    begun = ucp_worlds.get(2).run(engine_carry.go_on, first, folder, 3, seed=1, load=False)
+    again = ucp_worlds.get(2).run(engine_carry.go_on, first, folder, 2, seed=2)
+    other = ucp_worlds.get(2).run(engine_carry.go_on, second, folder, 2, seed=3)
+    grown = ucp_worlds.get(3).run(engine_carry.go_on, first, folder, 4, seed=4)
+    for before, after in ((begun, again), (again, other), (other, grown)):
+        assert [each.begin for each in after[:2]] == [each.end for each in before]
+    assert len({tuple(each.begin) for each in grown}) == 3
+    taken = [
+        list(chain.from_iterable(step))
+        for part in (begun, again, other, grown)
+        for step in zip(*(each.samples for each in part), strict=True)
+    ]
+    whole = ElasticSampler(engine_carry.SAMPLES, BATCH, rank=0, world=1, seed=1)
+    expected = list(chain(whole, whole, whole))
+    assert list(chain.from_iterable(taken)) == expected[: 11 * BATCH]

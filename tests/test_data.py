@@ -1,0 +1,216 @@
+"""Sample order: for any history of worlds and interruptions a step's samples are those of the uninterrupted run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from deepspeed_ucp.carry import KEY, collect, hand_out
+from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
+from deepspeed_ucp.errors import ConfigError, MismatchError
+
+BATCH = 12
+WORLDS = (1, 2, 3, 4, 6, 12)
+
+
+def make_sampler(rank: int, world: int, **more: Any) -> ElasticSampler:
+    return ElasticSampler(**{"dataset": 100, "total_batch": BATCH, "seed": 7, **more}, rank=rank, world=world)
+
+
+def read(shard: int, start: int) -> Iterator[int]:
+    """Samples that tell shard and place."""
+    return iter(range(shard * 1000 + start, shard * 1000 + 1000))
+
+
+SIZES = (17, 40, 1, 0, 25, 33)
+
+
+def make_stream(rank: int, world: int, **more: Any) -> ElasticStream[int]:
+    options: dict[str, Any] = {"sizes": SIZES, "total_batch": BATCH, "seed": 3, **more}
+    return ElasticStream(range(len(options["sizes"])), options.pop("sizes"), read, rank=rank, world=world, **options)
+
+
+def step_ranks(orders: Sequence[Order], steps: int) -> list[list[int]]:
+    """The samples of each step, of all ranks in rank order; a new iteration begins where an epoch ends."""
+    found = []
+    readers: list[Iterator[int]] = [iter(()) for _ in orders]
+    share = BATCH // len(orders)
+    for _ in range(steps):
+        taken: list[int] = []
+        for at, order in enumerate(orders):
+            part = [each for _, each in zip(range(share), readers[at], strict=False)]
+            if not part:
+                readers[at] = iter(order)
+                part = [next(readers[at]) for _ in range(share)]
+            taken += part
+        found.append(taken)
+    return found
+
+
+HISTORY = st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(1, 9)), min_size=1, max_size=6)
+KINDS = {
+    "shuffled": {},
+    "in order": {"shuffle": False},
+    "by weight": {"weights": np.arange(1, 101)},
+    "by length": {"lengths": np.arange(100) % 17},
+}
+
+
+@settings(deadline=None)
+@given(HISTORY, st.sampled_from(sorted(KINDS)))
+def test_any_history_of_worlds_trains_on_the_same_samples(history: list[tuple[int, int]], kind: str) -> None:
+    whole = step_ranks([make_sampler(0, 1, **KINDS[kind])], sum(steps for _, steps in history))
+    done, state = 0, None
+    for world, steps in history:
+        orders = [make_sampler(rank, world, **KINDS[kind]) for rank in range(world)]
+        for order in orders:
+            if state is not None:
+                order.load_state_dict(state)
+        assert step_ranks(orders, steps) == whole[done : done + steps]
+        done += steps
+        # A generator runs ahead of nothing here: it has been asked for whole steps alone.
+        state = orders[0].state_dict()
+        assert state["consumed"] == done * BATCH
+
+
+@settings(deadline=None)
+@given(HISTORY, st.sampled_from([None, 6]), st.booleans())
+def test_any_history_of_worlds_reads_shards_once(
+    history: list[tuple[int, int]], lanes: int | None, shuffle: bool
+) -> None:
+    options: dict[str, Any] = {"lanes": lanes, "shuffle": shuffle}
+    history = [(world, steps) for world, steps in history if (lanes or BATCH) % world == 0]
+    whole = step_ranks([make_stream(0, 1, **options)], sum(steps for _, steps in history))
+    done, state = 0, None
+    for world, steps in history:
+        orders = [make_stream(rank, world, **options) for rank in range(world)]
+        for order in orders:
+            if state is not None:
+                order.load_state_dict(state)
+        assert step_ranks(orders, steps) == whole[done : done + steps]
+        done += steps
+        state = orders[0].state_dict()
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
+    first, second = make_sampler(0, 1), make_sampler(0, 1)
+    second.set_epoch(1)
+    assert len(set(first)) == len(first) == 96
+    assert list(make_sampler(0, 1)) != list(second)
+
+
+def test_a_stream_leaves_out_less_than_a_step_and_repeats_nothing() -> None:
+    stream = make_stream(0, 1)
+    taken = list(stream)
+    assert len(set(taken)) == len(taken) == sum(SIZES) // BATCH * BATCH
+    assert all(sample % 1000 < SIZES[sample // 1000] for sample in taken)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 8))
+def test_positions_tell_what_of_each_shard_was_read(steps: int) -> None:
+    stream = make_stream(0, 1)
+    taken = np.array(step_ranks([stream], steps), np.int64).reshape(-1)
+    told = np.bincount(taken // 1000, minlength=len(SIZES)) if steps else np.zeros(len(SIZES), int)
+    assert stream.positions() == dict(enumerate(told.tolist()))
+
+
+def test_weights_draw_with_replacement_and_never_what_weighs_nothing() -> None:
+    drawn = list(make_sampler(0, 1, weights=[0.0] * 50 + [1.0] * 50))
+    assert min(drawn) >= 50 and len(set(drawn)) < len(drawn)
+
+
+def test_lengths_put_the_like_together() -> None:
+    lengths = np.random.RandomState(0).randint(1, 1000, 1200)
+    steps = np.array(list(make_sampler(0, 1, dataset=1200, lengths=lengths))).reshape(-1, BATCH)
+    spread = np.ptp(lengths[steps], axis=1).mean()
+    assert sorted(steps.reshape(-1).tolist()) == list(range(1200))
+    assert spread < 50 < np.ptp(lengths[np.arange(1200).reshape(-1, BATCH)], axis=1).mean()
+    assert lengths[steps[0]].max() == lengths.max()
+
+
+class Engine(SimpleNamespace):
+    """Counts samples as DeepSpeed's does."""
+
+    def train_batch_size(self) -> int:
+        return BATCH
+
+
+def test_what_workers_have_fetched_ahead_is_not_consumed() -> None:
+    engine, sampler = Engine(global_samples=0), make_sampler(0, 1)
+    sampler.follow(engine)
+    batches = iter(DataLoader(range(100), batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=4))  # type: ignore[arg-type]
+    trained = []
+    for _ in range(2 * 3):
+        trained += next(batches).tolist()
+    engine.global_samples += 2 * BATCH
+    client = collect(engine, {"mine": 1})
+    assert client[KEY]["data"]["consumed"] == 2 * BATCH
+
+    later, again = Engine(global_samples=2 * BATCH), make_sampler(0, 1, seed=99)
+    again.follow(later)
+    hand_out(later, client)
+    assert client == {"mine": 1}
+    assert trained + list(again) == list(make_sampler(0, 1))
+
+
+def test_a_run_that_has_trained_before_counts_from_where_it_begins_to_follow() -> None:
+    engine, sampler = Engine(global_samples=5 * BATCH), make_sampler(0, 1)
+    sampler.follow(engine)
+    assert sampler.consumed == 0
+    engine.global_samples += 9 * BATCH
+    assert (sampler.epoch, sampler.consumed) == (1, 9 * BATCH)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
+    if persistent and not workers:
+        pytest.skip("no workers to live on")
+    engine = Engine(global_samples=0)
+    stream = make_stream(0, 2, batch_size=2)
+    stream.follow(engine)
+    whole = make_stream(0, 2)
+    loader: DataLoader[int] = DataLoader(stream, batch_size=2, num_workers=workers, persistent_workers=persistent)
+    for _ in range(2):
+        expected = list(whole)
+        assert torch.cat(list(loader)).tolist() == expected
+        engine.global_samples += len(expected) * 2
+        whole = copy.copy(whole)
+
+
+def test_set_epoch_takes_nothing_back() -> None:
+    sampler = make_sampler(0, 1)
+    sampler.load_state_dict({**sampler.state_dict(), "consumed": 3 * BATCH})
+    sampler.set_epoch(0)
+    assert sampler.consumed == 3 * BATCH
+    sampler.set_epoch(2)
+    assert sampler.consumed == 16 * BATCH
+
+
+@pytest.mark.parametrize("change", [{"dataset": 101}, {"total_batch": 24}])
+def test_other_samples_or_another_total_batch_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(MismatchError, match="cannot go on"):
+        make_sampler(0, 1, **change).load_state_dict(make_sampler(0, 1).state_dict())
+
+
+def test_numbers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be dealt to 5 ranks"):
+        make_sampler(0, 5)
+    with pytest.raises(ConfigError, match="fewer than the 12"):
+        make_sampler(0, 1, dataset=11)
+    with pytest.raises(ConfigError, match="8 lanes"):
+        make_stream(0, 1, lanes=8)
+    with pytest.raises(ConfigError, match="3 samples were given for 100"):
+        make_sampler(0, 1, weights=[1, 2, 3])
+    with pytest.raises(ConfigError, match="12 samples a step"):
+        make_sampler(0, 1, total_batch=24).follow(Engine(global_samples=0))

@@ -1,0 +1,113 @@
+"""Random states of one world in another."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp import rng
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.targets import Place
+
+Degrees = tuple[int, int, int]
+DEGREES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+AXES = st.sets(st.integers(0, 2)).map(lambda axes: tuple(sorted(axes)))
+
+
+def list_places(degrees: Degrees) -> list[Place]:
+    pp, tp, dp = degrees
+    return [Place(t, tp, p, pp, d, dp) for p, t, d in product(range(pp), range(tp), range(dp))]
+
+
+def coords_of(place: Place) -> rng.Coords:
+    return place.pp_rank, place.tp_rank, place.dp_rank
+
+
+def make_states(degrees: Degrees, axes: tuple[int, ...]) -> dict[rng.Coords, rng.State]:
+    """A state for each place, that differs along some axes."""
+    return {coords_of(each): (str(rng.project(coords_of(each), axes)),) for each in list_places(degrees)}
+
+
+def make_file(states: dict[rng.Coords, rng.State], stage: int, tensor: int) -> dict[str, Any]:
+    """What the file of a model-parallel rank tells, by its first data-parallel rank."""
+    held = [(coords, {"torch": state}) for coords, state in states.items() if coords[:2] == (stage, tensor)]
+    return rng.make_record(held, {"torch": rng.find_axes(states)}, 11, 5)
+
+
+def read_own(states: dict[rng.Coords, rng.State], saved: Degrees, place: Place) -> dict[str, Any]:
+    """The file that a rank reads: its own at the saved model-parallel degrees, else the first."""
+    same = (place.pp, place.tp) == saved[:2]
+    return make_file(states, place.pp_rank if same else 0, place.tp_rank if same else 0)
+
+
+@settings(deadline=None)
+@given(DEGREES, AXES)
+def test_the_same_world_goes_on_with_its_own(degrees: Degrees, axes: tuple[int, ...]) -> None:
+    states = make_states(degrees, axes)
+    for place in list_places(degrees):
+        assert rng.find_state(read_own(states, degrees, place), "torch", place) == states[coords_of(place)]
+
+
+@settings(deadline=None)
+@given(DEGREES, DEGREES, AXES)
+def test_in_another_world_none_that_differ_coincide(saved: Degrees, live: Degrees, axes: tuple[int, ...]) -> None:
+    states = make_states(saved, axes)
+    kept = rng.find_axes(states)
+    found = {
+        coords_of(place): rng.find_state(read_own(states, saved, place), "torch", place) for place in list_places(live)
+    }
+    for one, other in product(found, repeat=2):
+        assert (found[one] == found[other]) is (rng.project(one, kept) == rng.project(other, kept))
+    for coords, state in found.items():
+        if not isinstance(state, int):
+            assert state == states[rng.project(coords, kept)]
+
+
+def test_ranks_that_were_there_keep_their_states() -> None:
+    states = make_states((1, 1, 2), (2,))
+    found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 1, 4))]
+    assert found[:2] == list(states.values())
+    assert all(isinstance(state, int) for state in found[2:])
+
+
+def test_where_all_ranks_draw_alike_new_ones_do_too() -> None:
+    states = make_states((1, 1, 2), ())
+    found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 2, 4))]
+    assert found == [states[0, 0, 0]] * 8
+
+
+def test_a_tracker_is_kept_by_its_tensor_parallel_rank() -> None:
+    states = make_states((1, 2, 2), (1,))
+    held = [(coords, {"tracker:a": state}) for coords, state in states.items()]
+    record = rng.make_record(held, {"tracker:a": rng.find_axes(states)}, 11, 5)
+    found = [rng.find_state(record, "tracker:a", place) for place in list_places((2, 2, 1))]
+    assert found == [states[0, 0, 0], states[0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_a_generator_goes_on_where_it_stood(name: str) -> None:
+    draw = {"python": random.gauss, "numpy": np.random.randn, "torch": lambda *_: torch.randn(1).item()}[name]
+    generator = rng.list_generators()[name]
+    generator.seed(3)
+    draw(0, 1) if name == "python" else draw()  # the second of a pair of normal numbers is part of the state
+    state = generator.read()
+    first = [draw(0, 1) if name == "python" else draw() for _ in range(700)]
+    generator.seed(4)
+    generator.write(*state)
+    assert [draw(0, 1) if name == "python" else draw() for _ in range(700)] == first
+
+
+@pytest.mark.parametrize(
+    "saved", [{}, [], {"version": 9}, {"version": 1}, {"version": 1, "axes": {"python": (7,)}, "states": {"python": 3}}]
+)
+def test_another_form_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))
+    with pytest.raises(CheckpointError, match="random state"):
+        rng.restore(None, saved)
