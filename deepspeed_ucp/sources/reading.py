@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -89,7 +89,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
-    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "expert_parallel")
+    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "expert_parallel")
     found = {key: config[key] for key in kept if isinstance(config.get(key), dict) and _is_plain(config[key])}
     stage = found.get("zero_optimization", {}).get("stage")
     if stage is not None and stage not in (0, 1, 2, 3):
@@ -248,7 +248,7 @@ class HeaderReader:
     def _read_states(self, entries: dict[str, Any]) -> TensorStates:
         states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
         for name, value in entries.items():
-            if value is None:
+            if value is None or _is_offload_buffer(name, entries):
                 continue
             number = to_number(value)
             if isinstance(number, (int, float, complex)):
@@ -262,6 +262,12 @@ class HeaderReader:
             else:
                 other[str(name)] = describe(value)
         return TensorStates(states, scalars, zero_dim, other, single)
+
+
+def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
+    """A copy of another state, old after a step, that ``engine.offload_states`` leaves (``zero/offload_states.py``)."""
+    state = str(name).removesuffix("_offload_buffer")
+    return state != name and state in entries
 
 
 def _is_nested(module: dict[Any, Any]) -> bool:

@@ -7,7 +7,7 @@ These files name no parameters in the optimizer's part: states are positional, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -16,7 +16,7 @@ from ..errors import CheckpointError, MismatchError, shorten
 from ..experts import DATA_FIRST, deal_experts, drop_fixed, find_expert, list_holders
 from ..flat import Cut, FlatBuffer, join_parameters
 from .builder import Builder
-from .headers import FileHeader, Piece, Shape, TensorStates
+from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
 from .placement import place_layers
@@ -202,7 +202,7 @@ def _add_part(
     masters: list[tuple[FileHeader, Piece] | None] = [(part.header, master) for master in part.optim.masters]
     if part.optim.kind == "torch":  # fp32: the model's own parameters are the masters
         masters = [part.tensors.get(name) for name in part.names]
-    for name, master, states in zip(part.names, masters, part.optim.tensors, strict=True):
+    for name, master, states in zip(part.names, masters, share_steps(part.optim), strict=True):
         if master is not None and name in owned:
             _add_whole(builder, rank, part.header, name, master, states)
     laid = ordered if part.optim.kind == "torch" else owned  # a raw optimizer's order is the live one
@@ -212,6 +212,30 @@ def _add_part(
         for name in names
         if name in laid
     )
+
+
+def share_steps(optim: OptimHeader) -> list[TensorStates]:
+    """The states of all parameters; those that DeepSpeed's FusedAdam stepped together have one step.
+
+    It steps a param group with the count of its last parameter alone, which is the only one that it raises: the others
+    keep the 0 that they began with (``ops/adam/fused_adam.py``). Its groups have a ``step`` of 0 and a
+    ``bias_correction``.
+    """
+    found = list(optim.tensors)
+    for number, group in enumerate(optim.groups if optim.kind == "torch" else ()):
+        if not ("bias_correction" in group and group.get("step") == 0):
+            continue
+        members = [place for place, owner in enumerate(optim.owners) if owner == number and found[place].states]
+        steps = [found[place].scalars.get("step") for place in members]
+        if any(step != 0 for step in steps[:-1]) or len(_list_dtypes(found[place] for place in members)) > 1:
+            continue  # a parameter without gradients now and then, or several dtypes: counts of their own
+        for place in members:
+            found[place] = replace(found[place], scalars={**found[place].scalars, "step": steps[-1]})
+    return found
+
+
+def _list_dtypes(states: Iterable[TensorStates]) -> set[str]:
+    return {piece.dtype for each in states for piece in each.states.values()}
 
 
 def _add_whole(
