@@ -21,7 +21,8 @@ class Topology:
         zero_stage: 0 to 3.
         wrapper: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused``, ``torch`` or ``atomic``.
         precision: dtype of the model's parameters, as ``float32``, ``bfloat16`` or ``float16``.
-        master: dtype of the master weights.
+        undeclared: that is not fp32, and the ds_config switches no other precision on, by which files are named.
+        master: dtype of the master weights; without a wrapper of the first parameter.
         elastic: optimizer states are saved without padding (``elastic_checkpoint``).
         offload: device of optimizer and parameter offload, as ``optimizer/param``.
         flats: the flat buffers in order, with the module's own spelling of names (empty for the raw torch optimizer,
@@ -36,6 +37,7 @@ class Topology:
     pp: int = 1
     sp: int = 1
     ep: int = 1
+    undeclared: bool = False
     master: str = "float32"
     elastic: bool = False
     offload: str = "none/none"

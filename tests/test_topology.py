@@ -14,6 +14,7 @@ FLAT = join_parameters(0, ("a", "b"), ((3,), (1, 5)), parts=2, partition=6, gaps
 BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, join_parameters(1, ("c",), ((2,),), parts=2, partition=1)))
 
 CHANGES: dict[str, tuple[Any, str]] = {
+    "undeclared": (True, "undeclared False → True"),
     "zero_stage": (2, "zero_stage 1 → 2"),
     "wrapper": ("bf16", "wrapper zero12 → bf16"),
     "precision": ("float32", "precision bfloat16 → float32"),

@@ -125,15 +125,16 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None, sub_
         whose = "" if "precision" in told else "the checkpoint's "
         raise ConfigError(f"--target: {whose}precision {asked!r} cannot be planned; valid: {', '.join(_PRECISIONS)}.")
     pp = numbers.get("pp", 1)
+    wrapper = told.get("wrapper") or _choose_wrapper(zero, precision, pp, source)
     found = Degrees(
         dp=1,
         tp=numbers.get("tp", 1),
         pp=pp,
         sp=numbers.get("sp", 1),
         zero=zero,
-        wrapper=told.get("wrapper") or _choose_wrapper(zero, precision, pp, source),
+        wrapper=wrapper,
         precision=precision,
-        master=source.master if source.wrapper != "torch" else "float32",
+        master="float32" if source.wrapper == "torch" != wrapper else source.master,
         sub_group=numbers.get("sub_group", sub_group or SUB_GROUP),
         refused=refused,
     )

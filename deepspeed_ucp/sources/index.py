@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import (
@@ -55,20 +55,28 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     optim = _find_optim(save)
     flats = builder.ranks[0].flats
     kind = optim.kind if optim else "none"
+    precision, groups = find_precision(save, atoms, flats), merge_groups(save, builder.ranks)
     topology = Topology(
         zero_stage=int(save.zero.get("stage") or 0) if kind == "bf16" else optim.stage if optim else 0,
         wrapper=kind,
-        precision=find_precision(save, atoms, flats),
+        precision=precision,
         dp=max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
         ep=count_degree(flats, save.dp),
-        master=optim.masters[0].dtype if optim and optim.masters else "float32",
+        undeclared=precision != "float32" and not enabled(save.main.config, "bf16", "bfloat16", "fp16"),
+        master=optim.masters[0].dtype if optim and optim.masters else _find_master(atoms, groups),
         elastic=bool(optim and optim.elastic),
         offload=describe_offload(save.zero),
         flats=flats,
     )
-    return make_index(builder, atoms, optim, topology, merge_groups(save, builder.ranks))
+    return make_index(builder, atoms, optim, topology, groups)
+
+
+def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:
+    """Dtype of the first parameter that a raw optimizer trains."""
+    members = (AtomKey(member.name, MASTER, member.instance) for group in groups for member in group.members)
+    return next((atoms[key].dtype for key in members if key in atoms), "float32")
 
 
 def make_index(
@@ -204,9 +212,19 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
 
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[str, str]:
-    """Parameters whose optimizer states SuperOffload kept in another process, where no save finds them."""
-    if not describe_offload(save.zero).startswith("superoffload/") or not save.model(0).counters.get("global_steps"):
+    """Parameters whose optimizer states were in another process or a second optimizer, where no save finds them."""
+    what = _describe_loss(save.zero)
+    if not what or not save.model(0).counters.get("global_steps"):
         return {}
     kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
-    what = "not in the files: SuperOffload kept it in another process"
     return {f"{key.param}.moments": what for key in atoms if key.state == MASTER and key.param not in kept}
+
+
+def _describe_loss(zero: Mapping[str, Any]) -> str:
+    options = zero.get("offload_optimizer")
+    ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
+    if describe_offload(zero).startswith("superoffload/"):
+        return "not in the files: SuperOffload kept it in another process"
+    if isinstance(ratio, (int, float)) and ratio < 1:
+        return f"not in the files: offload_optimizer.ratio {ratio} kept it in a second optimizer"
+    return ""

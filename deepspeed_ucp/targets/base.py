@@ -188,15 +188,16 @@ class Target(ABC):
     def topology(self) -> Topology:
         """What this engine is, in the words of a checkpoint."""
         engine = self.engine
-        zero = engine._config.zero_config
+        zero, precision = engine._config.zero_config, self._precision()
         return Topology(
             zero_stage=int(engine.zero_optimization_stage()),
             wrapper=self.wrapper,
-            precision=self._precision(),
+            precision=precision,
             dp=self.dp,
             tp=self.place.tp,
             pp=self.place.pp,
             ep=count_degree(self.layout, self.place.dp),
+            undeclared=precision != "float32" and not (engine.bfloat16_enabled() or engine.fp16_enabled()),
             master=dtype_name(self.flats[0].data.dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",

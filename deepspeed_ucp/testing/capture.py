@@ -28,7 +28,7 @@ class ParameterState:
 
     Attributes:
         value: the parameter that the model computes with, in the engine's dtype.
-        fp32: its fp32 master; None for a frozen parameter.
+        fp32: its master, in the dtype that the engine keeps it in; None for a frozen parameter.
         tensors: the element-wise optimizer states by the optimizer's names; empty where there are none yet.
         scalars: the other optimizer states (`step`), as floats.
         hyper: the parameter group's hyper-parameters.
@@ -136,6 +136,8 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
             found = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
         elif getattr(wrapper, "round_robin_gradients", False):
             found = _list_shuffled(wrapper, index, masters)
+        elif kind == "fp32_partitioned_groups_flat" and masters.dtype != torch.float32:
+            found = _list_partitioned(parameters, masters)
         else:
             _link(parameters, masters, inner)
             found = zip(parameters, repeat(masters), repeat(None))
@@ -153,6 +155,21 @@ def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
     for parameter in wrapper.bit16_groups[index]:
         start = (parameter.data_ptr() - lowered.data_ptr()) // lowered.element_size() if parameter.numel() else 0
         yield parameter, flat, functools.partial(_gather_and_cut, process_group, _cut(parameter, start))
+
+
+def _list_partitioned(parameters: list[Any], flat: Tensor) -> Masters:
+    """Of masters in 16 bit DeepSpeed's getters give moments rounded like them, in stage 3."""
+    start = 0
+    for parameter in parameters:
+        size = parameter.partition_numel()
+        yield parameter, flat, functools.partial(_gather_partitions, parameter, start, size)
+        start += size
+
+
+def _gather_partitions(parameter: Any, start: int, size: int, flat: Tensor) -> Tensor:
+    whole = functools.partial(torch.narrow, dim=0, start=0, length=parameter.ds_numel)
+    own = flat.detach().narrow(0, start, size)
+    return _gather_and_cut(parameter.ds_process_group, whole, own).view(parameter.ds_shape)
 
 
 def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor:
@@ -186,11 +203,13 @@ def _fill(state: ParameterState, parameter: Any, home: _Home) -> None:
     state.scalars = {key: float(value) for key, value in home.state.items() if _is_scalar(value, elementwise, key)}
     state.hyper = home.hyper
     if home.whole is not None:
-        state.fp32 = _copy(home.whole(home.master)).float()
+        state.fp32 = _copy(home.whole(home.master))
         state.tensors = {key: _copy(home.whole(home.state[key])) for key in elementwise}
         return
-    state.fp32 = _copy(safe_get_full_fp32_param(parameter))
-    state.tensors = {key: _copy(safe_get_full_optimizer_state(parameter, key)) for key in elementwise}
+    # These functions give fp32 whatever the engine keeps; the cast back is exact.
+    state.fp32 = _copy(safe_get_full_fp32_param(parameter)).to(home.master.dtype)
+    found = {key: safe_get_full_optimizer_state(parameter, key) for key in elementwise}
+    state.tensors = {key: _copy(tensor).to(home.state[key].dtype) for key, tensor in found.items()}
 
 
 def _is_like(value: Any, master: Tensor) -> bool:

@@ -17,8 +17,8 @@ def compare(saved: EngineState, loaded: EngineState, *, optimizer_states: bool =
     """Compare the state of an engine at its save with that of the engine that loaded it.
 
     Element-wise states are equal when their bits are. A state that only one side has (one optimizer makes it before
-    the first step, another in it) must be zero. Values and buffers are compared after the cast to the loaded engine's
-    dtype, as DeepSpeed casts them when it builds an engine of that precision.
+    the first step, another in it) must be zero. Everything is compared after the cast to the loaded engine's dtype, as
+    DeepSpeed casts it when it builds an engine that keeps it so.
 
     Args:
         saved: captured when the checkpoint was written.
@@ -59,13 +59,14 @@ def _names(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> It
 def _pairs(saved: ParameterState, loaded: ParameterState, optimizer_states: bool) -> Iterator[tuple[str, Any, Any]]:
     master = saved.fp32 if saved.fp32 is not None else saved.value
     if loaded.fp32 is not None:
-        yield "fp32", master.float(), loaded.fp32
+        yield "fp32", master.to(loaded.fp32.dtype), loaded.fp32
     yield "value", master.to(loaded.value.dtype), loaded.value
     if not optimizer_states:
         return
     for state in sorted(saved.tensors.keys() | loaded.tensors.keys()):
         zeros = torch.zeros_like(saved.tensors[state] if state in saved.tensors else loaded.tensors[state])
-        yield state, saved.tensors.get(state, zeros), loaded.tensors.get(state, zeros)
+        got = loaded.tensors.get(state, zeros)
+        yield state, saved.tensors.get(state, zeros).to(got.dtype), got
 
 
 def _settings(name: str, saved: ParameterState, loaded: ParameterState, optimizer_states: bool) -> list[str]:

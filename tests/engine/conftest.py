@@ -69,12 +69,14 @@ def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtes
         *,
         live: dict[str, Any] | None = None,
         get: Callable[..., SavedRun] = sources.get,
+        loss_tolerance: float | None = None,
         **options: Any,
     ) -> None:
         pairs = [case if isinstance(case, tuple) else (case, {}) for case in cases]
         saves = [get(case, **{**options, **own}) for case, own in pairs]
         options.pop("steps", None)
-        judges = resume_each_of(training(**{**options, **(live or {})}), saves, target.launch, ucp_worlds)
+        train = training(**{**options, **(live or {})})
+        judges = resume_each_of(train, saves, target.launch, ucp_worlds, loss_tolerance=loss_tolerance)
         for (case, own), judge in zip(pairs, judges, strict=True):
             with subtests.test("-".join([f"{case}→{target}", *map(str, own.values())])):
                 check(case, target, judge())

@@ -128,10 +128,10 @@ def make_engine(
     torch.manual_seed(seed)
     with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=zero_init):
         module = MODELS[model]()
-    groups = param_groups(module, uniform=optimizer.endswith("_uniform"))
+    groups = param_groups(module, uniform=optimizer.endswith("_uniform"), by_dtype=optimizer.endswith("_by_dtype"))
     if reverse_groups:
         groups = groups[::-1]
-    inner = OPTIMIZERS[optimizer.removesuffix("_uniform")](groups)
+    inner = OPTIMIZERS[optimizer.removesuffix("_uniform").removesuffix("_by_dtype")](groups)
     schedule = LambdaLR(inner, lambda step: 1.0 / (1 + step)) if scheduler else None
     engine, *_ = deepspeed.initialize(model=module, optimizer=inner, lr_scheduler=schedule, config=ds_config)
     return engine

@@ -65,6 +65,17 @@ class Plain(Base):
         return self.last(torch.tanh(self.first(x)))
 
 
+class TwoDtypes(Plain):
+    """`Plain` whose first layer is in 16 bit, the last one in 32, as the client made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.to(torch.bfloat16)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).to(self.last.weight.dtype))
+
+
 class Renamed(Plain):
     """`Plain` whose last layer has another name."""
 
@@ -172,6 +183,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
+    "half": lambda: Plain().to(torch.bfloat16),
+    "two_dtypes": TwoDtypes,
     "renamed": Renamed,
     "wider": lambda: Plain(9),
     "deeper": Deeper,
@@ -186,7 +199,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def param_groups(module: nn.Module, uniform: bool = False) -> list[dict[str, Any]]:
+def param_groups(module: nn.Module, uniform: bool = False, by_dtype: bool = False) -> list[dict[str, Any]]:
     """Matrices with weight decay, the rest without and at another learning rate; one group of them all if uniform."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     if any(hasattr(module, "deepspeed_moe") for module in module.modules()):
@@ -195,6 +208,8 @@ def param_groups(module: nn.Module, uniform: bool = False) -> list[dict[str, Any
         return split_params_into_different_moe_groups_for_optimizer({"params": trainable, "name": "all"})
     if uniform:
         return [{"params": trainable}]
+    if by_dtype:
+        return [{"params": [p for p in trainable if p.dtype == dtype]} for dtype in {p.dtype: None for p in trainable}]
     shapes = {id(p): getattr(p, "ds_shape", p.shape) for p in trainable}  # zero.Init leaves it an empty vector
     matrices = [p for p in trainable if len(shapes[id(p)]) > 1]
     others = [p for p in trainable if len(shapes[id(p)]) <= 1]
@@ -249,6 +264,13 @@ def _deepspeed_cpu_adam(groups: Any) -> Any:
     return DeepSpeedCPUAdam(groups, lr=1e-2)
 
 
+def _deepspeed_cpu_adam_16(groups: Any) -> Any:
+    """Its moments are of the masters' dtype."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, lr=1e-2, fp32_optimizer_states=False)
+
+
 def _deepspeed_cpu_lion(groups: Any) -> Any:
     from deepspeed.ops.lion import DeepSpeedCPULion
 
@@ -274,5 +296,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "row_mean": lambda groups: RowMean(groups, lr=1e-3),
     "fused_adam": _fused_adam,
     "cpu_adam": _deepspeed_cpu_adam,
+    "cpu_adam_16": _deepspeed_cpu_adam_16,
     "cpu_lion": _deepspeed_cpu_lion,
 }
