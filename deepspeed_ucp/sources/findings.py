@@ -31,7 +31,8 @@ class Finding:
             another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
             ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save), ``times`` (written at another time).
             Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
-            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``.
+            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
+            ``unsaved`` (state that DeepSpeed saves nowhere).
         file: name in the folder; empty where it is the folder's.
         text: what was expected, what was found, what to do.
         severity: ``fault``, ``warning`` or ``note``.

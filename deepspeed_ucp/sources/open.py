@@ -164,7 +164,7 @@ def _survey_normal(
     if save is None or make_error(findings) is not None:
         return None, findings
     index, more = _build(save, naming)
-    return index, [*findings, *more]
+    return index, [*findings, *more, *find_unsaved(save)]
 
 
 def _compare_seal(folder: str, save: Save) -> list[Finding]:
@@ -213,6 +213,19 @@ def read_save(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[Sa
     text = "left by an earlier save into this folder; it is not loaded."
     findings += [Finding("leftover", name, f"{listing.path(name)}: {text}", WARNING) for name in left]
     return save, findings + comm.once(lambda: find_late_files(folder, entries, [each.name for each in headers]))
+
+
+def find_unsaved(save: Save) -> list[Finding]:
+    """State of the run that DeepSpeed saves nowhere, by the ds_config."""
+    autocast = save.main.config.get("torch_autocast") or {}
+    halves = ("fp16", "float16", "half", "torch.float16")  # all that DeepSpeed takes for it (runtime/config.py)
+    if not autocast.get("enabled") or autocast.get("dtype") not in halves:
+        return []
+    text = (
+        f"{save.path(save.main)}: was saved under torch_autocast in fp16, whose GradScaler DeepSpeed does not save. A "
+        "run that scales its loss starts with the scale that it is configured with."
+    )
+    return [Finding("unsaved", save.main.name, text, WARNING)]
 
 
 def _keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..errors import UnsupportedError, shorten
 
 OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal": false}.'
@@ -63,6 +61,18 @@ def _runs_superoffload(engine: Any) -> bool:
     return type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3"
 
 
+def _list_offloaded(engine: Any) -> list[str]:
+    """What ``engine.offload_states`` has moved: some is copied back over a load, some has left empty lists."""
+    return sorted(str(getattr(state, "value", state)) for state in getattr(engine.optimizer, "offloaded_states", ()))
+
+
+def _list_backed(engine: Any) -> list[int]:
+    """Sub-groups of partial offload that a second optimizer steps, whose states no save holds."""
+    devices: dict[int, str] = getattr(engine.optimizer, "subgroup_to_device", {})
+    is_split = hasattr(engine.optimizer, "backup_optimizer")
+    return [number for number, device in devices.items() if is_split and device != "cpu"]
+
+
 def _list_sharded_bases(engine: Any) -> list[str]:
     """LoRA ``OptimizedLinear`` modules of which each rank holds a slice of the frozen base weight."""
     modules = engine.module.named_modules()
@@ -87,6 +97,16 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "offload_optimizer.super_offload.",
     ),
     (
+        _list_offloaded,
+        "engine.offload_states() has moved states of this engine away{}, and a load would not reach them. Call "
+        "engine.reload_states() before load_checkpoint.",
+    ),
+    (
+        _list_backed,
+        "offload_optimizer.ratio keeps sub-groups on the accelerator{}, which an optimizer beside the offloaded one "
+        "steps: DeepSpeed neither saves nor loads its states. Resume with ratio 1.",
+    ),
+    (
         _list_sharded_bases,
         "LoRA OptimizedLinear with base_weight_sharding > 1{}: every rank holds another slice of the frozen base "
         "weights, and a save keeps rank 0's alone. Resume with base_weight_sharding 1.",
@@ -98,9 +118,6 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 def list_unsaved(engine: Any) -> list[str]:
     """State that no save holds and that is the live engine's own after a load, in words."""
     found = []
-    enabled = getattr(engine, "torch_autocast_enabled", bool)  # DeepSpeed 0.17
-    if enabled() and engine.torch_autocast_dtype() == torch.float16:
-        found.append("torch_autocast in fp16: DeepSpeed saves no state of its GradScaler; the loss scale starts anew")
     if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
         found.append(
             "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales; they come back "

@@ -12,6 +12,7 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.sources.save import describe_offload
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
@@ -94,16 +95,41 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
     assert "placeholder" in index.limits.unreadable["frozen"]
 
 
-def test_moments_that_superoffload_never_saved(tmp_path: Path) -> None:
-    files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", "super_offload": True})
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"enabled": True, "dtype": "torch.float16"}, 1),
+        ({"enabled": True, "dtype": "half"}, 1),
+        ({"enabled": False, "dtype": "fp16"}, 0),
+        ({"enabled": True, "dtype": "bfloat16"}, 0),
+        ({"enabled": True}, 0),
+    ],
+    ids=str,
+)
+def test_a_grad_scaler_that_no_save_holds_is_told(section: dict[str, Any], told: int, tmp_path: Path) -> None:
+    files = make_files(Topology(1, 2))
+    for tree in files.values():
+        tree["ds_config"]["torch_autocast"] = section
+    write_files(tmp_path, files)
+    findings = survey_checkpoint(str(tmp_path), Comm()).findings
+    assert [finding.kind for finding in findings if finding.warning] == ["unsaved"] * told
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "offload"),
+    [({"super_offload": True}, "SuperOffload", "superoffload/none"), ({"ratio": 0.5}, "ratio 0.5", "cpu/none")],
+    ids=["superoffload", "partial"],
+)
+def test_moments_that_no_save_holds(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
+    files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", **options})
     assert open_files(tmp_path / "whole", files).limits.irregular == {}
     for name, tree in files.items():
         if "optim_states" in name:
             tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
     index = open_files(tmp_path / "lost", files)
     assert list(index.limits.irregular) == ["a.moments"]
-    assert "SuperOffload" in index.limits.irregular["a.moments"]
-    assert index.run.topology.offload == "superoffload/none"
+    assert told in index.limits.irregular["a.moments"]
+    assert index.run.topology.offload == offload
 
 
 @pytest.mark.parametrize(

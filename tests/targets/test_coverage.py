@@ -42,6 +42,8 @@ def make_autoep() -> torch.nn.Module:
     return module
 
 
+OFFLOADED = SimpleNamespace(offloaded_states=[SimpleNamespace(value="hp_params")])
+PARTIAL = SimpleNamespace(backup_optimizer=object(), subgroup_to_device={0: "cuda", 1: "cpu"})
 NVME = SimpleNamespace(device=SimpleNamespace(value="nvme"))
 
 
@@ -52,6 +54,8 @@ NVME = SimpleNamespace(device=SimpleNamespace(value="nvme"))
         pytest.param(make_engine(zero={"offload_param": NVME}), ("NVMe", "offload device cpu"), id="nvme-params"),
         pytest.param(make_engine(ZenFlowZeroOptimizerParallel(), zenflow=True), ("ZenFlow",), id="zenflow"),
         pytest.param(make_engine(SuperOffloadOptimizer_Stage3()), ("SuperOffload", "another process"), id="super"),
+        pytest.param(make_engine(OFFLOADED), ("offload_states", "(hp_params)", "reload_states()"), id="offloaded"),
+        pytest.param(make_engine(PARTIAL), ("offload_optimizer.ratio", "(0)", "ratio 1"), id="partial offload"),
         pytest.param(make_engine(module=make_sharded_lora()), ("base_weight_sharding", "(1)"), id="lora"),
     ],
 )
@@ -79,16 +83,10 @@ def test_a_layout_that_only_deepspeed_knows(engine: Any) -> None:
 
 def test_what_is_covered_passes() -> None:
     muon = SimpleNamespace(use_muon=True, save_muon_momentum_buffer_in_memory=True)
+    held = SimpleNamespace(backup_optimizer=object(), subgroup_to_device={0: "cpu"}, offloaded_states=set())
+    check_engine(make_engine(held))
     cpu = SimpleNamespace(device=SimpleNamespace(value="cpu"))
     check_engine(make_engine(muon, zero={"offload_optimizer": cpu, "offload_param": cpu}, zenflow=False))
-
-
-@pytest.mark.parametrize(
-    ("enabled", "dtype", "told"), [(True, torch.float16, 1), (True, torch.bfloat16, 0), (False, None, 0)]
-)
-def test_the_autocast_scaler_starts_anew(enabled: bool, dtype: Any, told: int) -> None:
-    engine = make_engine(torch_autocast_enabled=lambda: enabled, torch_autocast_dtype=lambda: dtype)
-    assert len(list_unsaved(engine)) == told
 
 
 @pytest.mark.parametrize("quantized", [True, False])
