@@ -20,6 +20,7 @@ from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config
 from .errors import UcpError
 from .load.job import LoadArguments
+from .load.off import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .sources.open import seal_folder
@@ -146,7 +147,7 @@ def _load_checkpoint(
     own = partial(original, engine, load_dir, tag=tag, **wanted, **kwargs)
     config = get_config(engine)
     if config is None:
-        path, client_state = own()
+        path, client_state = load_switched_off(engine, str(load_dir), tag, own)
     else:
         arguments = LoadArguments(**wanted)
         path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))

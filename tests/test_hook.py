@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -52,6 +53,44 @@ def test_with_the_plugin_off_deepspeeds_own_load_gets_every_argument() -> None:
         },
     )
     assert not hasattr(engine, "ucp_report")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_of_deepspeeds_own_load_says_that_the_plugin_is_off(
+    late: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="tag")
+    facts: dict[str, Any] = {"data-parallel ranks": 3}
+    config = SimpleNamespace(_param_dict={}, **({} if late else {"ucp_config": None}))
+    told = _fail(FakeEngine(_config=config), tmp_path, facts) or caplog.text
+    assert "data-parallel ranks 2 → 3" in told
+    assert ("made before deepspeed_ucp was imported" in told) is late
+    assert '"checkpoint": {"universal": true}' in told
+
+
+@pytest.mark.parametrize("checkpoint", [{"universal": False}, {}])
+def test_other_errors_stay_as_they_are(checkpoint: dict[str, Any], tmp_path: Path) -> None:
+    """Of the same topology, and of an engine that has the plugin off in so many words."""
+    write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="tag")
+    engine = FakeEngine(_config=SimpleNamespace(_param_dict={"checkpoint": checkpoint}, ucp_config=None))
+    assert not _fail(engine, tmp_path, {"data-parallel ranks": 3 if checkpoint else 2})
+    assert not _fail(engine, tmp_path / "nowhere", {"data-parallel ranks": 3})
+
+
+def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
+    """The notes of the error of a load that fails, in an engine with these facts."""
+
+    def original(*_: Any, **__: Any) -> None:
+        raise AssertionError("its own words")
+
+    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    own = lambda _, tag: (*(str(Path(tag) / name) for name in names), facts)  # noqa: E731
+    with (
+        mock.patch("deepspeed_ucp.load.off.describe_own_files", own),
+        pytest.raises(AssertionError, match="its own words") as raised,
+    ):
+        hook._load_checkpoint(original, engine, str(folder), "tag")
+    return "".join(getattr(raised.value, "__notes__", []))
 
 
 def test_an_engine_from_before_the_import_has_the_plugin_off() -> None:

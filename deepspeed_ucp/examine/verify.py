@@ -14,7 +14,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..sources.files import MANIFEST
+from ..sources.files import MANIFEST, is_state_file
 from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
@@ -98,7 +98,7 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
     for place, _, names in os.walk(folder, onerror=refuse):
         for path in (os.path.join(place, name) for name in names):
             name = os.path.relpath(path, folder)
-            if name.endswith(".pt"):
+            if name.endswith(".pt") or is_state_file(name):
                 sizes[name] = os.path.getsize(path) if os.path.isfile(path) else 0
             else:
                 others.append(name)

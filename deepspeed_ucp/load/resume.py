@@ -18,7 +18,7 @@ from ..io.memory import identify_host, pause_collection
 from ..patterns import RuleSet, from_config
 from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
-from ..sources.files import holds_atoms, list_entries
+from ..sources.files import holds_atoms, list_entries, strip_writer
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.report import OutputReport
 from ..targets import Target, open_target
@@ -136,30 +136,39 @@ def decide(job: LoadJob, folder: str, *, upstream: bool = False) -> LoaderChoice
     Raises:
         UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
     """
-    if upstream and job.comm.run(lambda: holds_atoms(list_entries(folder))):
-        if not job.config.trust_pickle:
-            job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
-        return LoaderChoice("load_universal is on and this is an atomic checkpoint")
-    if job.engine.use_node_local_storage():
-        why = "every node keeps its own files (use_node_local_storage)"
-        advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
-        return _trust_own_files(job, folder, why, advice)
+    atomic = upstream and job.comm.run(lambda: holds_atoms(list_entries(folder)))
     try:
         target = job.comm.run(lambda: open_target(job.engine))
     except UnknownLayoutError as error:
-        return _trust_own_files(job, folder, str(error), "Resume in the topology that saved it")
-    return _compare(job, folder, target, upstream=upstream)
+        if not atomic:
+            return _trust_own_files(job, folder, str(error), "Resume in the topology that saved it")
+        if not job.config.trust_pickle:
+            job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
+        return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
+    if job.engine.use_node_local_storage() and not atomic:
+        why = "every node keeps its own files (use_node_local_storage)"
+        advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
+        return _trust_own_files(job, folder, why, advice, target)
+    return _compare(job, folder, target, upstream=upstream and not atomic)
 
 
-def _trust_own_files(job: LoadJob, folder: str, why: str, advice: str) -> LoaderChoice:
+def _trust_own_files(job: LoadJob, folder: str, why: str, advice: str, target: Target | None = None) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
+
+    Args:
+        target: the engine's buffers, where they are known: what its load would lose of them is refused as well.
 
     Raises:
         UnsupportedError: they tell another one.
         CheckpointError: they hold classes that are not known to be harmless.
     """
     engine, comm = job.engine, job.comm
-    found = comm.each(lambda: compare_own_files(*describe_own_files(engine, folder)))
+
+    def compare() -> list[str]:
+        lost = [f"{text}, which it does not restore" for text in list_lost(target, job.arguments)] if target else []
+        return [*lost, *compare_own_files(*describe_own_files(engine, folder))]
+
+    found = comm.each(compare)
     differences = dict.fromkeys(text for part in found for text in part)
     if differences:
         raise UnsupportedError(
@@ -170,7 +179,7 @@ def _trust_own_files(job: LoadJob, folder: str, why: str, advice: str) -> Loader
         # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
         comm.run(lambda: _check_own_files(folder, viewers, comm.rank))
-    return LoaderChoice(f"{why}; same topology by each rank's own files")
+    return LoaderChoice(f"{why}; same topology by each rank's own files", target)
 
 
 def _identify_folder(folder: str) -> tuple[object, ...]:
@@ -219,16 +228,24 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         target: this rank's, of an equal topology.
     """
     found: list[str] = []
+    if any(strip_writer(name) != name for name in map(os.path.basename, (file.path for file in index.stored.files))):
+        found.append("files of DeepSpeed's fast writer, whose names its own load does not know")
     if len({held.ranks and len(held.ranks) for held in target.experts.values()}) > 1:
         found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
     if target.wrapper == "zero3":
         found += _find_fresh(index, target) if arguments.load_module_strict else []
-        # Of these DeepSpeed's own load takes the latest tag's, whichever it was given, or with load_module_only none.
-        found += [] if arguments.with_states else ["weights alone of ZeRO 3"]
+    found += list_lost(target, arguments)
     if arguments.with_states and target.optimizer is not None:
-        found += target.list_lost()
         found += dict.fromkeys(_find_other_kinds(index, target))
     return found
+
+
+def list_lost(target: Target, arguments: LoadArguments) -> list[str]:
+    """What DeepSpeed's own load of the same topology does not restore of an engine, in words."""
+    if arguments.with_states:
+        return target.list_lost() if target.optimizer is not None else []
+    # Of these it takes the latest tag's, whichever it was given, or with load_module_only none.
+    return ["weights alone of ZeRO 3"] if target.wrapper == "zero3" else []
 
 
 def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -18,7 +19,8 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_STATES = re.compile(r".*(model|optim)_states\.pt")
+_STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
+_COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
 
 ZERO = "zero"
 """Folder of an atomic checkpoint that holds a folder per parameter."""
@@ -47,6 +49,7 @@ class Listing:
         layers: a pipeline's layer files by (layer, tensor-parallel rank or ``NO_AXIS``).
         experts: files of one expert each by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
         expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
+        copies: files that other ranks wrote of the same (:func:`choose_copies`), and which of the above each is of.
     """
 
     folder: str
@@ -57,6 +60,7 @@ class Listing:
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
         """Full path of a file in the folder."""
@@ -112,20 +116,21 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
         UnsupportedError: the folder is of a kind that is not covered.
         CheckpointError: it holds no checkpoint.
     """
-    listing = Listing(folder, sizes)
-    for name in sorted(sizes):
-        _refuse_unsupported(folder, name)
-        if match := _MODEL.fullmatch(name):
+    chosen, copies = choose_copies(folder, sizes)
+    listing = Listing(folder, sizes, copies=copies)
+    for role, name in sorted(chosen.items()):
+        _refuse_unsupported(folder, role)
+        if match := _MODEL.fullmatch(role):
             listing.model[int(match[1])] = name
-        elif match := _MODEL_ZERO3.fullmatch(name):
+        elif match := _MODEL_ZERO3.fullmatch(role):
             listing.model_zero3[int(match[2]), int(match[1])] = name
-        elif match := _OPTIM.fullmatch(name):
+        elif match := _OPTIM.fullmatch(role):
             listing.optim[match[1] or "", int(match[3]), int(match[2])] = name
-        elif match := _LAYER.fullmatch(name):
+        elif match := _LAYER.fullmatch(role):
             listing.layers[int(match[1]), NO_AXIS if match[2] is None else int(match[2])] = name
-        elif match := _EXPERT.fullmatch(name):
+        elif match := _EXPERT.fullmatch(role):
             listing.experts[NO_LAYER if match[1] is None else int(match[1]), int(match[2]), int(match[3])] = name
-        elif match := _EXPERT_OPTIM.fullmatch(name):
+        elif match := _EXPERT_OPTIM.fullmatch(role):
             listing.expert_optim[int(match[2]), int(match[1])] = name
     if not listing.model and not listing.model_zero3:
         raise CheckpointError(
@@ -133,6 +138,38 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
             f"{shorten(sorted(sizes)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted."
         )
     return listing
+
+
+def strip_writer(name: str) -> str:
+    """A file's name without what the fast writer puts behind it: which of how many writers it is of."""
+    match = _COPY.fullmatch(name)
+    return match[1] if match else name
+
+
+def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Which file is read of those that the fast writer made of one (``model_checkpointing/writer_factory.py``).
+
+    Below stage 3 each of its writers writes all of a file, as ``<name>-<writer>.<writers>``. Model states are the
+    same on all of them; the first of the most writers' is rank 0's, which other writers of DeepSpeed keep alone.
+
+    Returns:
+        By the name without writer the file that is read; of each other file the one that is read in its place.
+
+    Raises:
+        CheckpointError: optimizer states, which are one rank's alone, are there twice, or a file of another writer is.
+    """
+    found: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for name in names:
+        match = _COPY.fullmatch(name)
+        role, writer, writers = match.groups() if match else (name, 0, 0)
+        found[role].append((-int(writers), int(writer), name))
+    for role, held in found.items():
+        held.sort()
+        if len(held) > 1 and (_OPTIM.fullmatch(role) or held[-1][2] == role):
+            two = f"{held[0][2]} and {held[-1][2]}"
+            raise CheckpointError(f"{folder}: holds the files of two saves ({two}). Remove the older save's files.")
+    chosen = {role: held[0][2] for role, held in found.items()}
+    return chosen, {name: held[0][2] for held in found.values() for _, _, name in held[1:]}
 
 
 def _refuse_unsupported(folder: str, name: str) -> None:
@@ -155,7 +192,7 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     """
     zero = entries.get(ZERO)
     return MANIFEST in entries or (
-        zero is not None and zero.size == FOLDER and not any(_OPTIM.fullmatch(name) for name in entries)
+        zero is not None and zero.size == FOLDER and not any(_OPTIM.fullmatch(strip_writer(name)) for name in entries)
     )
 
 
@@ -166,7 +203,7 @@ def name_expert(layer: int, expert: int, mp: int) -> str:
 
 def holds_state_dict(name: str) -> bool:
     """Whether a file is nothing but a state_dict: of one layer of a pipeline, or of one expert."""
-    return any(pattern.fullmatch(name) for pattern in (_LAYER, _EXPERT))
+    return any(pattern.fullmatch(strip_writer(name)) for pattern in (_LAYER, _EXPERT))
 
 
 def is_state_file(name: str) -> bool:

@@ -29,7 +29,8 @@ class Finding:
     Attributes:
         kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
             another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
-            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save), ``times`` (written at another time).
+            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or another rank's copy; not loaded),
+            ``times`` (written at another time).
             Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
             whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
             ``unsaved`` (state that DeepSpeed saves nowhere).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +146,7 @@ def _list_everywhere(folder: str, comm: Comm) -> dict[str, Entry]:
 
 def _tell_warnings(report: FolderReport) -> None:
     warnings = [finding for finding in report.findings if finding.severity == WARNING]
-    left = [finding.file for finding in warnings if finding.kind == "leftover"]
+    left = [finding.file for finding in warnings if finding.kind == "leftover" and not finding.names]
     if left:
         logger.warning("%s: ignoring files of an earlier save: %s", report.folder, shorten(left))
     for finding in warnings:
@@ -209,9 +209,7 @@ def read_save(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[Sa
     findings = list(faults)
     for more in (unread, _find_missing(listing, first[0], expected), find_strangers(save)):
         findings += _keep_new(more, findings)
-    left = sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in expected)
-    text = "left by an earlier save into this folder; it is not loaded."
-    findings += [Finding("leftover", name, f"{listing.path(name)}: {text}", WARNING) for name in left]
+    findings += _find_left(listing, expected)
     return save, findings + comm.once(lambda: find_late_files(folder, entries, [each.name for each in headers]))
 
 
@@ -226,6 +224,15 @@ def find_unsaved(save: Save) -> list[Finding]:
         "run that scales its loss starts with the scale that it is configured with."
     )
     return [Finding("unsaved", save.main.name, text, WARNING)]
+
+
+def _find_left(listing: Listing, expected: Iterable[str]) -> Iterator[Finding]:
+    """A warning for every file that no load takes."""
+    for name in sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in expected):
+        of = listing.copies.get(name)
+        why = f"another rank's copy of {of}" if of else "left by an earlier save into this folder"
+        text = f"{listing.path(name)}: {why}; it is not loaded."
+        yield Finding("leftover", name, text, WARNING, (of,) if of else ())
 
 
 def _keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:

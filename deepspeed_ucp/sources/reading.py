@@ -20,7 +20,7 @@ from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
 from .autoep import read_placements
 from .compare import read_marks
-from .files import holds_state_dict, is_state_file
+from .files import holds_state_dict, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
 
@@ -69,7 +69,7 @@ def read_file(folder: str, name: str) -> FileHeader:
     path = os.path.join(folder, name)
     with explain_damage(path), pause_collection():
         file = read_header(path)
-        if file.saved_as not in (None, name.removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
+        if file.saved_as not in (None, strip_writer(name).removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
             raise CheckpointError(
                 f"{path}: was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or "
                 "run's state. Put the original file back."

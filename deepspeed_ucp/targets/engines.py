@@ -62,7 +62,10 @@ class Zero12Target(Target):
     def list_lost(self) -> list[str]:
         # Every rank would get the first one's momentum, cut short.
         elastic = self.topology.elastic and any(flat.whole for flat in self.flats)
-        return ["an elastic checkpoint of Muon"] if elastic else []
+        found = ["an elastic checkpoint of Muon"] if elastic else []
+        if self._precision() != "float32" and not self.engine.zero_load_from_fp32_weights():
+            found.append("masters, which load_from_fp32_weights false has made from the 16-bit copies")
+        return found
 
     def relink(self) -> None:
         opt = self.wrapped

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from isal import isal_zlib
 
@@ -97,8 +100,9 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
         UnsupportedError: a record is compressed.
     """
     size = os.fstat(stream.fileno()).st_size
+    front = _Front(stream.fileno(), _find_end(stream.fileno(), size))
     try:
-        archive = zipfile.ZipFile(stream)
+        archive = zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
         raise CheckpointError(
             f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged."
@@ -111,8 +115,64 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
     roots = list(dict.fromkeys(info.filename.partition("/")[0] for info in entries))
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
     _check_apart(path, found)
-    stream.seek(archive.start_dir)
-    return FileRecords(path, size, tuple(found), isal_zlib.crc32(stream.read()), roots[0] if roots else "")
+    front.seek(archive.start_dir)
+    return FileRecords(path, size, tuple(found), isal_zlib.crc32(front.read()), roots[0] if roots else "")
+
+
+_END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")
+_END_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x07"
+_WIDE_END = 56
+_MOST_REPEATED = 1 << 26
+
+
+def _find_end(file: int, size: int) -> int:
+    """Where a zip ends: behind it may stand its last bytes again, any number of times.
+
+    DeepSpeed's fast writer leaves that where ranks write one file at once (all do that are not its writers): all write
+    the same bytes to the same places, and each appends what is left of the last block.
+    """
+    last = os.pread(file, _END.size, max(size - _END.size, 0))
+    if len(last) < _END.size or last[:4] != _END_MAGIC:
+        return size
+    *_, directory, start, _ = _END.unpack(last)
+    end = start + directory + _END.size
+    told = os.pread(file, _LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
+    if told[:4] == _LOCATOR_MAGIC:  # of a large file, or a torch that writes them of every file
+        end = _LOCATOR.unpack(told)[2] + _WIDE_END + _LOCATOR.size + _END.size
+    if not 0 < size - end <= _MOST_REPEATED:
+        return size
+    rest = os.pread(file, size - end, end)
+    unit = rest.find(last) + len(last)
+    before = os.pread(file, unit, max(end - unit, 0))
+    return end if rest == before * (len(rest) // unit) else size
+
+
+class _Front(io.RawIOBase):
+    """The first ``size`` bytes of a file that is open for reading, as a file of its own."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self._file, self._size, self._at = file, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if self._at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self._file, min(len(buffer), max(self._size - self._at, 0)), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, checked: bool) -> FileRecord:

@@ -17,7 +17,7 @@ from unittest import mock
 import deepspeed.runtime.engine as deepspeed_engine
 import torch
 import torch.distributed as dist
-from engine_cases import make_engine, train_engine
+from engine_cases import make_engine, train, train_engine
 
 import deepspeed_ucp
 from deepspeed_ucp.targets import Instance, Place, find_place, open_target
@@ -344,6 +344,15 @@ def save(
     return local
 
 
+def train_with_load_universal(ds_config: dict[str, Any], **options: Any) -> Generator[Any, None, None]:
+    """As `engine_cases.train`, as `ds_ucp run` has a script whose ds_config says `load_universal`."""
+    deepspeed_ucp.install(default_on=True)
+    try:
+        yield from train({**ds_config, "checkpoint": {"load_universal": True}}, **options)
+    finally:
+        deepspeed_ucp.install(default_on=False)
+
+
 def watch_own_load(training: Training, folder: str) -> dict[str, Any]:
     """How often DeepSpeed's own load runs in a load, what the plugin says, and its report."""
     engine = next(training())
@@ -391,7 +400,7 @@ def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> dict[st
     try:
         second.load_checkpoint(folder)
     except Exception as raised:  # noqa: BLE001 - the error is what the test looks at
-        error = str(raised)
+        error = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
     first.load_checkpoint(folder)
     found = {"differences": differences(folder, capture(first)), "error": error}
     found["reports"] = [first.ucp_report.direct, getattr(second, "ucp_report", None)]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_ranks
 import pytest
 from engine_cases import Case, pair_id, training
 from engine_gpt import MODELS, renames
@@ -124,6 +125,15 @@ def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume
 
     get = partial(converted, convert=convert_upstream)
     resume_each([BF16, Case(3, 2)], target, check, get=get, scheduler=True)
+
+
+@pytest.mark.parametrize("target", [Case(1, 3), Case(3, 2, "bf16")], ids=str)
+def test_load_universal_where_the_plugin_is_on_by_default(target: Case, converted: Any, ucp_worlds: WorldPool) -> None:
+    """Frozen parameters, buffers and every group's hyper-parameters too, which DeepSpeed's own loader leaves out."""
+    saved = [converted(Case(1, 2), scheduler=True)]
+    train = partial(engine_ranks.train_with_load_universal, model="mixed", optimizer="adamw", scheduler=True)
+    for judge in resume_runs(train, saved, target.launch, ucp_worlds):
+        assert judge().direct
 
 
 # --- mode "atomic"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from engine_cases import Case, pair_id
 from engine_ranks import Load
 
-from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing import ResumeReport, WorldPool
 
 ON = {"checkpoint": {"universal": True}}
 PLAIN = {"model": "plain"}
@@ -42,6 +43,19 @@ def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worl
         assert answer["calls"] == 0
         assert answer["direct"] is True
         assert len(answer["info"]) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=str)
+def test_masters_are_restored_whatever_deepspeeds_own_load_makes_them_of(
+    config: dict[str, Any], resume_each: Callable[..., None]
+) -> None:
+    """In the same topology it would make them of the 16-bit copies."""
+
+    def check(_source: Case, _target: Case, report: ResumeReport) -> None:
+        assert report.direct
+
+    case = Case(1, 2, "bf16", zero={"load_from_fp32_weights": False}, config=config)
+    resume_each([case], case, check, **PLAIN)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2), Case(2, 2, "bf16"), Case(0, 2, "bf16")], ids=str)
@@ -91,6 +105,7 @@ def test_engines_with_and_without_in_one_process(sources: Any, ucp_worlds: World
     for answer in ucp_worlds.get(2).run(engine_ranks.two_engines, on.ds_config, off.ds_config, folder):
         assert answer["differences"] == []
         assert "world size" in answer["error"]
+        assert not hasattr(Exception, "add_note") or "imported but off for this engine" in answer["error"]
         assert answer["reports"] == [True, None]
 
 

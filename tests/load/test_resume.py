@@ -10,9 +10,10 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import decide, find_tag, resume
+from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import HALF_STATES
 from tests.ranks import run_ranks
 
@@ -84,11 +85,38 @@ def make_job(engine: object, comm: Comm, **options: bool) -> LoadJob:
     return LoadJob(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
 
 
-def test_an_atomic_checkpoint_is_deepspeeds_where_the_script_says_load_universal(tmp_path: Path) -> None:
+@pytest.fixture
+def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no engine the layout is known."""
+
+    def refuse(_engine: object) -> None:
+        raise UnknownLayoutError("the engine is of the future")
+
+    monkeypatch.setattr("deepspeed_ucp.load.resume.open_target", refuse)
+
+
+@pytest.mark.usefixtures("uncovered")
+def test_an_atomic_checkpoint_is_deepspeeds_where_load_universal_is_on_and_the_engine_is_not_covered(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "zero").mkdir()
     decision = decide(make_job(UpstreamEngine(), Comm()), str(tmp_path), upstream=True)
     assert decision.index is decision.target is None
-    assert "load_universal" in decision.reason
+    assert "load_universal is on" in decision.reason
+    assert "of the future" in decision.reason
+
+
+def test_what_deepspeeds_own_load_of_each_nodes_files_would_lose_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
+    target = SimpleNamespace(list_lost=lambda: ["Muon's momentum"], optimizer=object(), wrapper="zero3")
+    monkeypatch.setattr("deepspeed_ucp.load.resume.open_target", lambda _engine: target)
+    with pytest.raises(UnsupportedError, match="Muon's momentum, which it does not restore"):
+        decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
+    target.list_lost = list
+    decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
+    assert (decision.target, decision.index) == (target, None)
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
@@ -132,6 +160,7 @@ class NodeLocalEngine:
         return f"{folder}/{tag}/{STATES}"
 
 
+@pytest.mark.usefixtures("uncovered")
 @pytest.mark.parametrize("name", [STATES, "layer_0_expert_3_mp_rank_00_model_states.pt"])
 def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
@@ -149,6 +178,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: 
     assert "own files" in choose(Comm())
 
 
+@pytest.mark.usefixtures("uncovered")
 def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
     """Two containers of one machine, each with a folder of its own."""
     for rank in range(2):
@@ -160,6 +190,7 @@ def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
         run_ranks(2, lambda rank, comm: decide(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
 
 
+@pytest.mark.usefixtures("uncovered")
 @pytest.mark.parametrize("name", [STATES, "zero/optimizer_state.pt", "zero/layer.weight/fp32.pt"])
 def test_code_in_an_atomic_checkpoint_is_refused_before_deepspeed_loads_it(name: str, tmp_path: Path) -> None:
     (tmp_path / "zero" / "layer.weight").mkdir(parents=True)

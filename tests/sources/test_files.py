@@ -79,6 +79,31 @@ def test_files_of_experts_have_roles(tmp_path: Path) -> None:
     assert {name_expert(*key) for key in listing.experts} == set(names)
 
 
+def test_of_the_fast_writers_copies_the_first_ranks_is_read() -> None:
+    """Four ranks on two sockets: two writers, and the ranks that are none write as if they were alone."""
+    optim = "zero_pp_rank_%d_mp_rank_00_optim_states.pt-%s"
+    shards = {rank: optim % (rank, of) for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
+    names = [f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")]
+    listing = sort_files("folder", dict.fromkeys([*names, *shards.values()], 1))
+    assert listing.model == {0: f"{MODEL}-0.2"}
+    assert listing.optim == {("", 0, rank): name for rank, name in shards.items()}
+    assert listing.copies == {f"{MODEL}-0.1": f"{MODEL}-0.2", f"{MODEL}-1.2": f"{MODEL}-0.2"}
+
+
+@pytest.mark.parametrize("ending", ["-0", "-0.", "-٣.4", "-0.2-0.2", f"-{'9' * 10}.1"])
+def test_names_that_the_fast_writer_does_not_make_have_no_role(ending: str) -> None:
+    assert sort_files("folder", {MODEL: 1, f"{MODEL}{ending}": 1}).model == {0: MODEL}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [(f"{MODEL}-0.2", MODEL), tuple(f"zero_pp_rank_0_mp_rank_00_optim_states.pt-{of}" for of in ("0.4", "0.2"))],
+)
+def test_files_of_two_writers_are_two_saves(names: tuple[str, str]) -> None:
+    with pytest.raises(CheckpointError, match=f"two saves .{names[0]} and {names[1]}"):
+        sort_files("folder", dict.fromkeys(names, 1))
+
+
 def test_a_folder_without_model_states_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model states found .* only nothing"):
         sort_files(str(tmp_path), list_sizes(str(tmp_path)))

@@ -202,3 +202,32 @@ def test_a_dtype_that_is_not_covered_is_marked(tmp_path: Path) -> None:
 def test_one_row_is_contiguous_whatever_its_stride(tmp_path: Path, stride: tuple[int, ...]) -> None:
     tensor = torch.ones(20).as_strided((1, 4), (*stride, 1))
     assert read_header(str(save(tmp_path / "x.pt", tensor))).tree.is_contiguous()
+
+
+def repeat_end(path: Path, block: int = 512) -> bytes:
+    """What another rank appends that writes the same file: all behind the last whole block."""
+    data = path.read_bytes()
+    return data[len(data) // block * block :]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_end_that_several_ranks_wrote_is_read_once(tmp_path: Path, times: int) -> None:
+    path = save(tmp_path / "file.pt", {"weights": torch.arange(300.0), "step": torch.tensor(7.0)})
+    before, end = read_header(str(path)), repeat_end(path)
+    path.write_bytes(path.read_bytes() + times * end)
+    after = read_header(str(path))
+    assert (after.crc, after.storages, after.saved_as) == (before.crc, before.storages, before.saved_as)
+    assert after.tree["weights"].numel == 300
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="no zip directory"):
+        read_header(str(path))
+
+
+def test_another_end_behind_a_file_is_refused(tmp_path: Path) -> None:
+    """As of a save into a file that is there already, which the fast writer does not cut short."""
+    path, other = (
+        save(tmp_path / name, {"weights": torch.full((300,), value)}) for name, value in (("a", 1), ("b", 2))
+    )
+    path.write_bytes(path.read_bytes() + repeat_end(other))
+    with pytest.raises(CheckpointError, match="no zip directory|has no header"):
+        read_header(str(path))

@@ -1,0 +1,62 @@
+"""DeepSpeed's own load of an engine that has the plugin off: its errors say what switching it on would do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..errors import shorten
+from ..sources import read_latest
+from ..sources.ownfiles import compare_own_files
+from ..targets.coverage import describe_own_files
+
+logger = logging.getLogger("deepspeed_ucp")
+
+T = TypeVar("T")
+
+
+def load_switched_off(engine: Any, load_dir: str, tag: Any, own: Callable[[], T]) -> T:
+    """DeepSpeed's own load; where it fails on a checkpoint of another topology, a note of the error says so.
+
+    Args:
+        own: that load, with all of the caller's arguments.
+
+    Raises:
+        Exception: its own; before Python 3.11, which has no notes, the text is logged.
+    """
+    try:
+        return own()
+    except Exception as error:
+        told = explain_failure(engine, load_dir, tag)
+        if told and hasattr(error, "add_note"):
+            error.add_note(told)
+        elif told:
+            logger.error("%s", told)
+        raise
+
+
+def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
+    """What a load may have failed for: this rank's own files tell another topology. Empty where they do not.
+
+    A ds_config that switches the plugin off in so many words needs no explanation.
+    """
+    section = engine._config._param_dict.get("checkpoint") or {}
+    if section.get("universal") is False:
+        return ""
+    try:
+        folder = os.path.join(load_dir, read_latest(load_dir) or "" if tag is None else str(tag))
+        differences = compare_own_files(*describe_own_files(engine, folder)) if os.path.isdir(folder) else ()
+    except Exception as error:  # noqa: BLE001 - an explanation must not hide what is to be explained
+        logger.debug("%s: %s", load_dir, error)
+        return ""
+    if not differences:
+        return ""
+    late = not hasattr(engine._config, "ucp_config")
+    why = "it was made before deepspeed_ucp was imported" if late else 'its ds_config has no "checkpoint.universal"'
+    do = "Import deepspeed_ucp before deepspeed.initialize, with" if late else "Write"
+    return (
+        f"deepspeed_ucp is imported but off for this engine: {why}. {folder} was saved in another topology "
+        f'({shorten(differences, 4)}), which it resumes. {do} "checkpoint": {{"universal": true}} in the ds_config.'
+    )
