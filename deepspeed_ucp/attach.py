@@ -27,6 +27,7 @@ _METHODS = (
     (_ENGINE, "DeepSpeedEngine", "_check_for_duplicates", "_check_for_duplicates"),
     (_ENGINE, "DeepSpeedEngine", "save_checkpoint", "_save_checkpoint"),
     (_ENGINE, "DeepSpeedEngine", "_commit_decoupled_checkpoint", "_commit_decoupled_checkpoint"),
+    (_ENGINE, "DeepSpeedEngine", "_take_model_step", "_take_model_step"),
 )
 """Module, class, method, and the hook's function that takes its place."""
 

@@ -3,7 +3,7 @@
 What runs in the place of DeepSpeed's methods (:mod:`deepspeed_ucp.attach`):
 ``DeepSpeedEngine.load_checkpoint``; ``DeepSpeedConfig._configure_train_batch_size``, which sees the ds_config with the
 world size; ``DeepSpeedEngine._check_for_duplicates``, where the optimizer passes by as the user made it; the ends of a
-save, after which a seal can be written.
+save, after which a seal can be written; the ends of a step, at which a job that is to end saves.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .load.job import LoadArguments
 from .load.off import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
+from .preemption import end_step
 from .sources.open import seal_folder
 from .sources.seal import remove_seal
 
@@ -122,6 +123,12 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     except (UcpError, OSError) as error:
         if comm.rank == 0:
             logger.warning("%s: is not sealed: %s", folder, error)
+
+
+def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """The optimizer's step, and then a look at what the job has been told."""
+    original(engine, *args, **kwargs)
+    end_step(engine)
 
 
 def _load_checkpoint(

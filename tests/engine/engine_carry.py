@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from engine_cases import BATCH, FEATURES, make_engine
 
-from deepspeed_ucp import rng
+from deepspeed_ucp import preemption, rng
 from deepspeed_ucp.carry import KEY
 from deepspeed_ucp.data import ElasticSampler
 
@@ -68,3 +69,29 @@ def _train(engine: Any, samples: list[int]) -> list[int]:
 
 def _draw() -> list[float]:
     return [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+
+
+@dataclass(frozen=True)
+class Told:
+    """One rank's part of a run that gets a signal: the steps that it ended, and its exit code."""
+
+    steps: int
+    code: int | None
+
+
+def train_until_told(ds_config: dict[str, Any], folder: str, number: int, steps: int) -> Told:
+    """The last rank gets a signal in its second step."""
+    engine, code = make_engine(ds_config, "plain"), None
+    preemption.follow(engine, folder, client_state=lambda: {"mine": 7})
+    try:
+        for step in range(steps):
+            loss = engine(torch.ones(1, FEATURES)).square().mean()
+            if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), number)
+            engine.backward(loss)
+            engine.step()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else -1
+    told = Told(engine.global_steps, code)
+    engine.destroy()
+    return told

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import chain
 from pathlib import Path
 
 import engine_carry
 import pytest
+import torch
 from engine_cases import BATCH, Case
 
 from deepspeed_ucp.data import ElasticSampler
@@ -35,3 +37,18 @@ def test_a_run_goes_on_with_its_samples_and_random_states(
     whole = ElasticSampler(engine_carry.SAMPLES, BATCH, rank=0, world=1, seed=1)
     expected = list(chain(whole, whole, whole))
     assert list(chain.from_iterable(taken)) == expected[: 11 * BATCH]
+
+
+@pytest.mark.parametrize(
+    ("number", "steps", "code"), [(signal.SIGTERM, 2, 0), (signal.SIGUSR1, 5, None)], ids=["SIGTERM", "SIGUSR1"]
+)
+def test_a_signal_to_one_rank_is_a_save_of_all(
+    number: int, steps: int, code: int | None, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """At the end of the step in which it came, once; then the job ends, or goes on."""
+    config = Case(1, 2, config={"checkpoint": {"universal": True}, "train_batch_size": 2}).ds_config
+    told = ucp_worlds.get(2).run(engine_carry.train_until_told, config, str(tmp_path), int(number), 5)
+    assert {(each.steps, each.code) for each in told} == {(steps, code)}
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
+    state = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert (state["global_steps"], state["mine"]) == (2, 7)

@@ -1,0 +1,111 @@
+"""A job that is told to go saves first: at the end of the step, once, all ranks together.
+
+Schedulers send a signal some time before they take the machines (Slurm: ``--signal``, Kubernetes: SIGTERM), to one
+process or to all. The ranks tell each other at every step whether one of them has been told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from .comm import connect
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_FOLLOWED = "_ucp_preemption"
+
+_arrived: dict[int, bool] = {}
+"""By signal that is waited for, whether it has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """What an engine does when it is told to go.
+
+    Attributes:
+        save_dir: where it saves.
+        actions: by signal the exit code with which every rank then ends; None goes on training.
+        client_state: makes the client state of that save.
+    """
+
+    save_dir: str
+    actions: Mapping[int, int | None]
+    client_state: Callable[[], Mapping[str, Any]] | None
+
+
+def follow(
+    engine: Any,
+    save_dir: str | os.PathLike[str],
+    *,
+    actions: Mapping[int, int | None] | None = None,
+    client_state: Callable[[], Mapping[str, Any]] | None = None,
+) -> None:
+    """Save at the end of the step in which any rank gets a signal; to be called in the main thread of every rank.
+
+    A signal that comes again before that has its former effect.
+
+    Args:
+        engine: whose steps end with a look at all ranks' signals (one reduction of some bytes).
+        save_dir: as of ``engine.save_checkpoint``.
+        actions: by signal the exit code with which every rank ends after the save, None to go on; by default SIGTERM
+            ends with 0 and SIGUSR1 goes on.
+        client_state: makes the client state of the save.
+
+    Raises:
+        ValueError: outside of the main thread.
+    """
+    chosen: Mapping[int, int | None] = {signal.SIGTERM: 0, signal.SIGUSR1: None} if actions is None else actions
+    for number in chosen:
+        _wait_for(number)
+    setattr(engine, _FOLLOWED, Preemption(os.fspath(save_dir), dict(chosen), client_state))
+
+
+def _wait_for(number: int) -> None:
+    if _arrived.get(number) is not None:
+        return
+    former = signal.getsignal(number)
+
+    def note(arrived: int, frame: FrameType | None) -> None:
+        if not _arrived[arrived]:
+            _arrived[arrived] = True
+        elif callable(former):
+            former(arrived, frame)
+        else:
+            signal.signal(arrived, former if former is not None else signal.SIG_DFL)
+            signal.raise_signal(arrived)
+
+    signal.signal(number, note)
+    _arrived[number] = False
+
+
+def end_step(engine: Any) -> None:
+    """At the end of a step: save where a rank has been told to go; collective.
+
+    Raises:
+        SystemExit: after the save, with the signal's exit code.
+    """
+    asked: Preemption | None = getattr(engine, _FOLLOWED, None)
+    if asked is None:
+        return
+    comm, numbers = connect(), sorted(asked.actions)
+    told = comm.any_of(np.array([_arrived[number] for number in numbers]))
+    came = [number for number, yes in zip(numbers, told.tolist(), strict=True) if yes]
+    if not came:
+        return
+    if comm.rank == 0:
+        names = ", ".join(signal.Signals(number).name for number in came)
+        logger.warning("%s: saving to %s at step %d", names, asked.save_dir, engine.global_steps)
+    engine.save_checkpoint(asked.save_dir, client_state=dict(asked.client_state()) if asked.client_state else {})
+    for number in came:
+        _arrived[number] = False
+    codes = [code for code in map(asked.actions.__getitem__, came) if code is not None]
+    if codes:
+        raise SystemExit(max(codes))
