@@ -21,10 +21,10 @@ WIDTH = 6
 def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> Generator[Any, None, None]:
     """Yields a PipelineEngine, then the loss of each step. Matrices have weight decay, the rest none."""
     import deepspeed
-    from deepspeed.pipe import PipelineModule
+    from deepspeed import pipe
 
     torch.manual_seed(seed)
-    module = PipelineModule(
+    module = (pipe.DualPipeVModule if launch.dual else pipe.PipelineModule)(
         [make_layer(letter) for letter in model],
         num_stages=launch.pp,
         loss_fn=lambda found, wanted: (found.float() - wanted.float()).square().mean(),

@@ -30,6 +30,7 @@ class Launch:
     Attributes:
         method: `partition_method` of a pipeline.
         fp32_grads: gradients are accumulated in fp32, which makes DeepSpeed take BF16_Optimizer at stage 1.
+        dual: every pipeline rank holds two stages, one of the way there and one of the way back (DualPipeV).
     """
 
     tp: int = 1
@@ -41,6 +42,7 @@ class Launch:
     method: str = "type:transformer"
     fp32_grads: bool = False
     world: int = 4
+    dual: bool = False
 
     def __str__(self) -> str:
         degrees = [
@@ -48,7 +50,9 @@ class Launch:
         ]
         parts = [*degrees, f"dp{self.dp}", f"zero{self.stage}"]
         parts += [self.precision] * (self.precision != "fp32") + ["fp32grads"] * self.fp32_grads
-        parts += ["plain"] * (not self.pipeline) + [self.method] * (self.method != "type:transformer")
+        parts += (
+            ["dual"] * self.dual + ["plain"] * (not self.pipeline) + [self.method] * (self.method != "type:transformer")
+        )
         return "-".join(parts)
 
     @property
@@ -64,7 +68,7 @@ class Launch:
     def ds_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_batch_size": BATCH,
-            "train_micro_batch_size_per_gpu": 4 if self.dp == 1 else 2,
+            "train_micro_batch_size_per_gpu": 1 if self.dual else 4 if self.dp == 1 else 2,
             "zero_optimization": {"stage": self.stage},
             "gradient_clipping": 0.0,  # stage 0 with a pipeline clips by another norm than the others
             "steps_per_print": 1 << 30,

@@ -31,12 +31,24 @@ ROUTES = [
     Route(EMPTY, Stages(4, 0), Stages(1, 1)),
     Route(EMPTY, Stages(1, 1), Stages(2, 0)),
 ]
+DUAL = [
+    Route(GPT, Stages(2), Stages(2, dual=True)),
+    Route(GPT, Stages(2, dual=True), Stages(4)),
+    Route(TWICE, Stages(4, dual=True), Stages(2)),
+]
+MORE_DUAL = [
+    Route(GPT, Stages(2, dual=True), Stages(1)),
+    Route(TWICE, Stages(4), Stages(2, dual=True)),
+    Route(GPT, Stages(2, dual=True), Stages(4, dual=True)),
+    Route(GPT, Stages(2, dual=True), Stages(2, 0, "bf16", dual=True)),
+]
 SAME = [
+    Route(GPT, Stages(2, dual=True), Stages(2, dual=True)),
     Route(PLAIN, Stages(2), Stages(2)),
     Route(GPT, Stages(2), Stages(2)),
     Route(GPT, BF16_PIPELINE, BF16_PIPELINE),
 ]
-EVERY = [*ROUTES, *SAME]
+EVERY = [*ROUTES, *SAME, *DUAL]
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
@@ -48,6 +60,18 @@ def test_resumes_on_other_stages(route: Route, runs: Runs) -> None:
         assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
 
 
+@pytest.mark.parametrize(
+    "route", [*DUAL, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in MORE_DUAL)], ids=str
+)
+def test_two_stages_on_every_rank(route: Route, runs: Runs) -> None:
+    """The way there and the way back (DualPipeV): a rank's layers do not follow each other."""
+    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
+    check(route, saved, resumed, least=10)
+    left, right = (count_copies(SHIFT, join(each, route.model).parameters) for each in (saved, resumed))
+    if left == right:
+        assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
+
+
 @pytest.mark.parametrize("route", SAME, ids=str)
 def test_same_stages_are_deepspeeds_own_load(route: Route, runs: Runs) -> None:
     """Which leaves the untied copies of a tied module as constructed: they have to come from the masters."""
@@ -56,6 +80,12 @@ def test_same_stages_are_deepspeeds_own_load(route: Route, runs: Runs) -> None:
     differences = compare_joined(saved, resumed, route.model)[1]
     assert not [each for each in differences if not each.startswith("buffer")]  # the head's have no file
     assert resumed[0].losses == saved[0].losses
+
+
+def test_a_rank_of_two_stages_holds_both_ends(runs: Runs) -> None:
+    ranks = runs.saved(GPT, Stages(2, dual=True))
+    layers = [{name.split(".")[0] for name in local.state.parameters} - {"tied_modules"} for local in ranks]
+    assert sorted(map(sorted, layers)) == [["1", "6"], ["1", "6"], ["2", "3", "4", "5"], ["2", "3", "4", "5"]]
 
 
 def test_instances_of_tied_modules(runs: Runs) -> None:
