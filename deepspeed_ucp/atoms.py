@@ -235,6 +235,8 @@ class ModelInfo:
         hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
             ``checkpoint_version``, ``iteration``.
         recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
+        fused: parameters that hold all experts of a layer in DeepSpeed's universal checkpoints (AutoEP's), which have
+            an atom for each: name → how many.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)
@@ -242,6 +244,7 @@ class ModelInfo:
     instances: dict[str, int] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
     recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

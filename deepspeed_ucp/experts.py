@@ -19,7 +19,9 @@ _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\
 DATA_FIRST = "use_data_before_expert_parallelism"
 """Key of a ds_config: ranks that hold the same experts follow each other."""
 
-_PART = re.compile(r"(?:^|.*\.)experts\.w[123]\.(\d{1,9})", re.ASCII)
+_PART = re.compile(r"((?:^|.*\.)experts\.)w[123]\.(\d{1,9})", re.ASCII)
+
+_LAYER = re.compile(r"(?:deepspeed_moe\.)?experts\.(?:deepspeed_experts\.)?$")
 
 Held = Mapping[str, Sequence[int]]
 """By what the names of a layer's own parameters begin with: the numbers, in the whole layer, of the experts that a rank
@@ -43,11 +45,25 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
     return counts
 
 
+def find_place(name: str) -> tuple[str, int] | None:
+    """The layer of the expert whose an atom is, and the expert's number in it; None where it is no expert's."""
+    found, part = find_expert(name), _PART.fullmatch(name)
+    return found or ((part[1], int(part[2])) if part else None)
+
+
 def find_number(name: str) -> int | None:
     """The number in the whole layer of the expert whose an atom is; None where it is no expert's."""
-    found = find_expert(name)
-    part = _PART.fullmatch(name)
-    return found[1] if found else int(part[1]) if part else None
+    found = find_place(name)
+    return found[1] if found else None
+
+
+def find_block(name: str) -> str | None:
+    """What the names of everything begin with that is in the block of an expert's atom, its router's name too.
+
+    It is the same of a layer of DeepSpeed's own and of AutoEP's in its place.
+    """
+    found = find_place(name)
+    return None if found is None else _LAYER.sub("", found[0])
 
 
 def is_expert(name: str) -> bool:

@@ -44,6 +44,7 @@ def add_parser(commands: Commands) -> None:
         examples=r"""
             ds_ucp export checkpoints/ weights/ --dtype bf16
             ds_ucp export checkpoints/global_step1000 weights/ --hf-dir my-model/ --max-shard-size 2GB
+            ds_ucp export checkpoints/ weights/ --patterns hf-moe
             ds_ucp export checkpoints/ weights/ --rename '(?P<n>\d+)\.(?P<rest>.*)=h.{n-2}.{rest}'
             ds_ucp export checkpoints/ step-1000/ --format dcp --torchtitan
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/

@@ -22,6 +22,7 @@ from ..io.memory import Scratch
 from ..io.staging import MANIFEST, Staging, write_latest
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
+from ..plan.recast import fuse_experts
 from ..plan.settling import describe_irregular, refuse_unreadable
 from ..sources import open_checkpoint
 from ..sources.atomic.folder import find_fault
@@ -186,9 +187,10 @@ def _plan(
     refuse_unreadable(index)
     if text := describe_irregular(index):
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
+    index = fuse_experts(index)  # as upstream's loader knows them
     united = unite_atoms(index, rules, live=live)
     staging = Staging(report.destination, report.source, CONVERSION)
-    files, steps = list_files(united), list_steps(index)
+    files, steps = list_files(united, index.model.fused), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
     identity = _identify(index, united, options) if comm.rank == 0 else {}
     return _Conversion(index, comm, options, staging, report, united, files, steps, identity)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..atoms import AtomicIndex, AtomKey
 from ..errors import CheckpointError, UnsupportedError
+from ..experts import find_expert
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.read import sum_range
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import StoredFile, read_bytes
 from ..patterns import Partial, Replicate, Unique
-from ..sources.atomic.upstream import upstream_keys
+from ..sources.atomic.upstream import expert_keys, upstream_keys
 from ..stream.united import UnitedAtom, UnitedAtoms
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
@@ -117,14 +118,23 @@ def make_folders(folder: str, paths: Iterable[str]) -> None:
             os.makedirs(os.path.join(folder, parent), exist_ok=True)
 
 
-def list_files(united: UnitedAtoms) -> list[OutputFile]:
-    """The atoms' files, in a fixed order."""
-    return [_make_file(united, united.atoms[key]) for key in sorted(united.atoms)]
+def list_files(united: UnitedAtoms, fused: Mapping[str, int]) -> list[OutputFile]:
+    """The atoms' files, in a fixed order.
+
+    Args:
+        fused: parameters that hold several experts each: name → how many.
+    """
+    return [_make_file(united, united.atoms[key], fused.get(key.name, 0)) for key in sorted(united.atoms)]
 
 
-def _make_file(united: UnitedAtoms, atom: UnitedAtom) -> OutputFile:
+def _make_file(united: UnitedAtoms, atom: UnitedAtom, experts: int) -> OutputFile:
     """Upstream sees a vocabulary, we the rows that pad it as well."""
-    keys = upstream_keys(united.patterns.get(atom.name), atom.shape, atom.name)
+    pattern = united.patterns.get(atom.name)
+    keys = upstream_keys(pattern, atom.shape, atom.name)
+    # Its loader counts every rank's experts of its own layers from 0: at degrees above 1 it would take other ranks',
+    # were they not said to be of none, which it refuses there.
+    if experts or find_expert(atom.name):
+        keys = expert_keys(experts)
     image = make_image(keys, atom.dtype, atom.numel, united.cut_padding(atom))
     return OutputFile(atom, place_file(atom.atom.key), image)
 

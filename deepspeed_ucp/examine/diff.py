@@ -18,7 +18,7 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
-from .pairing import Pair, Pairs, pair_atoms
+from .pairing import Pair, Pairs, pair_atoms, recast_left
 from .values import ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()
@@ -134,6 +134,7 @@ def diff_checkpoints(
         ConfigError: ``only`` is no regular expression.
     """
     comm = comm or Comm()
+    left = comm.run(lambda: recast_left(left, right, rules))
     pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
     shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))

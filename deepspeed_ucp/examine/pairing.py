@@ -10,7 +10,8 @@ import numpy as np
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
 from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, rename_names, settle
 from ..patterns.layout import Shape
-from ..plan.settling import Shapes, order_rules
+from ..plan.feeds import recast_experts
+from ..plan.settling import Shapes, list_weights, order_rules
 from ..stream.united import UnitedAtom, is_remade, unite_shards
 
 
@@ -123,6 +124,12 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict
         for key, atom in index.stored.atoms.items()
         if wanted(key.name, key.state) and not is_remade(key, index)
     }
+
+
+def recast_left(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> AtomicIndex:
+    """A with experts as B has them, by the user's rules."""
+    shapes = {name: _local(atom) for name, atom in list_weights(right).items()}
+    return recast_experts(left, shapes, (rename for each in rules for rename in each.renames)).index
 
 
 def _rename(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> dict[str, str]:

@@ -124,8 +124,9 @@ def select_tensors(
         raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
     refuse_unreadable(index, states)
     united = unite_atoms(index, rules, states=states)
-    kept = {key: atom for key, atom in united.atoms.items() if not key.instance}
     renames = (*options.renames, *(rename for one in rules for rename in one.renames))
+    left = find_left_out({key.name for key in united.atoms}, renames)
+    kept = {key: atom for key, atom in united.atoms.items() if not (key.instance or key.name in left)}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
     names = name_tensors(listed, renames, options.strip_prefix)
     copies: dict[str, list[str]] = defaultdict(list)
@@ -157,6 +158,24 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
     weights = list_weights(index)
     ordered = (weights[name] for name in dict.fromkeys([*first, *(key.name for key in keys)]))
     return [atom.key for atom in ordered if atom.state in WEIGHTS]
+
+
+def find_left_out(names: Iterable[str], renames: Sequence[Rename]) -> set[str]:
+    """What rules leave out by name.
+
+    Raises:
+        ConfigError: a rule cuts or joins parameters, which an export writes as they are.
+    """
+    found = set()
+    for name in names:
+        for rule in (each for each in renames if not each.is_plain and each.match(name) is not None):
+            if rule.template is not None:
+                raise ConfigError(
+                    f"rename: {rule.pattern!r} to {rule.template!r} cuts or joins parameters; an export writes each as "
+                    "it is, under one name."
+                )
+            found.add(name)
+    return found
 
 
 def name_tensors(names: Iterable[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:

@@ -11,7 +11,8 @@ from ..atoms import MASTER, MODULE, AtomicIndex
 from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..flat import Shape
-from ..patterns import RuleSet, find_idle, from_attributes, from_universal_info, rename_names
+from ..patterns import Rename, RuleSet, find_idle, from_attributes, from_universal_info, rename_names
+from ..plan.feeds import Recast, recast_experts
 from ..plan.match import Live, Match
 from ..plan.settling import Shapes, settle_index
 from ..plan.wants import Layouts
@@ -137,19 +138,33 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
     return joined, joined_hyper
 
 
-def find_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet], *, tell: bool) -> dict[str, str]:
+def tell_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
+    """Log ``rename`` rules that match nothing that was saved."""
+    saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
+    if idle := find_idle(saved, _list_renames(rules)):
+        logger.info("patterns: %s", shorten(idle))
+
+
+def _list_renames(rules: Sequence[RuleSet]) -> list[Rename]:
+    return [rename for each in rules for rename in each.renames]
+
+
+def recast_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet]) -> Recast:
+    """The checkpoint with experts as the live model has them, by the user's ``rename`` rules."""
+    return recast_experts(index, live.shapes, _list_renames(rules))
+
+
+def find_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet]) -> dict[str, str]:
     """Live name → saved name, by the user's ``rename`` rules.
 
     A rule counts where the engine does not know the saved name and knows the new one, so that one set of rules serves
     both directions, and a run that goes on under the names it has.
     """
-    renames = tuple(rename for each in rules for rename in each.renames)
+    renames = _list_renames(rules)
     if not renames:
         return {}
     known = {*live.shapes, *live.aliases}
     saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
-    if tell and (idle := find_idle(saved, renames)):
-        logger.info("patterns: %s", shorten(idle))
     return {new: old for old, new in rename_names(sorted(saved - known), renames, known).items() if new in known}
 
 

@@ -62,6 +62,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     with report.phase("plan"), pause_collection():
         strict = arguments.load_module_strict
         work = prepare(index, target, comm, config, strict=strict, with_states=with_states, with_extras=not custom)
+        index = work.index
         # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
         transfer = Transfer(index, work, comm, config, apart=engine.global_steps > 0)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)

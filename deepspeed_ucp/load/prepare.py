@@ -29,7 +29,7 @@ from ..plan.wants import (
 )
 from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
-from .census import check_alike, find_renamed, settle_layouts, take_census
+from .census import check_alike, find_renamed, recast_renamed, settle_layouts, take_census, tell_idle
 from .destinations import Destinations, bind
 from .replicas import check_instances
 from .states import OptimizerMatch, States, list_tensors
@@ -42,6 +42,7 @@ class Work:
     """What a load has to do.
 
     Attributes:
+        index: the checkpoint; experts of it are named and cut as the live model has them.
         wants: of this rank.
         into: where they go.
         states: optimizer states to attach once all is verified.
@@ -50,6 +51,7 @@ class Work:
         replicated: those of which the source holds replicas that have to be equal.
     """
 
+    index: AtomicIndex
     wants: Wants = field(default_factory=Wants)
     into: Destinations = field(default_factory=Destinations)
     states: list[States] = field(default_factory=list)
@@ -59,7 +61,7 @@ class Work:
 
 
 def prepare(
-    index: AtomicIndex,
+    saved: AtomicIndex,
     target: Target,
     comm: Comm,
     config: UniversalConfig,
@@ -71,6 +73,7 @@ def prepare(
     """Match, settle patterns and list what this rank wants; collective.
 
     Args:
+        saved: the checkpoint.
         strict: refuse missing and extra names.
         with_states: load optimizer states.
         with_extras: load what no optimizer owns; without, it is the caller's business (``custom_load_fn``).
@@ -78,18 +81,24 @@ def prepare(
     Raises:
         UcpError: engine and checkpoint do not fit; the same on every rank.
     """
-    comm.run(lambda: refuse_unreadable(index))
+    comm.run(lambda: refuse_unreadable(saved))
     if not with_extras and not with_states:
-        return Work()
+        return Work(saved)
     extras = comm.run(target.extras) if with_extras else []
     census = take_census(target, extras, comm)
     tell = comm.rank == 0
 
     def hold_against() -> tuple[Work, Layouts]:
         rules = from_config(config.patterns)
-        renamed = find_renamed(index, census, rules, tell=tell)
-        live = replace(census, renamed=renamed, extras=census.extras if with_extras else None)
+        if tell:
+            tell_idle(saved, rules)
+        made = recast_renamed(saved, census, rules)
+        index = made.index
+        renamed = find_renamed(index, census, rules)
+        extras_too = census.extras if with_extras else None
+        live = replace(census, renamed=renamed, extras=extras_too, fresh=made.fresh)
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
+        match.notes += made.notes
         check_alike(live, target, extras)
         if with_states:
             match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
@@ -97,7 +106,7 @@ def prepare(
         return make_work(index, target, match, extras, layouts, with_states=with_states), layouts
 
     work, layouts = comm.run(hold_against)
-    _share(index, census, layouts, work, comm)
+    _share(census, layouts, work, comm)
     return work
 
 
@@ -134,7 +143,7 @@ def make_work(
     tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.data for number, flat in enumerate(target.flats)}
     tensors.update({(MODULE, number): extra.data for number, extra in enumerate(extras)})
     into = bind(wants, {**tensors, **list_tensors(states)})
-    return Work(wants, into, states, match, touched)
+    return Work(index, wants, into, states, match, touched)
 
 
 _FRESH = (
@@ -169,8 +178,9 @@ def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequen
     return TargetLayout(flats, tensors)
 
 
-def _share(index: AtomicIndex, census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
+def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
+    index = work.index
     everyone = comm.gather((work.touched, work.wants.grown, work.match.notes))
     work.touched = sorted({key for touched, _, _ in everyone for key in touched})
     atoms = index.stored.atoms

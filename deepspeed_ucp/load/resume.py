@@ -300,7 +300,7 @@ def convert_first(
     census = take_census(target, (), comm)
 
     def tell() -> list[RuleSet]:
-        renamed = find_renamed(index, census, rules, tell=False)
+        renamed = find_renamed(index, census, rules)
         return list_live_rules(census, {name: renamed.get(name, name) for name in census.attributes})
 
     live = comm.run(tell)

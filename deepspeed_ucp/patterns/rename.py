@@ -1,57 +1,166 @@
-"""Names that differ between two builds of one model: layer prefixes with and without a pipeline, ties.
+"""Names that differ between two builds of one model: layer prefixes with and without a pipeline, ties, experts.
 
 A rule is a regular expression for the whole name as saved, and a template for the live name: ``{group}`` is what a
-named group matched, ``{group+3}`` and ``{group-3}`` shift a layer number.
+named group matched, ``{group - 3}`` and other integer arithmetic (+ - * // %) a number made of it.
 
     {"from": "(?P<layer>\\d+)\\.(?P<rest>(?:input_layernorm|mlp)\\..*)", "to": "encoder.layers.{layer-3}.{rest}"}
     {"from": "tied_modules\\.embed\\.(?P<rest>.*)", "to": "embedding.{rest}"}
+
+``e`` is the number of an expert (:mod:`deepspeed_ucp.plan.recast` carries these out):
+
+    {"from": "(?P<x>.*)\\.experts\\.w1", "to": "{x}.experts.w1.{e}"}                one saved parameter feeds all
+    {"from": "(?P<x>.*)\\.experts\\.w1\\.(?P<e>\\d+)", "to": "{x}.experts.w1"}       all feed one
+    {"from": "(?P<x>.*)\\.experts\\.w1\\.{e % 4}", "to": "{x}.experts.w1.{e}"}       the new expert e is the saved e % 4
+    {"from": "(?P<x>.*)\\.gate_up", "to": "{x}.w1.{e}", "part": "1/2"}             of two equal parts of each expert
+    {"from": ".*\\.router\\.weight", "to": null}                                   nothing is taken over
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import ConfigError, MismatchError, shorten
+from .facts import Facts, UnknownError
 from .regex import compile_regex
 
-_FIELD = re.compile(r"\{(?P<group>[A-Za-z_]\w*)(?P<shift>[+-]\d+)?\}")
+EXPERT = "e"
+"""The group, and the variable, that is an expert's number."""
+
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_NUMBER = re.compile(r"\{([^{}]*\be\b[^{}]*)\}")  # in a regular expression, where {2} and {1,3} repeat
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SAVED = "saved_expert_"
+_PART = re.compile(r"([1-9]\d?)/([1-9]\d?)", re.ASCII)
+_KEYS = {"from", "to"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rename:
-    """A saved name that matches ``pattern`` as a whole is live as ``template``."""
+    """A saved name that matches ``pattern`` as a whole is live as ``template``.
 
-    pattern: str
-    template: str
+    Attributes:
+        pattern: regular expression; None where nothing saved feeds what ``template``, then one as well, matches.
+        template: of the live name; None where what matches feeds nothing.
+        part: (number, count): which of several equal parts of each expert's rows is meant, where a parameter holds
+            several experts.
+    """
+
+    pattern: str | None
+    template: str | None
+    part: tuple[int, int] = (0, 1)
+
+    @cached_property
+    def source(self) -> str:
+        """The expression by which the saved expert's number is made of the new one's; empty without one."""
+        found = _NUMBER.search(self.pattern or "")
+        return found[1] if found else ""
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        return compile_regex(_NUMBER.sub(rf"(?P<{_SAVED}>\\d+)", self.pattern or "", count=1))
+
+    @cached_property
+    def _uses(self) -> frozenset[str]:
+        """Names that the template asks for."""
+        return frozenset(name for field in _FIELD.findall(self.template or "") for name in _NAME.findall(field))
+
+    @property
+    def feeds_all(self) -> bool:
+        """Whether one saved parameter may feed several experts: the template counts them."""
+        return EXPERT in self._uses and EXPERT not in self._regex.groupindex
+
+    @property
+    def joins(self) -> bool:
+        """Whether several experts' saved parameters feed one: the template does not tell them apart."""
+        return self.template is not None and EXPERT in self._regex.groupindex and EXPERT not in self._uses
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it says nothing but another name for a parameter."""
+        return not (self.pattern is None or self.template is None or self.feeds_all or self.joins)
+
+    def check(self) -> None:
+        """Whether it is a rule at all.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        _ = self._regex if self.pattern is not None else compile_regex(self.template or "")
+        if self.source and not self.feeds_all:
+            raise ConfigError(f'rename: {self.pattern!r}: the new expert\'s number {{e}} has to be in "to"')
+        if self.part != (0, 1) and (self.source or not (self.feeds_all or self.joins)):
+            raise ConfigError(f'rename: {self.pattern!r}: "part" is for a parameter that holds several experts')
+
+    def match(self, name: str) -> Mapping[str, str] | None:
+        """What the named groups matched in a saved name; None where the rule does not match."""
+        found = self._regex.fullmatch(name) if self.pattern is not None else None
+        return found.groupdict() if found else None
+
+    def match_live(self, name: str) -> bool:
+        """Whether a rule without saved parameters is about a live name."""
+        return self.pattern is None and compile_regex(self.template or "").fullmatch(name) is not None
 
     def apply(self, name: str) -> str | None:
         """The live name, or None where the rule does not match.
 
         Raises:
-            ConfigError: the template asks for a group that is not there, or shifts one that is not a number.
+            ConfigError: the template asks for a group that is not there, or makes of one no number.
         """
-        found = compile_regex(self.pattern).fullmatch(name)
-        if found is None:
-            return None
-        groups = found.groupdict()
+        groups = self.match(name)
+        return None if groups is None else self.fill(self.template or "", groups, name)
 
-        def fill(part: re.Match[str]) -> str:
-            value = groups.get(part["group"])
-            if value is None:
-                raise ConfigError(
-                    f"rename: {self.template!r} asks for {part['group']}, {self.pattern!r} has no such group"
-                )
-            if part["shift"] is None:
-                return value
-            if not value.isdecimal() or int(value) + int(part["shift"]) < 0:
-                raise ConfigError(
-                    f"rename: {part[0]} in {self.template!r} with {value!r}, from {name}: not a layer number"
-                )
-            return str(int(value) + int(part["shift"]))
+    def split(self, groups: Mapping[str, str], name: str) -> tuple[str, str]:
+        """What is in front of the expert's number in a live name, and what behind it.
 
-        return _FIELD.sub(fill, self.template)
+        Raises:
+            ConfigError: the template does not say ``{e}`` once.
+        """
+        parts = (self.template or "").split(f"{{{EXPERT}}}")
+        if len(parts) != 2:
+            raise ConfigError(f"rename: {self.template!r}: {{{EXPERT}}} has to be in it, as it is and once")
+        return self.fill(parts[0], groups, name), self.fill(parts[1], groups, name)
+
+    def find_saved(self, groups: Mapping[str, str]) -> int:
+        """The expert's number in a saved name, of a rule with ``source``."""
+        return int(groups[_SAVED])
+
+    def choose(self, expert: int) -> int:
+        """The saved expert that feeds a new one, of a rule with ``source``.
+
+        Raises:
+            ConfigError: its expression makes no number.
+        """
+        return self._calculate(self.source, {EXPERT: str(expert)}, f"expert {expert}")
+
+    def fill(self, template: str, groups: Mapping[str, str], name: str) -> str:
+        """A template with what the groups matched in ``name``."""
+
+        def fill(field: re.Match[str]) -> str:
+            if field[1] in groups and groups[field[1]] is not None:
+                return groups[field[1]]
+            return str(self._calculate(field[1], groups, name))
+
+        return _FIELD.sub(fill, template)
+
+    def _calculate(self, expression: str, groups: Mapping[str, str], name: str) -> int:
+        numbers = {group: int(text) for group, text in groups.items() if text is not None and text.isdecimal()}
+        try:
+            found = Facts(values=numbers).evaluate(expression)
+        except UnknownError as error:
+            found = None
+            if str(error) not in groups:
+                raise ConfigError(
+                    f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group"
+                ) from None
+        if type(found) is not int or found < 0:
+            value = next((groups[each] for each in _NAME.findall(expression) if each in groups), found)
+            raise ConfigError(
+                f"rename: {{{expression}}} in {self.template!r} with {value!r}, from {name}: not a layer number"
+            )
+        return found
 
 
 def parse_renames(value: object) -> tuple[Rename, ...]:
@@ -60,18 +169,24 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
     Raises:
         ConfigError: anything else.
     """
-    if isinstance(value, dict) and set(value) != {"from", "to"}:
+    if isinstance(value, dict) and not set(value) >= _KEYS:
         value = [{"from": saved, "to": live} for saved, live in value.items()]
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, (list, tuple)):
         raise ConfigError(f'rename: a list of {{"from": …, "to": …}} is needed, found {value!r}')
-    rules = []
-    for item in items:
-        if not isinstance(item, dict) or set(item) != {"from", "to"}:
-            raise ConfigError(f'rename: {{"from": …, "to": …}} is needed, found {item!r}')
-        compile_regex(str(item["from"]))
-        rules.append(Rename(str(item["from"]), str(item["to"])))
-    return tuple(rules)
+    return tuple(map(_parse, items))
+
+
+def _parse(item: object) -> Rename:
+    if not isinstance(item, dict) or not _KEYS <= set(item) <= {*_KEYS, "part"} or item["from"] is item["to"] is None:
+        raise ConfigError(f'rename: {{"from": …, "to": …}} is needed, found {item!r}')
+    part = _PART.fullmatch(str(item.get("part", "1/1")))
+    if part is None or int(part[1]) > int(part[2]):
+        raise ConfigError(f'rename: "part" is such as "1/2", the first of two; found {item["part"]!r}')
+    saved, live = (None if item[key] is None else str(item[key]) for key in ("from", "to"))
+    rule = Rename(saved, live, (int(part[1]) - 1, int(part[2])))
+    rule.check()
+    return rule
 
 
 def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[str] | None = None) -> dict[str, str]:
@@ -79,15 +194,15 @@ def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[
 
     Args:
         names: as saved.
-        rules: tried in this order.
+        rules: tried in this order; those that say more than another name are passed over.
         live: where given, only a rule that makes one of these names counts.
 
     Raises:
         MismatchError: two names become one.
     """
-    renamed = {}
+    renamed, plain = {}, [rule for rule in rules if rule.is_plain]
     for name in names:
-        candidates = (new for rule in rules if (new := rule.apply(name)) is not None)
+        candidates = (new for rule in plain if (new := rule.apply(name)) is not None)
         renamed[name] = next((new for new in candidates if live is None or new in live), name)
     _check_distinct(renamed)
     return renamed
@@ -96,7 +211,7 @@ def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[
 def find_idle(names: Iterable[str], rules: Sequence[Rename]) -> list[str]:
     """Rename rules that match none of the names, as text: a checkpoint may have the live names already."""
     names = list(names)
-    idle = [rule for rule in rules if not any(compile_regex(rule.pattern).fullmatch(name) for name in names)]
+    idle = [rule for rule in rules if rule.pattern is not None and all(rule.match(n) is None for n in names)]
     return [f"rename: {rule.pattern!r} matches no parameter" for rule in idle]
 
 

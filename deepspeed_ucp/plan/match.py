@@ -10,6 +10,7 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 from ..experts import is_expert
 from ..flat import Shape
+from .counts import ExpertCounts
 from .settling import Shapes
 
 FIRST = (0, 1)
@@ -55,6 +56,7 @@ class Live:
         renamed: live name → the name that the checkpoint has for it, where they differ.
         counts: how many pipeline stages hold a parameter, of those that several do; of any stage.
         attributes: Megatron's attributes of the parameters.
+        fresh: tensors that nothing feeds, by the user's word.
         info: the model's own ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
     """
@@ -66,6 +68,7 @@ class Live:
     renamed: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fresh: frozenset[str] = frozenset()
     info: Mapping[str, Any] | None = None
     tp: int = 1
 
@@ -91,6 +94,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     match, faults = Match(), []
     missing: list[tuple[str, bool]] = []
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
+        if name in live.fresh:
+            continue
         names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
         found = _find(index, names, wants_master, with_states)
         if found is None:
@@ -108,11 +113,14 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
     for name in sorted(saved - set(matched.values())):
         match.skipped.append(f"{name}: in the checkpoint, not in the model")
+    experts = ExpertCounts.of(saved, live.shapes)
+    faults += experts.take_routers(match.resized, match.saved, live.shapes)
     if strict:
-        faults += match.skipped
+        faults += experts.fold(match.skipped)
     if faults:
         faults += match.resized.values()
         hint = "" if not strict or not match.skipped else _advise(index, missing, len(match.skipped))
+        hint = f"{hint}{experts.advise()}"
         raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
     return match
 

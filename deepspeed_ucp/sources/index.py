@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..atoms import (
@@ -20,6 +20,7 @@ from ..atoms import (
     strip_compiled,
 )
 from ..errors import UnsupportedError, shorten
+from ..experts import find_number
 from ..flat import FlatBuffer, count_degree
 from ..topology import Topology
 from .builder import Builder
@@ -125,9 +126,17 @@ def make_index(
             instances=builder.instances,
             hints=join_hints((save.path(held[0]), save.model(mp).hints) for mp, held in enumerate(save.models)),
             recorded=dict(recorded or {}),
+            fused=_find_fused(save, atoms),
         ),
         limits=Limits({**builder.irregular, **_find_lost_states(save, atoms)}, builder.unreadable, dropped),
     )
+
+
+def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
+    """Parameters that AutoEP holds of all experts of a layer together, with their number."""
+    counts = {strip_compiled(layer): sum(map(len, held)) for layer, held in save.model(0).placements.items()}
+    names = [key.name.rpartition(".")[0] for key in atoms if find_number(key.name) is not None]
+    return {name: counts[layer] for name in names if (layer := name[: name.rfind(".") + 1]) in counts}
 
 
 def _find_optim(save: Save) -> OptimHeader | None:

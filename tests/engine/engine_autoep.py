@@ -84,7 +84,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def make(spread: Spread, seed: int, *, frozen: bool = False) -> Any:
+def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = None) -> Any:
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
         known.clear()  # named by the degree alone, whatever the order
     config: dict[str, Any] = {
@@ -92,7 +92,7 @@ def make(spread: Spread, seed: int, *, frozen: bool = False) -> Any:
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": spread.stage, **dict(spread.options)},
         "expert_parallel": {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False},
-        "checkpoint": {"universal": True},
+        "checkpoint": checkpoint or {"universal": True},
         "use_data_before_expert_parallelism": spread.data_first,
     }
     if spread.precision != "fp32":
@@ -167,5 +167,8 @@ def save(spread: Spread, folder: str, seed: int, frozen: bool = False) -> tuple[
     return save_and_go_on(make(spread, seed, frozen=frozen), folder, train, read_states)
 
 
-def load_each(spread: Spread, folders: Sequence[str], frozen: bool = False) -> list[Loaded | str]:
-    return load_and_go_on(make(spread, seed=77, frozen=frozen), folders, train, read_states, range(3, 5))
+def load_each(
+    spread: Spread, folders: Sequence[str], frozen: bool = False, checkpoint: Any = None
+) -> list[Loaded | str]:
+    engine = make(spread, seed=77, frozen=frozen, checkpoint=checkpoint)
+    return load_and_go_on(engine, folders, train, read_states, range(3, 5))

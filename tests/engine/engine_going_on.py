@@ -56,7 +56,9 @@ def load_and_go_on(
         except Exception as error:  # noqa: BLE001 - the caller looks at it
             found.append(f"{type(error).__name__}: {error}")
         else:
-            direct, states = engine.ucp_report.direct, read_states(engine)
+            states = read_states(engine)
+            report = engine.ucp_report
+            direct = report is not None and report.direct
             found.append((direct, states, train(engine, steps)))
     engine.destroy()
     return found

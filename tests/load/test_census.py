@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.census import check_alike, find_renamed, join_groups
+from deepspeed_ucp.load.census import check_alike, find_renamed, join_groups, tell_idle
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.match import Live
 from deepspeed_ucp.targets.parallel import Place
@@ -31,7 +31,7 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
 
 
 def rename(index: AtomicIndex, *live: str) -> dict[str, str]:
-    return find_renamed(index, Live(dict.fromkeys(live, ((2,),))), from_config(BOTH_WAYS), tell=False)
+    return find_renamed(index, Live(dict.fromkeys(live, ((2,),))), from_config(BOTH_WAYS))
 
 
 def test_one_set_of_rules_serves_both_directions() -> None:
@@ -55,7 +55,7 @@ def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
 def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
     rules = from_config({"rename": [{"from": "nothing", "to": "something"}]})
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
-        assert find_renamed(make_index("w"), Live(), rules, tell=True) == {}
+        tell_idle(make_index("w"), rules)
     assert "'nothing' matches no parameter" in caplog.text
 
 

@@ -29,6 +29,7 @@ from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.targets.guard import BROKEN, HALF_STATES
 from tests.covering import cover, params
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
+from tests.plan import planning
 from tests.ranks import World, run_ranks
 from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, make_targets, open_for
 from tests.synth import (
@@ -99,7 +100,8 @@ def run_load(
 
 
 def check_loaded(targets: list[FakeTarget], state: State) -> None:
-    check_content([Loaded(target, Work(), target.extras(), counted=False) for target in targets], state)
+    work = Work(planning.make_index([]))
+    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state)
 
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:

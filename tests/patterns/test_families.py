@@ -104,7 +104,7 @@ def strip_unit(pattern):
 
 
 def test_every_family_has_a_model_here():
-    assert sorted(MODELS) == list_families()
+    assert sorted(MODELS) == [name for name in list_families() if load_family(name).rules]
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
@@ -247,7 +247,7 @@ def test_transposed_experts_are_told_from_their_shape():
 
 
 def test_unknown_family():
-    with pytest.raises(ConfigError, match="there is no family 'megatron'. Families: bloom, gpt-neox, megatron-gpt"):
+    with pytest.raises(ConfigError, match="there is no family 'megatron'. Families: autoep, bloom, gpt-neox, hf-mixtral, hf-moe, megatron-gpt"):
         load_family("megatron")
 
 

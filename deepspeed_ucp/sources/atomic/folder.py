@@ -22,6 +22,7 @@ from ...atoms import (
 )
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
+from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, Entry
 from ..findings import Finding
@@ -127,7 +128,7 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader) -> AtomicInd
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[manifest.state_file], blob.offset, blob.nbytes, blob.crc) for blob in others]
     topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
-    return AtomicIndex(
+    index = AtomicIndex(
         stored=StoredAtoms(
             files=tuple(files),
             records=tuple(records),
@@ -156,3 +157,4 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader) -> AtomicInd
             dropped=manifest.dropped,
         ),
     )
+    return split_experts(index, manifest.fused)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError, shorten
+from ...errors import CheckpointError, shorten
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
@@ -25,12 +25,11 @@ from ..findings import make_error
 from ..headers import FileHeader, OptimHeader, Piece
 from ..reading import HeaderReader, explain_damage, read_file
 from ..save import Save, arrange, name_model_files
-from .upstream import CAT_DIM, EQUAL_PARTS, VOCABULARY
+from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
 PARAM = "param"
 _TEMPORARY = "tmp"
-_EXPERT = "is_expert_param"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ class ParamHeader:
         piece: its tensor; None in ``step.pt``.
         value, dtype: its number, with the dtype where it is a 0-dim tensor.
         keys: how the converter says that it united the tensor.
+        experts: of a layer of AutoEP's, whose parameters lie in it one behind the other; 0 of any other parameter.
     """
 
     file: FileHeader
@@ -49,6 +49,7 @@ class ParamHeader:
     value: Any = None
     dtype: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,11 @@ def _read_file(folder: str, name: str) -> ParamHeader:
 def _describe(file: TorchFile, name: str) -> ParamHeader:
     tree, header = file.tree, FileHeader(name, file.size, crc=file.crc)
     if isinstance(tree, dict):
-        if tree.get(_EXPERT):
-            raise UnsupportedError(f"{file.path}: an expert's parameter; mixture-of-experts models are not covered.")
         if PARAM not in tree:
             raise CheckpointError(f"{file.path}: has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.")
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
-        return ParamHeader(header, HeaderReader(file).piece(tree[PARAM], name), keys=keys)
+        piece = HeaderReader(file).piece(tree[PARAM], name)
+        return ParamHeader(header, piece, keys=keys, experts=_count_experts(file, tree, piece))
     if isinstance(tree, TensorRef):  # a step, or of stage 3 without tensor parallelism: flat, without a dict
         piece = HeaderReader(file).piece(tree, name)
         value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
@@ -160,6 +160,16 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
     if isinstance(tree, (int, float)):
         return ParamHeader(header, value=tree)
     raise CheckpointError(f"{file.path}: holds a {type(tree).__name__}, neither a tensor nor a number.")
+
+
+def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> int:
+    """Of an expert's parameter, which holds those of all experts of a layer, how many that are."""
+    count = tree.get(EXPERTS)
+    if not tree.get(IS_EXPERT):
+        return 0
+    if type(count) is not int or count < 1 or piece.shape[:1] != (count,):
+        raise CheckpointError(f"{file.path}: is of {count!r} experts and holds {piece.shape}; the file is damaged.")
+    return count
 
 
 def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
@@ -192,7 +202,8 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
     """
     listing, main = comm.run(lambda: _find_main(folder, sizes, stage))
     first = comm.once(lambda: read_file(folder, main))
-    names = name_model_files(listing, first)[1:]
+    # Experts' files it does not copy.
+    names = [name for name in name_model_files(listing, first)[1:] if name not in listing.experts.values()]
     if absent := [name for name in names if name not in sizes]:
         raise CheckpointError(
             f"{folder}: {shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "

@@ -108,6 +108,8 @@ class Manifest:
         patterns: name → {"pattern": as data, "origin": what told it}.
         view: of the source, see :func:`digest_view`.
         verified: every byte of the source was held against its checksum.
+        fused: parameters in which all experts of a layer lie one behind the other: name → how many; the index has an
+            atom for each. Not written where there are none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -135,6 +137,7 @@ class Manifest:
     verified: Annotated[bool, Field(strict=True)]
     dropped: Text
     kind: Text = field(default=_KIND)
+    fused: dict[Text, Count] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, int]:
@@ -143,7 +146,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """One line of ASCII, the same for equal manifests; its ``digest`` is the SHA-256 of the rest."""
-        told = asdict(self)
+        told = {key: value for key, value in asdict(self).items() if key != "fused" or value}
         told["digest"] = _sum(told)
         return dump_json(told) + "\n"
 
@@ -203,6 +206,9 @@ def _check_entries(found: Manifest, path: str) -> None:
         raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
     if found.state_file not in {state.name for state in found.states}:
         raise CheckpointError(f"{path}: lists no state file {found.state_file}.")
+    fused = [(atom, found.fused[atom.name]) for atom in found.atoms if atom.name in found.fused]
+    if unfit := [f"{atom.name} ({atom.state})" for atom, experts in fused if atom.shape[:1] != (experts,)]:
+        raise CheckpointError(f"{path}: holds other numbers of experts than it says: {shorten(unfit)}.")
     if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
         raise CheckpointError(f"{path}: aliases of aliases: {shorten(loops)}.")
     if unfit := [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]:
@@ -309,6 +315,7 @@ def make_manifest(
         view=digest_view(index),
         verified=verified,
         dropped=index.limits.dropped,
+        fused=index.model.fused,
     )
 
 

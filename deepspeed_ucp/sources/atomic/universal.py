@@ -13,6 +13,7 @@ from ...patterns import from_universal_info
 from ...patterns.layout import Shape
 from ...patterns.recorded import record_pattern
 from ...patterns.regex import Matcher
+from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
 from ...torchsave.records import FileRecord
 from ..builder import Builder
@@ -71,7 +72,9 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
         offload=describe_offload(save.zero),
     )
     groups, recorded = _make_groups(part, notes), _record_cuts(part)
-    return make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped), notes
+    index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
+    held = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
+    return split_experts(index, {name: each.experts for name, each in held.items() if each and each.experts}), notes
 
 
 def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
@@ -102,6 +105,8 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
 def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
     """A parameter's logical shape. Stage 3 without tensor parallelism is written flat, a vocabulary without padding."""
     local = shapes[min(shapes)]
+    if header.experts and piece.shape[1:] == local[1:]:
+        return piece.shape
     if part.save.tp > 1 or piece.shape == local:
         return piece.shape
     if header.keys.get("vocab_tensor") and piece.shape[1:] == local[1:] and piece.shape[0] <= local[0]:

@@ -24,6 +24,8 @@ CAT_DIM = "cat_dim"
 EQUAL_PARTS = "param_n_sub_params"
 PARTS = "sub_param_shape"
 VOCABULARY = "vocab_tensor"
+IS_EXPERT = "is_expert_param"
+EXPERTS = "ep_num_experts"
 
 
 def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict[str, Any]:
@@ -46,6 +48,11 @@ def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict
     if pattern.vocab is not None and len(shape) == 2 and found.get(CAT_DIM) == 0:
         found[VOCABULARY] = True
     return found
+
+
+def expert_keys(experts: int) -> dict[str, Any]:
+    """The entries that tell upstream's loader to take an expert-parallel rank's experts out of a parameter of all."""
+    return {CAT_DIM: 0, IS_EXPERT: True, EXPERTS: experts}
 
 
 def _describe_cut(pattern: Pattern | None, shape: Shape, name: str) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""How many experts the blocks of a checkpoint and of a model have, and what is said where these are not the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import fold_names
+from ..experts import find_block, find_place
+from .settling import Shapes
+
+_DOCUMENT = "docs/patterns.md"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounts:
+    """What there is of experts on both sides: their atoms' names, by what all names in their block begin with."""
+
+    saved: Mapping[str, Sequence[str]]
+    live: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, saved: Iterable[str], live: Iterable[str]) -> ExpertCounts:
+        """By the names of both sides."""
+        return cls(_list_blocks(saved), _list_blocks(live))
+
+    @property
+    def differing(self) -> dict[str, tuple[int, int]]:
+        """Experts in the checkpoint and in the model, of blocks that both have, where they are not the same ones."""
+        both = {block: (_list_numbers(self.saved[block]), _list_numbers(self.live[block])) for block in self._both}
+        return {block: (len(have), len(want)) for block, (have, want) in both.items() if have != want}
+
+    @property
+    def _both(self) -> list[str]:
+        return [block for block in self.live if block in self.saved]
+
+    def take_routers(self, resized: MutableMapping[str, str], saved: Mapping[str, str], live: Shapes) -> list[str]:
+        """Faults of what has a row for each expert, and other numbers of rows on the two sides.
+
+        Args:
+            resized: live names of other numbers of rows, in words; what is taken is no longer in it.
+            saved: live name → saved name.
+            live: local shapes.
+        """
+        found = []
+        for name in list(resized):
+            block = next((each for each in self.live if name.startswith(each)), None)
+            if block is not None and live[name][0][0] == len(_list_numbers(self.live[block])):
+                rule = json.dumps({"from": re.escape(saved[name]), "to": None})
+                found.append(f"{resized.pop(name)}, a row for each expert: the rename rule {rule} leaves it out")
+        return found
+
+    def fold(self, faults: Sequence[str]) -> list[str]:
+        """Faults, each a parameter's by the name that it begins with; those of blocks with other experts as one."""
+        differing = self.differing
+        counts = fold_names([(block.rstrip("."), count) for block, count in differing.items()], lambda count: count)
+        told = [
+            f"{block or 'the model'}: {held[0][0]} experts in the checkpoint, {held[0][1]} in the model"
+            for block, held in counts
+        ]
+        return [*told, *(fault for fault in faults if find_block(re.split("[ :]", fault)[0]) not in differing)]
+
+    def advise(self) -> str:
+        """What to do where the experts of the two sides are not the same; empty where they are."""
+        for block, (have, want) in self.differing.items():
+            name = self.saved[block][0]
+            found = find_place(name)
+            layer = found[0] if found else ""
+            number = f"e % {have}" if want > have else f"e * {have // want}"
+            rest = re.sub(r"\d+", "", name[len(layer) :])
+            saved, live = (r"(?P<w>.*)\.", "{w}.") if rest.endswith(".") else ("", "")
+            end, tail = ("", "") if rest.endswith(".") else (r"\.(?P<rest>.*)", ".{rest}")
+            saved = rf"(?P<x>.*{re.escape(layer[len(block) :])}){saved}{{{number}}}{end}"
+            rule = json.dumps({"from": saved, "to": f"{{x}}{live}{{e}}{tail}"})
+            return (
+                f" Which saved expert feeds which new one a rename rule tells, such as {rule}; a router is left out by "
+                f"one as well ({_DOCUMENT})."
+            )
+        if self.saved.keys() != self.live.keys():
+            return f" Rename rules tell which saved parameter feeds which expert ({_DOCUMENT})."
+        return ""
+
+
+def _list_blocks(names: Iterable[str]) -> dict[str, list[str]]:
+    blocks: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        block = find_block(name)
+        if block is not None:
+            blocks[block].append(name)
+    return blocks
+
+
+def _list_numbers(names: Iterable[str]) -> set[int]:
+    return {found[1] for name in names if (found := find_place(name))}

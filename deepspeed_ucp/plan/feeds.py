@@ -1,0 +1,244 @@
+"""Which saved parameters feed which live ones, where the user's rules about experts make it more than another name."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from ..atoms import AtomicIndex, GroupInfo
+from ..errors import MismatchError, fold_names, shorten
+from ..patterns import Rename
+from .recast import Block, Made, recast
+from .settling import Shapes, list_weights
+
+_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)", re.ASCII)
+_ADVICE = "docs/patterns.md tells what rules about experts there are."
+
+Ends = tuple[str, str]
+"""A live name without an expert's number: what is in front of it, and behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recast:
+    """A checkpoint as the rules make it.
+
+    Attributes:
+        index: with the live parameters in the place of the saved ones that feed them.
+        fresh: live parameters that nothing feeds, by the user's word.
+        notes: what is copied and what is left out, in words.
+    """
+
+    index: AtomicIndex
+    fresh: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def recast_experts(index: AtomicIndex, live: Shapes, renames: Iterable[Rename]) -> Recast:
+    """Carry out the rules that say more than another name for a parameter.
+
+    A rule counts where the live model does not have the saved names with the saved shapes, so that the same
+    configuration goes on working once the run saves under its new names.
+
+    Args:
+        live: local shapes of what the live model holds, by tensor-parallel rank.
+        renames: the user's rules, others among them.
+
+    Raises:
+        MismatchError: what a rule says does not fit the shapes, or the experts' numbers.
+        ConfigError: a rule asks for what is not there.
+    """
+    rules = [each for each in renames if not each.is_plain]
+    if not rules:
+        return Recast(index)
+    weights = list_weights(index)
+    saved = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
+    feeds = _Feeds(saved, live)
+    for rule in rules:
+        feeds.add(rule)
+    feeds.join()
+    return Recast(_unite_groups(recast(index, feeds.made, feeds.left), feeds.made), feeds.fresh, feeds.notes)
+
+
+@dataclass
+class _Feeds:
+    """What feeds what, rule by rule.
+
+    Attributes:
+        saved, live: local shapes by tensor-parallel rank.
+        made: live parameters that are made of saved ones.
+        left: saved parameters that are left out.
+        joined: by live parameter, by (expert, part) the saved parameter, and of how many parts.
+        copied: live parameters of which several are fed by the same saved one, which is told.
+        fresh: see :class:`Recast`.
+    """
+
+    saved: Shapes
+    live: Shapes
+    made: dict[str, Made] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    joined: dict[str, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=lambda: defaultdict(dict))
+    copied: dict[str, str] = field(default_factory=dict)
+    fresh: frozenset[str] = frozenset()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is out of the ordinary, in words."""
+        copied = f"{_fold(self.copied)} are copies of {_fold(sorted(set(self.copied.values())))}"
+        return (
+            *([f"rename: {copied}, optimizer states included"] if self.copied else ()),
+            *([f"rename: {_fold(sorted(self.left))} of the checkpoint are left out"] if self.left else ()),
+            *([f"rename: {_fold(sorted(self.fresh))} keep the new model's values"] if self.fresh else ()),
+        )
+
+    @cached_property
+    def experts(self) -> dict[Ends, dict[int, str]]:
+        """Live names by every number in them, and what surrounds it."""
+        found: dict[Ends, dict[int, str]] = defaultdict(dict)
+        for name in self.live:
+            for number in _NUMBER.finditer(name):
+                found[name[: number.start()], name[number.end() :]][int(number[0])] = name
+        return found
+
+    def add(self, rule: Rename) -> None:
+        if None in (rule.pattern, rule.template):
+            self._leave_out(rule)
+            return
+        families: dict[Ends, dict[int, str]] = defaultdict(dict)
+        for name in sorted(self.saved):
+            groups = rule.match(name)
+            if groups is None:
+                continue
+            if rule.joins:
+                self._note_joined(rule, name, groups)
+            elif rule.source:
+                held, number = families[rule.split(groups, name)], rule.find_saved(groups)
+                if held.setdefault(number, name) != name:
+                    raise MismatchError(f"rename: {held[number]} and {name} are both expert {number} of one layer.")
+            elif name not in self.live:
+                self._spread(rule, name, self.experts.get(rule.split(groups, name), {}))
+        for ends, held in families.items():
+            self._choose(rule, ends, held)
+
+    def _leave_out(self, rule: Rename) -> None:
+        named = {name for name in self.saved if rule.match(name) is not None}
+        named |= {name for name in self.live if rule.match_live(name)}
+        found = sorted(name for name in named if self.saved.get(name) != self.live.get(name))
+        self.left.update(name for name in found if name in self.saved)
+        self.fresh |= {name for name in found if name in self.live}
+
+    def _note_joined(self, rule: Rename, name: str, groups: Mapping[str, str]) -> None:
+        new = rule.fill(rule.template or "", groups, name)
+        if new in self.live and name not in self.live:
+            key = int(groups["e"]), rule.part[0]
+            other, _ = self.joined[new].setdefault(key, (name, rule.part[1]))
+            if other != name:
+                raise MismatchError(f"rename: {other} and {name} both feed expert {key[0]} of {new}.")
+
+    def _spread(self, rule: Rename, name: str, experts: Mapping[int, str]) -> None:
+        """One saved parameter feeds all experts: it is cut into them, or, of the size of one, copied."""
+        if not experts:
+            return
+        number, parts = rule.part
+        whole, each = _count(self.saved[name]), _count(self.live[experts[min(experts)]])
+        if whole == each and parts == 1:
+            self._copy(dict.fromkeys(experts.values(), name))
+            return
+        if whole != each * len(experts) * parts or sorted(experts) != list(range(len(experts))):
+            raise MismatchError(
+                f"rename: {name} {self.saved[name][0]} has to be of the size of one expert of this model, "
+                f"{experts[min(experts)]} {self.live[experts[min(experts)]][0]}, to be copied, or of all "
+                f"{len(experts)}{f' with {parts} parts each' if parts > 1 else ''}, to be cut. {_ADVICE}"
+            )
+        for expert, new in experts.items():
+            block = Block(name, expert * parts + number, len(experts) * parts)
+            self._make(new, Made((block,), len(self.live[new][0])))
+
+    def _choose(self, rule: Rename, ends: Ends, held: Mapping[int, str]) -> None:
+        """Every new expert names the saved one that feeds it."""
+        experts = self.experts.get(ends, {})
+        if not experts or set(held.values()) == set(experts.values()):
+            return
+        chosen = {new: rule.choose(expert) for expert, new in experts.items()}
+        if lacking := sorted({number for number in chosen.values() if number not in held}):
+            new = next(new for new, number in chosen.items() if number == lacking[0])
+            raise MismatchError(
+                f"rename: {rule.pattern!r} lets saved expert {lacking[0]} feed {new}; saved are {sorted(held)} there."
+            )
+        self._copy({new: held[number] for new, number in chosen.items()})
+        self.left.update(name for number, name in held.items() if number not in chosen.values())
+
+    def _copy(self, sources: Mapping[str, str]) -> None:
+        """Live parameters that are saved ones as they are, several of them the same one."""
+        for new, name in sources.items():
+            self._make(new, Made((Block(name),), len(self.saved[name][0])))
+        if len(set(sources.values())) < len(sources):
+            self.copied.update(sources)
+
+    def join(self) -> None:
+        """Make what several experts feed."""
+        for new, held in self.joined.items():
+            parts, experts = max(count for _, count in held.values()), 1 + max(expert for expert, _ in held)
+            wanted = [(expert, part) for expert in range(experts) for part in range(parts)]
+            if sorted(held) != wanted or any(count != parts for _, count in held.values()):
+                raise MismatchError(
+                    f"rename: {new} is to be made of {_fold(name for name, _ in held.values())}: of {experts} experts "
+                    f"not each is there once, with all of its parts. {_ADVICE}"
+                )
+            names = [held[place][0] for place in wanted]
+            dims, one = len(self.live[new][0]), len(self.saved[names[0]][0])
+            self._make(new, Made(tuple(map(Block, names)), dims, (experts,) if dims > one else ()))
+
+    def _make(self, new: str, made: Made) -> None:
+        if self.made.setdefault(new, made) != made:
+            raise MismatchError(
+                f"rename: {made.blocks[0].name} and {self.made[new].blocks[0].name} both feed {new}; one rule only may."
+            )
+        lanes = range(len(self.saved[made.blocks[0].name]))
+        shapes = tuple(self._find_shape(made, lane) for lane in lanes)
+        if (len(shapes) == len(self.live[new]) and shapes != self.live[new]) or _count(shapes) != _count(
+            self.live[new]
+        ):
+            raise MismatchError(
+                f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.blocks])} "
+                f"{self.saved[made.blocks[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"
+            )
+
+    def _find_shape(self, made: Made, lane: int) -> tuple[int, ...]:
+        numel = sum(prod(self.saved[block.name][lane]) // block.count for block in made.blocks)
+        return made.find_shape(numel, self.saved[made.blocks[0].name][lane])
+
+
+def _count(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements on all tensor-parallel ranks together."""
+    return sum(map(prod, shapes))
+
+
+def _fold(names: Iterable[str]) -> str:
+    folded = fold_names([(name, None) for name in dict.fromkeys(names)], lambda _: None)
+    return shorten([name for name, _ in folded], 4)
+
+
+def _unite_groups(index: AtomicIndex, made: Mapping[str, Made]) -> AtomicIndex:
+    """A group of experts alone goes into another one of the same hyper-parameters: here they may be in one."""
+    groups: list[GroupInfo] = []
+    for group in sorted(index.run.groups, key=lambda group: _is_made(group, made)):
+        at = next((at for at, each in enumerate(groups) if _describe(each) == _describe(group)), len(groups))
+        if _is_made(group, made) and at < len(groups):
+            groups[at] = GroupInfo((*groups[at].members, *group.members), group.hyper)
+        else:
+            groups.append(group)
+    return index.change(groups=tuple(groups))
+
+
+def _describe(group: GroupInfo) -> dict[str, Any]:
+    """Hyper-parameters of a group, which DeepSpeed gives names beside experts."""
+    return {key: value for key, value in group.hyper.items() if key != "name"}
+
+
+def _is_made(group: GroupInfo, made: Mapping[str, Made]) -> bool:
+    return all(member.name in made for member in group.members)

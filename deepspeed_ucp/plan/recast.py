@@ -1,0 +1,195 @@
+"""An index under other names: parameters that are joined of several saved ones, cut out of one, copied, left out.
+
+A :class:`Made` parameter is blocks of saved ones, one behind the other, and so are its fragments: nothing behind the
+index knows that it is not a saved one. AutoEP's universal form and the user's rules about experts
+(:mod:`deepspeed_ucp.plan.feeds`) are told so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, GroupInfo, ParamKey, Shard
+from ..errors import MismatchError
+from ..flat import Shape
+
+T = TypeVar("T")
+Repeated = tuple[tuple[int, Fragment], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of ``count`` equal runs of elements, in their order, of a saved parameter's shard; by default all of it."""
+
+    name: str
+    number: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A parameter that is made of blocks, one behind the other, on every tensor-parallel rank alike.
+
+    Attributes:
+        blocks: of saved parameters.
+        dims: dimensions of its shape, of which the last are the first block's parameter's.
+        lead: sizes in front of the dimension along which the blocks' rows follow each other.
+    """
+
+    blocks: tuple[Block, ...]
+    dims: int
+    lead: Shape = ()
+
+    def find_shape(self, numel: int, saved: Shape) -> Shape:
+        """Its shape, with so many elements; ``saved`` is that of the first block's parameter."""
+        if (len(self.blocks), self.blocks[0].count, self.dims) == (1, 1, len(saved)):
+            return saved
+        inner = self.dims - len(self.lead) - 1
+        if inner < 0:
+            return self.lead
+        rest = saved[len(saved) - inner :]
+        return (*self.lead, numel // (prod((*self.lead, *rest)) or 1), *rest)
+
+
+def fuse_experts(index: AtomicIndex) -> AtomicIndex:
+    """The index with one parameter [experts, …] for all experts of a layer, where ``fused`` tells of it."""
+    dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
+    made = {}
+    for name, count in index.model.fused.items():
+        experts = tuple(Block(f"{name}.{expert}") for expert in range(count))
+        made[name] = Made(experts, dims.get(experts[0].name, 0) + 1, (count,))
+    return recast(index, made)
+
+
+def split_experts(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
+    """The inverse: an atom for each expert of parameters that hold so many of them, one behind the other."""
+    shapes = {key.name: atom.shape for key, atom in index.stored.atoms.items() if key.name in fused}
+    made = {
+        f"{name}.{expert}": Made((Block(name, expert, fused[name]),), len(shape) - 1)
+        for name, shape in shapes.items()
+        for expert in range(fused[name])
+    }
+    return recast(index, made).change(fused=dict(fused))
+
+
+def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] = ()) -> AtomicIndex:
+    """The index with parameters in the place of those that they are made of.
+
+    Args:
+        made: by name; every state is made alike.
+        dropped: saved parameters that are left out.
+
+    Raises:
+        MismatchError: what one parameter is made of has different states, dtypes, step counts or hyper-parameters.
+    """
+    used = {block.name for each in made.values() for block in each.blocks} | set(dropped)
+    heads: dict[str, list[str]] = defaultdict(list)
+    for name, each in made.items():
+        heads[each.blocks[0].name].append(name)
+    _check_alike(index, made, used)
+    view = _View(used, heads)
+    atoms: dict[AtomKey, Atom] = {}
+    repeated: dict[AtomKey, Repeated] = {}
+    for key, atom in index.stored.atoms.items():
+        for name in view.names(key.name):
+            new = key._replace(name=name)
+            atoms[new] = _make_atom(index, new, made[name]) if key.name in used else atom
+            again = _repeat(index, new, made[name]) if key.name in used else index.stored.repeated.get(key, ())
+            repeated.update({new: again} if again else {})
+    return index.change(
+        atoms=atoms,
+        repeated=repeated,
+        scalars=view.move(index.run.scalars),
+        groups=tuple(GroupInfo(tuple(view.params(group.members)), group.hyper) for group in index.run.groups),
+        instances={new: count for name, count in index.model.instances.items() for new in view.names(name)},
+        aliases={alias: name for alias, name in index.model.aliases.items() if not {alias, name} & used},
+        buffers=frozenset(new for name in index.model.buffers for new in view.names(name)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What stands in the place of a saved parameter that is used: those whose first block is of it."""
+
+    used: Container[str]
+    heads: Mapping[str, Sequence[str]]
+
+    def names(self, name: str) -> Sequence[str]:
+        return self.heads.get(name, ()) if name in self.used else (name,)
+
+    def params(self, params: Iterable[ParamKey]) -> Iterator[ParamKey]:
+        return (param._replace(name=new) for param in params for new in self.names(param.name))
+
+    def move(self, held: Mapping[ParamKey, T]) -> dict[ParamKey, T]:
+        return {new: value for param, value in held.items() for new in self.params((param,))}
+
+
+def _make_atom(index: AtomicIndex, key: AtomKey, made: Made) -> Atom:
+    atoms = index.stored.atoms
+    sources = [atoms[key._replace(name=block.name)] for block in made.blocks]
+    shards = []
+    for lane, first in enumerate(sources[0].shards):
+        held = [(block, source.shards[lane]) for block, source in zip(made.blocks, sources, strict=True)]
+        fragments = [part for block, shard in held for part in [(block, shard.numel, shard.fragments)]]
+        numel = sum(shard.numel // block.count for block, shard in held)
+        shape = made.find_shape(numel, first.shape)
+        shards.append(Shard(shape, tuple(_move(fragments, ITEMSIZE[sources[0].dtype]))))
+    return Atom(key.name, key.state, sources[0].dtype, tuple(shards), key.instance)
+
+
+def _repeat(index: AtomicIndex, key: AtomKey, made: Made) -> Repeated:
+    """What of it lies in the files a second time."""
+    atoms, found = index.stored.atoms, []
+    sources = [key._replace(name=block.name) for block in made.blocks]
+    for lane in range(len(atoms[sources[0]].shards)):
+        held = []
+        for block, source in zip(made.blocks, sources, strict=True):
+            again = tuple(fragment for at, fragment in index.stored.repeated.get(source, ()) if at == lane)
+            held.append((block, atoms[source].shards[lane].numel, again))
+        found += [(lane, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
+    return tuple(found)
+
+
+def _move(held: Iterable[tuple[Block, int, tuple[Fragment, ...]]], itemsize: int) -> Iterator[Fragment]:
+    """What fragments hold of blocks, where these follow each other.
+
+    Args:
+        held: per block the elements of the shard that it is cut out of, and the shard's fragments.
+    """
+    position = 0
+    for block, numel, fragments in held:
+        size = numel // block.count
+        begin = block.number * size
+        for each in fragments:
+            low, high = max(each.start, begin), min(each.start + each.numel, begin + size)
+            if low < high:
+                offset = each.offset + (low - each.start) * itemsize
+                yield Fragment(position + low - begin, high - low, each.record, offset)
+        position += size
+
+
+def _check_alike(index: AtomicIndex, made: Mapping[str, Made], used: Container[str]) -> None:
+    """Whether what parameters are made of goes together."""
+    kinds: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
+    for key, atom in index.stored.atoms.items():
+        if key.name in used:
+            kinds[key.name].add((key.state, key.instance, atom.dtype))
+    hypers = {param.name: group.hyper for group in index.run.groups for param in group.members if param.name in used}
+    scalars = {param.name: told for param, told in index.run.scalars.items() if param.name in used}
+    for name, each in made.items():
+        first, *others = dict.fromkeys(block.name for block in each.blocks)
+        for other in others:
+            for what, told in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
+                if told.get(first) != told.get(other):
+                    raise MismatchError(
+                        f"{name} is made of {first} and {other}, which were saved with other {what}: "
+                        f"{_show(told.get(first))} and {_show(told.get(other))}."
+                    )
+
+
+def _show(told: object) -> str:
+    return f"{sorted(told) if isinstance(told, set) else told}"

@@ -1,0 +1,262 @@
+"""Experts in other forms: fused, AutoEP's, DeepSpeed's own, upstream's universal one; more of them and fewer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_going_on import States, join
+
+from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.testing import WorldPool
+from tests.covering import params
+from tests.upstream import to_universal
+
+pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
+
+import engine_autoep
+import engine_fused
+from engine_autoep import Spread
+from engine_fused import Form
+
+OWN = "deepspeed_moe.experts.deepspeed_experts"
+NATIVE = r"(?P<x>.*)\.deepspeed_moe\.experts\.deepspeed_experts"
+RENAMES = [
+    {"from": NATIVE + r"\.(?P<e>\d+)\.(?P<w>w[123])\.weight", "to": "{x}.experts.{w}.{e}"},
+    {"from": r"(?P<x>.*)\.deepspeed_moe\.gate\.wg\.weight", "to": "{x}.router.gate.weight"},
+    {
+        "from": r"(?P<x>.*)\.experts\.(?P<w>w[123])\.(?P<e>\d+)",
+        "to": "{x}.deepspeed_moe.experts.deepspeed_experts.{e}.{w}.weight",
+    },
+    {"from": r"(?P<x>.*)\.router\.gate\.weight", "to": "{x}.deepspeed_moe.gate.wg.weight"},
+    {"from": NATIVE + r"\.(?P<e>\d+)\.w1\.weight", "to": "{x}.experts.gate_up_proj", "part": "1/2"},
+    {"from": NATIVE + r"\.(?P<e>\d+)\.w3\.weight", "to": "{x}.experts.gate_up_proj", "part": "2/2"},
+    {"from": NATIVE + r"\.(?P<e>\d+)\.w2\.weight", "to": "{x}.experts.down_proj"},
+    {"from": r"(?P<x>.*)\.deepspeed_moe\.gate\.wg\.weight", "to": "{x}.gate.weight"},
+    {"from": r"(?P<x>.*)\.experts\.gate_up_proj", "to": f"{{x}}.{OWN}.{{e}}.w1.weight", "part": "1/2"},
+    {"from": r"(?P<x>.*)\.experts\.gate_up_proj", "to": f"{{x}}.{OWN}.{{e}}.w3.weight", "part": "2/2"},
+    {"from": r"(?P<x>.*)\.experts\.down_proj", "to": f"{{x}}.{OWN}.{{e}}.w2.weight"},
+    {"from": r"(?P<x>.*)\.gate\.weight", "to": "{x}.deepspeed_moe.gate.wg.weight"},
+]
+"""Between DeepSpeed's own layers, AutoEP's and fused ones; between the latter two the family `autoep` knows more."""
+
+ANY = {"universal": {"patterns": {"family": "autoep", "rename": RENAMES}}}
+
+SOURCES = [Form(2, 1, "fused"), Form(2, 3, "fused"), Form(2, 2, "autoep", ep=2), Form(2, 3, "autoep", ep=2)]
+SOURCES += [Form(2, 1, "native", ep=2)]
+TARGETS = [
+    Form(2, 1, "autoep", ep=2),
+    Form(2, 3, "autoep", ep=2),
+    Form(2, 3, "fused"),
+    Form(1, 1, "fused"),
+    Form(2, 2, "native", ep=2),
+    Form(4, 3, "autoep", ep=2),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Form, tuple[str, States, Any]]:
+    found = {}
+    for number, form in enumerate([*SOURCES, Form(2, 1, "one"), Form(2, 1, "autoep", experts=8, ep=2)]):
+        folder = str(tmp_path_factory.mktemp("fused"))
+        answers = ucp_worlds.get(form.world).run(engine_fused.save, form, folder, 10 * number)
+        found[form] = folder, join([states for states, _ in answers]), answers[0][1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "target", params([(each,) for each in TARGETS[:5]], [(each,) for each in TARGETS], lambda row: str(row[0]))
+)
+def test_experts_change_their_form(
+    target: Form, saved: dict[Form, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    sources = [form for form in SOURCES if form.kind != target.kind]
+    folders = [saved[form][0] for form in sources]
+    answers = ucp_worlds.get(target.world).run(engine_fused.load_each, target, folders, ANY)
+    for place, source in enumerate(sources):
+        with subtests.test(source=str(source)):
+            _, expected, losses = saved[source]
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            check_same(join([states for _, states, _ in parts]), expected)
+            if "native" not in (source.kind, target.kind):  # whose gate is another one
+                assert parts[0][2] == pytest.approx(losses, abs=1e-6)
+
+
+def check_same(states: States, expected: States) -> None:
+    assert states.keys() == expected.keys()
+    for key, tensor in states.items():
+        assert torch.equal(tensor, expected[key].view(tensor.shape)), key
+
+
+# --- other numbers of experts
+
+ROUTER = {"from": r".*\.router\.gate\.weight", "to": None}
+
+
+def load(world: Any, form: Form, folder: str, rename: list[Any], again: Path, **arguments: Any) -> tuple[str, States]:
+    checkpoint = {"universal": {"patterns": {"rename": rename}}}
+    answers = world.run(engine_fused.load_and_tell, form, folder, checkpoint, str(again), **arguments)
+    return " ".join(answers[0][0]), join([states for _, states in answers])
+
+
+def check_experts(states: States, expected: States, source: Any) -> None:
+    """Every expert is the saved one that `source` tells; what has no experts is as it was, but for routers."""
+    assert {state for name, state in states if ".experts." in name} == {"copy", "fp32", "exp_avg", "exp_avg_sq"}
+    for (name, state), tensor in states.items():
+        stem, _, number = name.rpartition(".")
+        if ".experts." in name:
+            assert torch.equal(tensor, expected[f"{stem}.{source(int(number))}", state]), (name, state)
+        elif ".gate." not in name and ".router." not in name:
+            assert torch.equal(tensor, expected[name, state]), (name, state)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expression", "choose"),
+    [
+        (Form(2, 2, "autoep", ep=2), Form(2, 1, "autoep", 8, ep=2), "e % 4", lambda e: e % 4),
+        (Form(2, 1, "autoep", 8, ep=2), Form(2, 3, "autoep", 4, ep=2), "2 * e + 1", lambda e: 2 * e + 1),
+    ],
+    ids=["more", "fewer"],
+)
+def test_other_numbers_of_experts_take_a_rule(
+    source: Form, target: Form, expression: str, choose: Any, saved: Any, ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
+    folder, expected, _ = saved[source]
+    world = ucp_worlds.get(2)
+    (refused, *_), *_ = world.run(engine_fused.load_each, target, [folder])
+    numbers = f"{source.experts} experts in the checkpoint, {target.experts} in the model"
+    assert "model.layers.{0-1}.mlp: " + numbers in refused
+    assert r'"from": "(?P<x>.*experts\\.)(?P<w>.*)\\.{e ' in refused
+    assert "model.layers.0.mlp.router.gate.weight: shape" in refused and '"to": null' in refused
+    rule = {"from": rf"(?P<x>.*\.experts\.w[123])\.{{{expression}}}", "to": "{x}.{e}"}
+    told, _ = load(world, target, folder, [rule], tmp_path / "refused")
+    assert "MismatchError" in told and "a row for each expert" in told
+    told, states = load(world, target, folder, [rule, ROUTER], tmp_path / "again")
+    assert "MismatchError" not in told
+    assert ("are copies of" in told) is (target.experts > source.experts)
+    left = "model.layers.{0-1}.mlp.experts.w{1-3}.{0,2,4,6}" in told
+    assert left is (target.experts < source.experts)
+    assert "model.layers.{0-1}.mlp.router.gate.weight keep the new model's values" in told
+    check_experts(states, expected, choose)
+    # The same configuration goes on once the run has saved: the rules have nothing left to do.
+    target = Form(1, 1, "autoep", target.experts)
+    told, again = load(ucp_worlds.get(1), target, str(tmp_path / "again"), [rule, ROUTER], tmp_path / "on")
+    assert "MismatchError" not in told and "rename" not in told
+    check_same(again, states)
+
+
+def test_a_plain_layer_becomes_experts_by_copying(saved: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    folder, expected, _ = saved[Form(2, 1, "one")]
+    rules = [{"from": r"(?P<x>.*)\.(?P<w>w[123])\.weight", "to": "{x}.experts.{w}.{e}"}]
+    world, target = ucp_worlds.get(2), Form(2, 3, "autoep", ep=2)
+    told, _ = load(world, target, folder, rules, tmp_path / "refused")
+    assert "model.layers.0.mlp.router.gate.weight (4, 6): not in the checkpoint" in told
+    fresh = {"from": None, "to": r".*\.router\.gate\.weight"}
+    told, states = load(world, target, folder, [*rules, fresh], tmp_path / "again")
+    assert "MismatchError" not in told
+    assert "model.layers.{0-1}.mlp.experts.w{1-3}.{0-3} are copies of" in told
+    for (name, state), tensor in states.items():
+        stem, _, number = name.rpartition(".")
+        if number.isdigit():
+            head, _, param = stem.rpartition(".experts.")
+            assert torch.equal(tensor, expected[f"{head}.{param}.weight", state]), (name, state)
+        elif ".gate." not in name:
+            assert torch.equal(tensor, expected[name, state]), (name, state)
+
+
+# --- upstream's universal form
+
+UNIVERSAL = {"universal": False, "load_universal": True}
+AUTOEP = [
+    Spread(4, 1, "bf16", 2),
+    Spread(4, 2, "fp32", 4),
+    Spread(4, 2, "bf16", 2, data_first=True),
+    Spread(4, 3, "bf16", 2),
+    Spread(2, 3, "fp32", 1, options=(("sub_group_size", 100),)),
+]
+UPSTREAMS = [Spread(4, 1, "bf16", 4), Spread(2, 2, "fp32", 2), Spread(4, 3, "bf16", 2)]
+
+
+@pytest.fixture(scope="module")
+def autoep(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[Path, States, Any]]:
+    """Each source's folder, with what our converter and upstream's make of it beside the tag."""
+    found = {}
+    for number, spread in enumerate(AUTOEP):
+        folder = tmp_path_factory.mktemp("autoep")
+        answers = ucp_worlds.get(spread.world).run(engine_autoep.save, spread, str(folder), 10 * number)
+        tag = folder / (folder / "latest").read_text().strip()
+        (folder / "ours").mkdir()
+        convert_checkpoint(str(tag), str(folder / "ours" / "step_universal"))
+        to_universal(tag, folder / "theirs" / "step_universal")
+        (folder / "theirs" / "latest_universal").write_text("step_universal")
+        found[spread] = folder, join([states for states, _ in answers]), answers[0][1]
+    return found
+
+
+def test_our_files_are_upstreams(autoep: dict[Spread, Any]) -> None:
+    """Keys and values; the moments of every expert among them."""
+    for spread, (folder, _, _) in autoep.items():
+        theirs = sorted((folder / "theirs").rglob("zero/*experts*/*.pt"))
+        assert len(theirs) == 2 * 3 * 4 - (spread.stage == 3) * 6  # of ZeRO 3 the step is elsewhere
+        for path in theirs:
+            have = torch.load(folder / "ours" / path.relative_to(folder / "theirs"), weights_only=False)
+            want = torch.load(path, weights_only=False)
+            if isinstance(want, dict):
+                assert torch.equal(have.pop("param"), want.pop("param")), path
+            assert have == want, path
+
+
+@pytest.mark.parametrize("target", UPSTREAMS, ids=str)
+def test_upstream_loads_what_we_write(
+    target: Spread, autoep: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    sources = {spread: each for spread, each in autoep.items() if (spread.stage == 3) == (target.stage == 3)}
+    folders = [str(folder / "ours") for folder, _, _ in sources.values()]
+    answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, folders, checkpoint=UNIVERSAL)
+    for place, (source, (_, expected, _)) in enumerate(sources.items()):
+        with subtests.test(source=str(source)):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            check_loaded(join([states for _, states, _ in parts]), expected, buffers=False)
+
+
+def check_loaded(states: States, expected: States, *, buffers: bool = True) -> None:
+    """Upstream's loader takes no buffers; copies are made of the masters."""
+    assert states.keys() == expected.keys()
+    for (name, state), tensor in states.items():
+        if buffers or state != "buffer":
+            wanted = expected[name, "fp32"] if state == "copy" else expected[name, state]
+            assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, state)
+
+
+def test_upstream_takes_its_own_experts_at_degree_1_alone(
+    saved: dict[Form, Any], ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
+    """At others it would take what is local expert 0 here for everybody's first one; what we write, it refuses."""
+    folder, expected, _ = saved[Form(2, 1, "native", ep=2)]
+    convert_checkpoint(folder, str(tmp_path / "step_universal"))
+    load = engine_fused.load_each
+    (told,), _ = ucp_worlds.get(2).run(load, Form(2, 2, "native", ep=2), [str(tmp_path)], UNIVERSAL)
+    assert "AssertionError: Expert param dim 0" in told
+    parts = ucp_worlds.get(2).run(load, Form(2, 1, "native"), [str(tmp_path)], UNIVERSAL)
+    check_same(join([states for ((_, states, _),) in parts]), expected)
+
+
+@pytest.mark.parametrize("target", [Spread(4, 3, "bf16", 4), Spread(2, 1, "fp32", 2)], ids=str)
+@pytest.mark.parametrize("by", ["ours", "theirs"])
+def test_we_load_what_either_wrote(
+    target: Spread, by: str, autoep: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    folders = [str(folder / by) for folder, _, _ in autoep.values()]
+    answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, folders)
+    for place, (source, (_, expected, losses)) in enumerate(autoep.items()):
+        with subtests.test(source=str(source)):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            assert all(direct for direct, _, _ in parts)
+            check_loaded(join([states for _, states, _ in parts]), expected)
+            if source.precision == target.precision == "fp32":
+                assert parts[0][2] == pytest.approx(losses, abs=1e-7)
