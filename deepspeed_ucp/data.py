@@ -95,14 +95,16 @@ class Order(ABC):
             )
         self._offset = engine.global_samples - self.consumed
         self._engine = engine
-        carry(engine, "data", Carried(self.state_dict, self.load_state_dict))
+        carry(engine, "data", Carried(self.get_state, self.set_state))
 
-    def state_dict(self) -> dict[str, int]:
+    # Not named as a stateful loader looks for it (torchdata's): such a loader counts what it has given, and skips as
+    # many, which in its own world is right.
+    def get_state(self) -> dict[str, int]:
         """Where the run stands: plain numbers, the same on every rank."""
         state = {name: getattr(self, name) for name in ("size", "total_batch", "seed", "consumed")}
         return {**state, "epoch": self.epoch}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on where a run stood, in its order (its seed is taken).
 
         Raises:

@@ -74,11 +74,11 @@ def test_any_history_of_worlds_trains_on_the_same_samples(history: list[tuple[in
         orders = [make_sampler(rank, world, **KINDS[kind]) for rank in range(world)]
         for order in orders:
             if state is not None:
-                order.load_state_dict(state)
+                order.set_state(state)
         assert step_ranks(orders, steps) == whole[done : done + steps]
         done += steps
         # A generator runs ahead of nothing here: it has been asked for whole steps alone.
-        state = orders[0].state_dict()
+        state = orders[0].get_state()
         assert state["consumed"] == done * BATCH
 
 
@@ -95,10 +95,10 @@ def test_any_history_of_worlds_reads_shards_once(
         orders = [make_stream(rank, world, **options) for rank in range(world)]
         for order in orders:
             if state is not None:
-                order.load_state_dict(state)
+                order.set_state(state)
         assert step_ranks(orders, steps) == whole[done : done + steps]
         done += steps
-        state = orders[0].state_dict()
+        state = orders[0].get_state()
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
@@ -190,7 +190,7 @@ def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
 
 def test_set_epoch_takes_nothing_back() -> None:
     sampler = make_sampler(0, 1)
-    sampler.load_state_dict({**sampler.state_dict(), "consumed": 3 * BATCH})
+    sampler.set_state({**sampler.get_state(), "consumed": 3 * BATCH})
     sampler.set_epoch(0)
     assert sampler.consumed == 3 * BATCH
     sampler.set_epoch(2)
@@ -200,7 +200,7 @@ def test_set_epoch_takes_nothing_back() -> None:
 @pytest.mark.parametrize("change", [{"dataset": 101}, {"total_batch": 24}])
 def test_other_samples_or_another_total_batch_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(MismatchError, match="cannot go on"):
-        make_sampler(0, 1, **change).load_state_dict(make_sampler(0, 1).state_dict())
+        make_sampler(0, 1, **change).set_state(make_sampler(0, 1).get_state())
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:
