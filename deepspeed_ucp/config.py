@@ -28,6 +28,8 @@ class UniversalConfig(BaseModel):
             family, the path of a YAML file, or rules written out.
         seal: after each save write ``ucp_seal.json`` beside its files, with their sizes and checksums. A load refuses
             files that are not those that were sealed, which nothing else may tell (another run's at the same step).
+        fallback: where the newest checkpoint is not whole (files are missing or damaged, or it lacks the seal that
+            ``seal`` gives), take the newest one before it that is, with a warning.
         param_groups: ``saved`` gives every param group the hyper-parameters of the saved group with its parameters.
             ``live`` keeps this run's groups with their hyper-parameters, however the saved run had grouped its
             parameters (Megatron-DeepSpeed makes other groups at ZeRO 3).
@@ -44,6 +46,7 @@ class UniversalConfig(BaseModel):
     preserve_batch_size: bool = False
     patterns: str | dict[str, Any] | list[Any] | None = None
     seal: bool = False
+    fallback: bool = False
     param_groups: Literal["saved", "live"] = "saved"
     trust_pickle: bool = False
 

@@ -51,6 +51,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "preserve_batch_size": False,
         "patterns": None,
         "seal": False,
+        "fallback": False,
         "param_groups": "saved",
         "trust_pickle": False,
     }
@@ -66,6 +67,7 @@ def test_every_key_can_be_set() -> None:
         "preserve_batch_size": True,
         "patterns": "bloom",
         "seal": True,
+        "fallback": True,
         "param_groups": "live",
         "trust_pickle": True,
     }

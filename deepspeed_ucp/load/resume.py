@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..atoms import MODULE, AtomicIndex, ParamKey
@@ -19,12 +20,13 @@ from ..patterns import RuleSet, from_config
 from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import holds_atoms, list_entries, strip_writer
+from ..sources.latest import list_older
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load
-from ..targets.guard import check_states, release
+from ..targets.guard import BROKEN, check_states, release
 from ..targets.optimizer import find_other_kind
 from ..topology import ATOMIC, find_differences
 from .census import find_renamed, join_groups, list_live_rules, take_census
@@ -59,7 +61,7 @@ def resume(
     tag: Any,
     arguments: LoadArguments,
     config: UniversalConfig,
-    own: Callable[[], Loaded],
+    own: Callable[..., Loaded],
     *,
     unknown: Sequence[str] = (),
 ) -> Loaded:
@@ -82,7 +84,41 @@ def resume(
             logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
         return own()
     comm.run(lambda: check_states(engine, with_states=arguments.with_states))
-    folder, job = os.path.join(load_dir, found), LoadJob(engine, comm, config, arguments, report)
+    job = LoadJob(engine, comm, config, arguments, report)
+    if tag is not None or not config.fallback:
+        return _resume_tag(job, os.path.join(load_dir, found), own, upstream=upstream, unknown=unknown)
+    tags = comm.once(lambda: list_older(load_dir, found, sealed=config.seal))
+    return _resume_first_whole(job, load_dir, tags, own, upstream=upstream, unknown=unknown)
+
+
+def _resume_first_whole(
+    job: LoadJob, load_dir: str, tags: Sequence[str], own: Callable[..., Loaded], **more: Any
+) -> Loaded:
+    """Resume from the first of the tags that is whole; collective.
+
+    Raises:
+        CheckpointError: none is, or one was found damaged when the engine was being filled.
+    """
+    passed: list[str] = []
+    for tag in tags:
+        try:
+            loaded = _resume_tag(job, os.path.join(load_dir, tag), partial(own, tag=tag), **more)
+        except CheckpointError as error:
+            if hasattr(job.engine, BROKEN):
+                raise
+            passed.append(str(error))
+        else:
+            if passed and job.comm.rank == 0:
+                logger.warning("%s: resumed from %s; passed over: %s", load_dir, tag, " ".join(passed))
+            return loaded
+    raise CheckpointError(f"{load_dir}: none of its {len(tags)} checkpoints is whole: {' '.join(passed)}")
+
+
+def _resume_tag(
+    job: LoadJob, folder: str, own: Callable[[], Loaded], *, upstream: bool, unknown: Sequence[str]
+) -> Loaded:
+    """Resume from one tag's folder; collective."""
+    engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
     with report.phase("index"), pause_collection():
         decision = decide(job, folder, upstream=upstream)
     report.reason, report.direct = decision.reason, decision.index is not None

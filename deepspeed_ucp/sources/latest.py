@@ -7,7 +7,7 @@ import os
 from ..errors import CheckpointError, shorten
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import open_regular
-from .files import has_states, holds_atoms, list_entries
+from .files import SEAL, has_states, holds_atoms, list_entries
 from .findings import NOTE, WARNING, Finding
 
 LATEST = "latest"
@@ -78,6 +78,26 @@ def find_tags(load_dir: str) -> list[str]:
             return sorted(entry.name for entry in entries if entry.is_dir() and has_states(entry.path))
     except OSError:
         return []
+
+
+def list_older(load_dir: str, tag: str, *, sealed: bool = False) -> list[str]:
+    """The tag and those that were saved before it, the newest first.
+
+    Args:
+        sealed: the job seals its saves: where any of them is sealed, one that is not was never finished.
+    """
+    times = {each: _find_time(os.path.join(load_dir, each)) for each in find_tags(load_dir)}
+    newest = times.get(tag, float("inf"))
+    older = [each for each, time in times.items() if time <= newest and each != tag]
+    found = [tag, *sorted(older, key=lambda each: times[each], reverse=True)]
+    whole = [each for each in found if os.path.lexists(os.path.join(load_dir, each, SEAL))] if sealed else []
+    return whole or found
+
+
+def _find_time(folder: str) -> float:
+    """When the first of a folder's state files was written: what came later may be a copy or a seal."""
+    with os.scandir(folder) as entries:
+        return min((entry.stat().st_mtime for entry in entries if entry.name.endswith(".pt")), default=0.0)
 
 
 def check_tag(load_dir: str, tag: str) -> str:

@@ -83,3 +83,36 @@ def test_plugin_does_not_change_a_save(case: Case, tmp_path: Path, ucp_worlds: W
         ucp_worlds.get(case.dp).run(engine_ranks.save, case.training(**OPTIONS), folder, plugin=plugin)
     assert engine_ranks.files_that_differ(*folders) == []
     assert any(Path(folders[0]).rglob("*_states.pt"))
+
+
+@pytest.mark.parametrize("what", ["missing", "cut off", "damaged"])
+def test_the_newest_whole_checkpoint_is_taken_when_asked(what: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    source, target, folder = Case(1, 3), Case(2, 2), str(tmp_path)
+    ucp_worlds.get(3).run(engine_ranks.save, source.training(**OPTIONS), folder, steps=(2, 1))
+    newest = tmp_path / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = newest.read_bytes()
+    middle = len(data) // 2
+    if what == "missing":
+        newest.unlink()
+    else:
+        newest.write_bytes(data[:middle] if what == "cut off" else data[:middle] + b"damage" + data[middle + 6 :])
+    world, loads = ucp_worlds.get(2), [Load(folder)]
+    asked = target.but(config={"checkpoint": {"universal": {"fallback": True}}})
+    for (attempt,) in world.run(engine_ranks.attempt_each, target.but(config=ON).training(**OPTIONS), loads):
+        assert attempt.error == "CheckpointError" and attempt.changed == []
+    for rank, (local,) in enumerate(world.run(load_each, asked.training(**OPTIONS), loads)):
+        assert local.state.counters["global_steps"] == 2
+        warned = [text for level, text in local.log if level == "WARNING" and "passed over" in text]
+        assert len(warned) == (rank == 0) and all(newest.name in text for text in warned)
+
+
+def test_where_none_is_whole_all_are_named(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    folder = str(tmp_path)
+    ucp_worlds.get(3).run(engine_ranks.save, Case(1, 3).training(**OPTIONS), folder, steps=(1, 1))
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    asked = Case(2, 2, config={"checkpoint": {"universal": {"fallback": True}}})
+    for (attempt,) in ucp_worlds.get(2).run(engine_ranks.attempt_each, asked.training(**OPTIONS), [Load(folder)]):
+        assert attempt.error == "CheckpointError" and attempt.changed == []
+        assert "none of its 2 checkpoints" in attempt.message
+        assert "global_step1" in attempt.message and "global_step2" in attempt.message

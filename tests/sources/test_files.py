@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from deepspeed_ucp.sources import check_tag, find_tags, read_latest
 from deepspeed_ucp.sources.files import (
     NO_AXIS,
     NO_LAYER,
+    SEAL,
     compare_listings,
     holds_atoms,
     list_entries,
@@ -18,6 +20,7 @@ from deepspeed_ucp.sources.files import (
     name_expert,
     sort_files,
 )
+from deepspeed_ucp.sources.latest import list_older
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -219,3 +222,16 @@ def test_a_rank_that_lacks_files_is_named() -> None:
 def test_a_rank_with_another_copy_is_named() -> None:
     with pytest.raises(CheckpointError, match="b has 3 bytes on rank 2 and 2 on rank 0"):
         compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}])
+
+
+def test_older_checkpoints_are_those_that_were_saved_before(tmp_path: Path) -> None:
+    for time, tag in ((30, "c"), (10, "a"), (40, "later"), (20, "b")):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "mp_rank_00_model_states.pt").touch()
+        os.utime(tmp_path / tag / "mp_rank_00_model_states.pt", (time, time))
+    folder = str(tmp_path)
+    assert list_older(folder, "c") == ["c", "b", "a"]
+    assert list_older(folder, "c", sealed=True) == ["c", "b", "a"]
+    for tag in ("a", "b"):
+        (tmp_path / tag / SEAL).touch()
+    assert list_older(folder, "c", sealed=True) == ["b", "a"]
