@@ -1,0 +1,115 @@
+"""What ranks do with Hugging Face's own mixture-of-experts models under AutoEP, and under plain ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_presets.base import TransformersTopLevelRouterLogitsAdapter
+from deepspeed.utils import groups
+from torch import Tensor
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+COMMON = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.0,
+}
+MODELS: dict[str, tuple[Any, Any]] = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **COMMON, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True
+        ),
+    ),
+    "deepseek": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **COMMON,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+        ),
+    ),
+}
+# DeepSpeed 0.19.8 asks transformers for its recorders of router logits as of a dict, which 5.23 has none of any more.
+TransformersTopLevelRouterLogitsAdapter.retarget_transformers_output_recorders = lambda *_args, **_options: None
+
+TOKENS = torch.arange(24).remainder(31).view(2, 12)
+
+
+def make(name: str, stage: int, ep: int | None, checkpoint: Any) -> Any:
+    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+        known.clear()  # named by the degree alone, whatever the order
+    config: dict[str, Any] = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "checkpoint": checkpoint,
+    }
+    if ep is not None:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "use_grouped_mm": False}
+    torch.manual_seed(3)
+    kind, hf_config = MODELS[name]
+    module = kind(hf_config)
+    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+def train(engine: Any, steps: range) -> None:
+    for step in steps:
+        tokens = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(step))
+        own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(input_ids=own, labels=own).loss
+        engine.backward(loss)
+        engine.step()
+
+
+def look(engine: Any) -> Tensor:
+    engine.eval()
+    with torch.no_grad():
+        return engine(input_ids=TOKENS).logits.float()
+
+
+def save(name: str, stage: int, ep: int | None, folder: str) -> Tensor:
+    """What the engine makes of some tokens after it has saved."""
+    engine = make(name, stage, ep, {"universal": True})
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    if dist.get_rank() == 0:
+        MODELS[name][1].save_pretrained(f"{folder}/hf")
+    logits = look(engine)
+    engine.destroy()
+    return logits
+
+
+def load(name: str, stage: int, ep: int | None, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """What an engine of another form makes of the same tokens after a load, and what it holds."""
+    engine = make(name, stage, ep, {"universal": {"patterns": "autoep"}})
+    engine.load_checkpoint(folder)
+    logits, held = look(engine), {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    engine.destroy()
+    return logits, held

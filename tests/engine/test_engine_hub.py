@@ -1,0 +1,50 @@
+"""Hugging Face's mixture-of-experts models: trained under AutoEP, exported under the hub's names, back without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.testing import WorldPool
+
+pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
+pytest.importorskip("transformers", minversion="5.0", reason="AutoEP knows transformers' fused experts alone")
+
+import engine_hub
+
+NAMES = {"mixtral": ("hf-mixtral", 2), "qwen3": ("hf-moe", 3), "deepseek": ("hf-moe", 1)}
+"""Of each model the family of names, and the ZeRO stage that it is trained at."""
+
+CLOSE = {"rtol": 0, "atol": 1e-6}  # AutoEP sums an expert's tokens in another order
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_autoep_trained_is_a_model_of_the_hub(name: str, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    family, stage = NAMES[name]
+    trained, *_ = ucp_worlds.get(2).run(engine_hub.save, name, stage, 2, str(tmp_path))
+    index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), weights_only=stage == 3)
+    out = str(tmp_path / "out")
+    export_safetensors(index, out, options=ExportOptions(), rules=from_config(family), hf_dir=str(tmp_path / "hf"))
+    kind, _ = engine_hub.MODELS[name]
+    model, told = kind.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(told.values()), told
+    with torch.no_grad():
+        logits = model.eval()(input_ids=engine_hub.TOKENS).logits
+    torch.testing.assert_close(logits, trained, **CLOSE)
+    (_, dense), *_ = ucp_worlds.get(1).run(engine_hub.load, name, 1, None, str(tmp_path))
+    exported = model.state_dict()
+    assert dense.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[key]) for key, tensor in dense.items())
+
+
+def test_a_model_of_the_hub_goes_on_under_autoep(ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    trained, *_ = ucp_worlds.get(2).run(engine_hub.save, "deepseek", 3, None, str(tmp_path))
+    for logits, _ in ucp_worlds.get(2).run(engine_hub.load, "deepseek", 2, 2, str(tmp_path)):
+        torch.testing.assert_close(logits, trained, **CLOSE)
