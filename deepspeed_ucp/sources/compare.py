@@ -63,11 +63,16 @@ def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
     marks = {
         _VERSION: str(tree.get("ds_version") or ""),
         _WRITER: writer,
-        _CONFIG: _digest(tree.get("ds_config"), str),
-        _SCHEDULER: _digest(tree.get("lr_scheduler"), str),
+        _CONFIG: _digest(tree.get("ds_config"), _write),
+        _SCHEDULER: _digest(tree.get("lr_scheduler"), _write),
         _CLIENT: _digest(client, _keep_letters),
     }
     return {name: mark for name, mark in marks.items() if mark}
+
+
+def _write(value: Any) -> str:
+    """Integers in hexadecimal digits, of which there may be any number."""
+    return hex(value) if type(value) is int else str(value)
 
 
 def _keep_letters(value: Any) -> str:

@@ -94,6 +94,7 @@ class OptimHeader:
         slices: ZeRO 1/2 and BF16: per group (name as the module spells it, start, numel) inside the partition.
         partition_count: per group.
         paddings: ZeRO 1/2 and BF16: per group, elements of padding at the end of the partition.
+        alignment: ZeRO 1/2: per group, elements of padding behind each parameter (``parameter_alignment``).
         names: atom names of each group's parameters, where the param groups tell them.
         partition_ranks: of ZeRO 3 with AutoEP: per sub-group the data-parallel ranks that hold it.
     """
@@ -107,7 +108,7 @@ class OptimHeader:
     slices: tuple[tuple[tuple[str, int, int], ...], ...] = ()
     partition_count: tuple[int, ...] = ()
     paddings: tuple[int, ...] = ()
-    alignment: Any = None
+    alignment: tuple[tuple[int, ...], ...] = ()
     elastic: bool = False
     scaler: dict[str, Any] = field(default_factory=dict)
     clip_grad: float | None = None

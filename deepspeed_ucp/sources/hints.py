@@ -7,7 +7,16 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..torchsave.dtypes import is_dtype
-from ..torchsave.objects import Global, PickledObject, TensorRef, has_more_parts, to_member, to_number
+from ..torchsave.objects import (
+    Global,
+    PickledObject,
+    TensorRef,
+    describe,
+    has_more_parts,
+    is_short,
+    to_member,
+    to_number,
+)
 
 INFO = "universal_checkpoint_info"
 _NUMBERS = ("checkpoint_version", "iteration")
@@ -43,12 +52,12 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
 def simplify_object(value: Any) -> Any:
     """Plain data for an inert object tree: stand-ins → dicts of fields, 0-dim tensors → numbers, sets → sorted lists.
 
-    What has no plain form (a tensor, a function) becomes None.
+    What has no plain form (a tensor, a function, an integer of more digits than any setting has) becomes None.
     """
     if isinstance(value, _PLAIN):
-        return value
+        return value if not isinstance(value, int) or is_short(value) else None
     if isinstance(value, dict):
-        return {key if isinstance(key, (str, int, float)) else str(key): simplify_object(v) for key, v in value.items()}
+        return {_simplify_key(key): simplify_object(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [simplify_object(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
@@ -59,6 +68,12 @@ def simplify_object(value: Any) -> Any:
     if isinstance(value, Global) and is_dtype(value.kind):
         return value.name
     return _simplify_made(value) if isinstance(value, PickledObject) else None
+
+
+def _simplify_key(key: Any) -> Any:
+    if isinstance(key, (str, float)) or is_short(key):
+        return key
+    return describe(key) if isinstance(key, int) else str(key)
 
 
 def _simplify_made(value: PickledObject) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
 from ..torchsave.dtypes import is_dtype, is_storage
-from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, to_member, to_number, walk
+from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, is_short, to_member, to_number, walk
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
@@ -41,6 +41,7 @@ _COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", 
 _EMPTY = FileRecord("", 0, 0, None)
 _MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
+_MOST_RANKS = 1 << 20
 
 
 @contextmanager
@@ -104,7 +105,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (str, bytes, int, float, bool))
+    return value is None or isinstance(value, (str, bytes, float)) or is_short(value)
 
 
 class HeaderReader:
@@ -163,7 +164,7 @@ class HeaderReader:
             frozen_shapes=frozen_shapes,
             frozen=frozen,
             shared=dict(_as_pairs(tree.get("shared_params"))),
-            counters={key: _as_count(tree[key], key) for key in _COUNTED if key in tree},
+            counters=_read_counters(tree),
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
             experts=_read_experts(tree.get("num_experts")),
@@ -210,11 +211,11 @@ class HeaderReader:
         header = self.read_flat({**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"])
         return replace(
             header,
-            stage=int(to_member(state.get("zero_stage", 1))),
+            stage=_as_int(to_member(state.get("zero_stage", 1))),
             slices=tuple(_read_slices(group) for group in slices),
             partition_count=_as_ints(state.get("partition_count")),
             paddings=_as_ints(state.get("group_paddings")),
-            alignment=state.get("param_alignment_paddings"),
+            alignment=tuple(map(_as_ints, as_list(state.get("param_alignment_paddings")))),
             elastic=elastic,
         )
 
@@ -241,7 +242,7 @@ class HeaderReader:
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
             partition_count=_as_ints(state.get("partition_count")),
             scaler=_read_scaler(state),
-            clip_grad=state.get("clip_grad"),
+            clip_grad=_read_clip(state.get("clip_grad")),
             names=tuple(map(_as_names, named)) if kind == "torch" and named and all(named) else None,
         )
 
@@ -251,7 +252,7 @@ class HeaderReader:
             if value is None or _is_offload_buffer(name, entries):
                 continue
             number = to_number(value)
-            if isinstance(number, (int, float, complex)):
+            if isinstance(number, (float, complex)) or is_short(number):
                 scalars[str(name)] = number
                 if isinstance(value, TensorRef):
                     zero_dim[str(name)] = self.piece(value, str(name))
@@ -297,10 +298,18 @@ def _read_experts(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
+def _read_counters(tree: dict[Any, Any]) -> dict[str, Any]:
+    found = {key: _as_count(tree[key], key) for key in _COUNTED if key in tree}
+    ranks = (found.get("dp_world_size") or 1) * (found.get("mp_world_size") or 1)
+    if ranks > _MOST_RANKS:
+        raise ValueError(f"saved by {ranks} ranks")
+    return found
+
+
 def _read_degrees(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= value.keys():
         return None
-    return int(value["pp_degree"]), int(value["tp_degree"])
+    return _as_int(value["pp_degree"]), _as_int(value["tp_degree"])
 
 
 def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
@@ -315,11 +324,16 @@ def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
     for name, address in group.items():
         fields = address.state if isinstance(address, PickledObject) else None
         if isinstance(fields, dict):
-            found.append((name, int(fields["start"]), int(fields["numel"])))
+            found.append((name, _as_int(fields["start"]), _as_int(fields["numel"])))
         else:  # older releases: a namedtuple (numel, start)
             numel, start = address.args
-            found.append((name, int(start), int(numel)))
+            found.append((name, _as_int(start), _as_int(numel)))
     return tuple(found)
+
+
+def _read_clip(value: Any) -> float | None:
+    number = to_number(value)
+    return number if isinstance(number, float) or is_short(number) else None
 
 
 def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
@@ -327,12 +341,16 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     scaler = state.get("loss_scaler")
     kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
     if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
-        fields = {key: scaler.state[key] for key in kept if key in scaler.state}
+        fields = _pick_plain(scaler.state, kept)
         return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
     if "cur_scale" in state:
-        fields = {key: state[key] for key in kept if key in state}
+        fields = _pick_plain(state, kept)
         return {**fields, "dynamic": bool(state.get("dynamic_loss_scale", False))}
     return {}
+
+
+def _pick_plain(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any]:
+    return {key: fields[key] for key in kept if key in fields and _is_plain(fields[key])}
 
 
 def read_hyper(value: Any, path: str) -> Any:
@@ -390,17 +408,24 @@ def _as_names(values: Any) -> tuple[str, ...]:
 def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
     _as_names(group)
     for name, shape in group.items():
-        if not isinstance(shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not isinstance(shape, tuple) or not all(is_short(size) and size >= 0 for size in shape):
             raise TypeError(f"{describe(shape)} for the shape of {describe(name)}")
     return {name: tuple(shape) for name, shape in group.items()}
 
 
 def _as_count(value: Any, key: str) -> int | None:
     number = to_number(value)
-    if number is not None and not (isinstance(number, int) and number >= key.endswith("_world_size")):
+    if number is not None and not (is_short(number) and number >= key.endswith("_world_size")):
         raise TypeError(f"{describe(number)} for {key}")
-    return number
+    return None if number is None else int(number)
 
 
 def _as_ints(value: Any) -> tuple[int, ...]:
-    return tuple(map(int, as_list(value)))
+    return tuple(map(_as_int, as_list(value)))
+
+
+def _as_int(value: Any) -> int:
+    number = int(value)
+    if not is_short(number):
+        raise ValueError(describe(number))
+    return number

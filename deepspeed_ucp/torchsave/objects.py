@@ -177,6 +177,11 @@ def to_number(value: Any) -> Any:
     return value
 
 
+def is_short(value: Any) -> bool:
+    """Whether a value is an integer of at most 64 bits: Python writes none of thousands of digits out."""
+    return isinstance(value, int) and value.bit_length() <= 64
+
+
 def to_member(value: Any) -> Any:
     """The value of an enum's member (any call with one number or string); anything else as it is."""
     if isinstance(value, PickledObject) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):

@@ -19,7 +19,17 @@ from typing import Any, Final
 from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import pause_collection
 from .dtypes import STORAGE_DTYPES, is_dtype
-from .objects import Global, OrderedItems, PickledObject, StorageRef, TensorRef, TensorSize, describe, has_more_parts
+from .objects import (
+    Global,
+    OrderedItems,
+    PickledObject,
+    StorageRef,
+    TensorRef,
+    TensorSize,
+    describe,
+    has_more_parts,
+    is_short,
+)
 
 MOST_DIMENSIONS: Final = 64
 """Of a tensor, as torch has it. A shape in the memo can be given to any number of tensors, which copy it."""
@@ -102,7 +112,7 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
         ValueError: a key is too large, or too many different ones have the same hash.
     """
     for key in keys:
-        if type(key) in _CHEAP or _is_short(key):
+        if type(key) in _CHEAP or is_short(key):
             continue
         if has_more_parts(key, MOST_KEY_PARTS):
             raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
@@ -114,11 +124,6 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
             alike.append(key)
         if len(alike) > _MOST_ALIKE:
             raise ValueError(f"a key of more than {_MOST_ALIKE} that have one hash")
-
-
-def _is_short(number: Any) -> bool:
-    """Whether a value is an integer of a few digits."""
-    return isinstance(number, int) and number.bit_length() <= 64
 
 
 class _Machine(pickle._Unpickler):
@@ -186,7 +191,7 @@ class _Machine(pickle._Unpickler):
 
     def load_put(self) -> None:
         index = int(self.readline())
-        if not _is_short(index):
+        if not is_short(index):
             raise ValueError("a large number in its memo")
         self.memo[index] = self.stack[-1]
 
@@ -328,7 +333,7 @@ def _names_storage(pid: Any) -> bool:
     if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[5:] not in ((), (None,)):
         return False
     _, kind, key, location, numel = pid[:5]
-    named = pid[0] == "storage" and isinstance(kind, Global) and (isinstance(key, str) or _is_short(key))
+    named = pid[0] == "storage" and isinstance(kind, Global) and (isinstance(key, str) or is_short(key))
     return named and isinstance(location, str) and isinstance(numel, int) and numel >= 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.parameters import split_layer
@@ -319,3 +320,19 @@ def test_a_damaged_atomic_checkpoint_is_told(converted: Path, tmp_path: Path, in
     told = inspect(folder)
     assert told["code"] == 2
     assert [each["name"] for each in told["missing"]] == ["zero/wte.weight/fp32.pt"]
+
+
+def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
+    tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python writes no such integer out."""
+    folder = write_sample(tmp_path, ZERO1)
+    for path in folder.glob("*optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["seed"] = 10**5000
+        torch.save(tree, path)
+    told = inspect(folder)
+    assert told["code"] == 0
+    assert "an integer of 16610 bits" in json.dumps(told["optimizer"]["groups"][0]["hyper"]["seed"])
+    assert main(["inspect", str(folder)]) == 0
+    assert "an integer of 16610 bits" in capsys.readouterr().out

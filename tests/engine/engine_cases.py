@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -125,6 +126,7 @@ def make_engine(
     from torch.optim.lr_scheduler import LambdaLR
 
     allow_fp16_on_cpu()
+    forget_autocast()
     torch.manual_seed(seed)
     with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=zero_init):
         module = MODELS[model]()
@@ -142,6 +144,13 @@ def allow_fp16_on_cpu() -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True
+
+
+def forget_autocast() -> None:
+    """DeepSpeed's engines switch torch_autocast on for all that the process makes after them."""
+    module: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
+    if module is not None:
+        module.TORCH_AUTOCAST_INITIALIZED, module.TORCH_AUTOCAST_DTYPE = False, None
 
 
 def build_op(name: str) -> None:

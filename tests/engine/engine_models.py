@@ -65,6 +65,14 @@ class Plain(Base):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Aligned(Plain):
+    """`Plain` of which two ranks hold multiples of eight elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 16, bias=False), nn.Linear(16, 1, bias=False)
+
+
 class TwoDtypes(Plain):
     """`Plain` whose first layer is in 16 bit, the last one in 32, as the client made them."""
 
@@ -183,6 +191,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
+    "aligned": Aligned,
     "half": lambda: Plain().to(torch.bfloat16),
     "two_dtypes": TwoDtypes,
     "renamed": Renamed,

@@ -77,7 +77,7 @@ def make_shard(counts: tuple[int, ...], names: str) -> FileHeader:
     groups = tuple({"name": name} for name in names)
     slices = tuple(((name, 0, 1),) for name in names)
     optim = OptimHeader(
-        "zero12", 1, masters, (), (0, 1, 2, 3), groups, slices, counts, (1, 2, 3, 4), [[1], [2], [3], [4]]
+        "zero12", 1, masters, (), (0, 1, 2, 3), groups, slices, counts, (1, 2, 3, 4), ((1,), (2,), (3,), (4,))
     )
     return FileHeader("shard", 1, optim=optim)
 
@@ -89,7 +89,7 @@ def test_groups_are_put_into_the_first_ranks_order() -> None:
     assert found is not None and first.optim is not None
     assert (found.masters, found.groups, found.slices) == (first.optim.masters, first.optim.groups, first.optim.slices)
     assert (found.partition_count, found.paddings) == ((4, 4, 2, 1), (1, 2, 4, 3))
-    assert found.alignment == [[1], [2], [4], [3]] and found.tensors == ()
+    assert found.alignment == ((1,), (2,), (4,), (3,)) and found.tensors == ()
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 2, 1), (4, 2, 1)])

@@ -1,0 +1,168 @@
+"""Where engines keep their states beside the usual places: what comes back from there, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import engine_offload
+import engine_ranks
+import pytest
+from engine_cases import Case
+from engine_ranks import Load, attempt_each, load_each
+
+from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.compare import compare
+from tests.covering import params
+
+ResumeEach = Callable[..., None]
+
+ON = {"checkpoint": {"universal": True}}
+HPZ = Case(3, 4, "bf16", zero={"zero_hpz_partition_size": 2})
+PARTIAL = Case(3, 2, "bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 9})
+SUPER = PARTIAL.but(zero={**PARTIAL.zero, "offload_optimizer": {"device": "cpu", "super_offload": True}})
+
+
+def test_secondary_partitions(resume_each: ResumeEach) -> None:
+    """ZeRO++'s hpZ keeps copies beside the partitions, which each load finds from the training before it."""
+    resume_each([Case(1, 3, "bf16"), HPZ.but(dp=2, zero={}), HPZ], HPZ, model="mixed")
+
+
+@pytest.mark.exhaustive
+def test_from_secondary_partitions(resume_each: ResumeEach) -> None:
+    resume_each([HPZ], Case(2, 3, "bf16"), model="mixed")
+
+
+@pytest.mark.timeout(600)
+def test_partial_offload(resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
+    """On a CPU all of it is offloaded."""
+    compiled_op("CPUAdamBuilder")
+    resume_each([PARTIAL, PARTIAL.but(dp=3), Case(1, 3, "bf16")], PARTIAL, model="plain", optimizer="cpu_adam")
+
+
+def average_losses(answers: list[list[engine_ranks.Local]]) -> list[float]:
+    """Over the ranks, of the one load that each made."""
+    return [sum(each) / len(each) for each in zip(*(local.losses for (local,) in answers), strict=True)]
+
+
+def try_each(case: Case, training: Any, loads: list[Load], worlds: WorldPool) -> list[engine_ranks.Attempt]:
+    """One rank's attempts; no one changes anything."""
+    attempts = worlds.get(case.dp).run(attempt_each, training, loads)[0]
+    assert all(attempt.changed == [] for attempt in attempts if attempt.error)
+    return attempts  # type: ignore[no-any-return]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("case", "stand_in", "engine", "told"),
+    [
+        pytest.param(PARTIAL, "split", "offload_optimizer.ratio", "ratio 0.5 kept it", id="partial"),
+        pytest.param(
+            SUPER, "superoffload", "SuperOffload", "SuperOffload kept it", id="super", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_moments_of_another_optimizer(
+    case: Case,
+    stand_in: str,
+    engine: str,
+    told: str,
+    tmp_path: Path,
+    ucp_worlds: WorldPool,
+    compiled_op: Callable[[str], None],
+) -> None:
+    """DeepSpeed neither saves nor loads them; the weights come back alone."""
+    compiled_op("CPUAdamBuilder")
+    options = {"model": "plain", "optimizer": "cpu_adam"}
+    own = partial(engine_offload.train, case.but(config=ON).ds_config, stand_in=stand_in, **options)
+    saved = ucp_worlds.get(2).run(engine_offload.save, own, str(tmp_path))[0]
+    (refused,) = try_each(case, own, [Load(str(tmp_path))], ucp_worlds)
+    assert refused.error == "UnsupportedError" and engine in refused.message
+    target = Case(1, 3, "bf16", config=ON)
+    weights = {"load_optimizer_states": False}
+    (refused, taken) = try_each(
+        target, target.training(**options), [Load(str(tmp_path)), Load(str(tmp_path), weights)], ucp_worlds
+    )
+    assert refused.error == "MismatchError" and told in refused.message and not taken.error
+    (local,) = ucp_worlds.get(3).run(load_each, target.training(**options), [Load(str(tmp_path), weights)])[0]
+    assert compare(saved, local.state, optimizer_states=False)[1] == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", params([(3,)], [(2,), (3,)]))
+def test_states_that_are_away(
+    stage: int, tmp_path: Path, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
+) -> None:
+    """`engine.offload_states` leaves copies among the states of ZeRO 3 that are old after the next step."""
+    compiled_op("FusedAdamBuilder")
+    options = {"model": "plain", "optimizer": "fused_adam"}
+    folders = (str(tmp_path / "away"), str(tmp_path / "back"))
+    case, target = Case(stage, 2, config=ON), Case(1, 3, config=ON)
+    states = ucp_worlds.get(2).run(engine_offload.save_away, case.ds_config, folders, **options)[0]
+    loads = [Load(folders[0]), Load(folders[1], steps=2)]
+    found = ucp_worlds.get(3).run(load_each, target.training(**options), loads)[0]
+    assert [compare(state, local.state)[1] for state, local in zip(states, found, strict=True)] == [[], []]
+    for attempt in try_each(
+        case,
+        partial(engine_offload.train_away, case.ds_config, **options),
+        [Load(each) for each in folders],
+        ucp_worlds,
+    ):
+        assert attempt.error == "UnsupportedError" and "reload_states()" in attempt.message
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", params([(Case(3, 2),)], [(Case(stage, 2),) for stage in (1, 2, 3)]), ids=str)
+def test_steps_that_fused_adam_counts_for_a_group(
+    target: Case, sources: Any, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
+) -> None:
+    """At stage 0 in fp32 the files have 0 for all parameters of a group but the last one."""
+    compiled_op("FusedAdamBuilder")
+    options = {"model": "mixed", "optimizer": "fused_adam"}
+    run = sources.get(Case(0, 3), **options)
+    loads = [Load(str(run.folder), steps=len(run.losses))]
+    answers = ucp_worlds.get(2).run(load_each, target.but(config=ON).training(**options), loads)
+    for (local,) in answers:
+        told = engine_ranks.differences(str(run.folder), local.state)
+        assert len(told) == 6 and all(text.endswith("state step: saved 0.0, loaded 3.0") for text in told)
+    assert average_losses(answers) == pytest.approx(run.losses, rel=1e-4)
+
+
+AUTOCAST = {
+    dtype: {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": ["torch.nn.Linear"]}}
+    for dtype in ("float16", "bfloat16")
+}
+
+
+AUTOCAST_TARGETS = [
+    Case(3, 2, config=AUTOCAST["bfloat16"]),
+    Case(0, 2, config=AUTOCAST["float16"]),
+    Case(1, 2),
+    Case(2, 2, "fp16"),
+]
+
+
+@pytest.mark.parametrize("target", params([(AUTOCAST_TARGETS[0],)], [(each,) for each in AUTOCAST_TARGETS]), ids=str)
+def test_torch_autocast(target: Case, resume_each: ResumeEach) -> None:
+    """The weights are in fp32; what is cast when is told by this run's configuration."""
+    sources = [
+        Case(stage, 3, config=AUTOCAST[dtype]) for stage, dtype in [(0, "float16"), (1, "bfloat16"), (3, "float16")]
+    ]
+    resume_each(sources, target, model="mixed", loss_tolerance=0.05)
+
+
+QUANTIZED = Case(3, 2, "fp16", zero={"zero_quantized_weights": True})
+
+
+def test_quantized_communication(sources: Any, ucp_worlds: WorldPool) -> None:
+    """ZeRO++'s qwZ gathers weights in 8 bit; what is kept and saved is as without."""
+    options = {"model": "aligned"}
+    run = sources.get(Case(1, 3, "fp16"), **options)
+    training = partial(engine_offload.train, QUANTIZED.but(config=ON).ds_config, stand_in="quantized", **options)
+    answers = ucp_worlds.get(2).run(load_each, training, [Load(str(run.folder), steps=len(run.losses))])
+    for (local,) in answers:
+        told = engine_ranks.differences(str(run.folder), local.state)
+        assert all(", state value:" in text for text in told)  # gathered to be looked at
+    assert average_losses(answers) == pytest.approx(run.losses, rel=0.05)
