@@ -121,11 +121,10 @@ class Shard:
 class Atom:
     """One (parameter, state): dtype as stored, and a shard per lane of the source.
 
-    A lane is the place among those ranks that hold different parts of a parameter: the tensor-parallel rank. (Of
-    experts that lie in one parameter, one after the other on dimension 0, it is the expert-parallel rank, and inside
-    that the tensor-parallel one.) How the shards make up the whole is not in the files: patterns settle it once the
-    target is known. ``instance`` counts the pipeline stages that hold the parameter under one name, each with values
-    of its own.
+    A lane is the place among those ranks that hold different parts of a parameter: the tensor-parallel rank. Experts
+    that are spread over all ranks of a pipeline stage, whole, have one. How the shards make up the whole is not in the
+    files: patterns settle it once the target is known. ``instance`` counts the pipeline stages that hold the parameter
+    under one name, each with values of its own.
     """
 
     name: str

@@ -36,6 +36,12 @@ def find_expert(name: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
+def cut_number(name: str) -> tuple[str, str]:
+    """What an expert's name has before its number, and behind it; of another parameter the name."""
+    found = _EXPERT.match(name)
+    return (found[1], name[found.end() :]) if found else (name, "")
+
+
 def count_experts(names: Iterable[str]) -> dict[str, int]:
     """Experts per layer, of those that are numbered without a gap from 0."""
     counts: dict[str, int] = {}
@@ -103,6 +109,11 @@ def list_holders(dp: int, replicas: int, *, data_first: bool) -> list[range]:
     if data_first:
         return [range(rank * replicas, (rank + 1) * replicas) for rank in range(degree)]
     return [range(rank, dp, degree) for rank in range(degree)]
+
+
+def number_in_stage(ranks: range, tp: int, lane: int) -> range:
+    """Data-parallel ranks of a tensor-parallel rank, numbered as ranks of their pipeline stage."""
+    return range(ranks.start * tp + lane, ranks.stop * tp + lane, ranks.step * tp)
 
 
 def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -37,9 +38,10 @@ class FlatBuffer:
         partition: elements of one partition, padding included.
         parts: number of partitions; 1 where every rank holds the whole.
         by_parameter: every parameter is cut into ``parts`` (ZeRO 3), instead of the buffer.
-        ranks: data-parallel ranks that hold it, as with expert parallelism; None where all of them do.
-        tensors: by parameter the element at which it begins in the tensor that ZeRO cuts (``by_parameter``), and that
-            tensor's elements; empty where every parameter is such a tensor.
+        ranks: ranks of its pipeline stage, ``dp_rank * tp + tp_rank``, that hold it, as with expert parallelism; None
+            where all data-parallel ranks of its lane do.
+        tensors: by parameter the element at which it begins in the tensor that the engine has, which ZeRO 3 cuts as
+            one, and that tensor's elements; empty where every parameter is such a tensor.
     """
 
     group: int
@@ -57,12 +59,16 @@ class FlatBuffer:
         """Elements of each parameter."""
         return tuple(map(prod, self.shapes))
 
-    def find_part(self, dp_rank: int) -> int:
-        """The partition that a data-parallel rank holds; the ranks take turns where there are more than partitions."""
-        return (dp_rank if self.ranks is None else self.ranks.index(dp_rank)) % self.parts
+    def find_part(self, rank: int) -> int:
+        """The partition that a rank holds; the ranks take turns where there are more than partitions.
+
+        Args:
+            rank: data-parallel; of the pipeline stage where the buffer names its ranks.
+        """
+        return (rank if self.ranks is None else self.ranks.index(rank)) % self.parts
 
     def find_ranks(self, part: int, dp: int) -> range:
-        """The data-parallel ranks, of ``dp``, that hold a partition."""
+        """The ranks that hold a partition, as of :meth:`find_part`; ``dp`` data-parallel ones are all."""
         return (range(dp) if self.ranks is None else self.ranks)[part :: self.parts]
 
     def cuts(self, part: int) -> list[Cut]:
@@ -86,9 +92,19 @@ class FlatBuffer:
         )
 
     def join_touched(self, part: int) -> FlatBuffer:
-        """The parameters of which a partition holds some elements, whole, one behind the other on one rank."""
-        touched = self.keep(cut.name for cut in self.cuts(part))
-        return join_parameters(self.group, touched.names, touched.shapes)
+        """The tensors of which a partition holds some elements, whole, one behind the other on one rank."""
+        held = {cut.name for cut in self.cuts(part)}
+        starts = [
+            offset - begin for offset, (begin, _) in zip(self.offsets, self.tensors or self._list_whole(), strict=True)
+        ]
+        touched = {start for name, start in zip(self.names, starts, strict=True) if name in held}
+        sizes = zip(self.names, starts, self.numels, strict=True)
+        kept = self.keep(name for name, start, numel in sizes if start in touched and numel)
+        return join_parameters(self.group, kept.names, kept.shapes)
+
+    def _list_whole(self) -> list[Span]:
+        """``tensors`` of parameters that are each a tensor of its own."""
+        return [(0, numel) for numel in self.numels]
 
     def split(self, parts: Mapping[str, Mapping[str, Shape]]) -> FlatBuffer:
         """The same buffer, its parameters under other names; one that holds several, one behind the other, as these.
@@ -103,11 +119,11 @@ class FlatBuffer:
                 placed.append((part, size, offset if self.by_parameter else offset + begin, (begin, prod(shape))))
                 begin += prod(size)
         names, shapes, offsets, tensors = zip(*placed, strict=True) if placed else ((), (), (), ())
-        cut_as_one = self.by_parameter and len(names) > len(self.names)
-        return replace(self, names=names, shapes=shapes, offsets=offsets, tensors=tensors if cut_as_one else ())
+        tensors = tensors if len(names) > len(self.names) else ()
+        return replace(self, names=names, shapes=shapes, offsets=offsets, tensors=tensors)
 
     def _cut_parameters(self, part: int) -> Iterator[Cut]:
-        tensors = self.tensors or [(0, numel) for numel in self.numels]
+        tensors = self.tensors or self._list_whole()
         for name, numel, offset, (begin, whole) in zip(self.names, self.numels, self.offsets, tensors, strict=True):
             size = -(-whole // self.parts)  # as cut_parameter, which a call for each of thousands of ranks would slow
             low, high = max(part * size, begin), min((part + 1) * size, begin + numel)
@@ -135,9 +151,10 @@ class FlatBuffer:
             low = end
 
 
-def count_degree(buffers: Iterable[FlatBuffer], dp: int) -> int:
-    """Expert-parallel degree: how often fewer ranks than all ``dp`` hold a buffer; of several degrees the largest."""
-    return max((dp // len(buffer.ranks) for buffer in buffers if buffer.ranks is not None), default=1)
+def count_degree(buffers: Iterable[FlatBuffer]) -> int:
+    """Expert-parallel degree: how many sets of ranks hold parts of a param group; of several degrees the largest."""
+    holders = {(buffer.group, buffer.ranks) for buffer in buffers if buffer.ranks is not None}
+    return max(Counter(group for group, _ in holders).values(), default=1)
 
 
 def join_parameters(

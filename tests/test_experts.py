@@ -6,6 +6,7 @@ import pytest
 
 from deepspeed_ucp.experts import (
     count_experts,
+    cut_number,
     deal_experts,
     drop_fixed,
     find_expert,
@@ -13,6 +14,7 @@ from deepspeed_ucp.experts import (
     is_expert,
     list_holders,
     name_experts,
+    number_in_stage,
 )
 
 LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
@@ -69,6 +71,16 @@ def test_ranks_of_both_orders() -> None:
     assert list(map(list, list_holders(8, 2, data_first=False))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert list(map(list, list_holders(8, 2, data_first=True))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert list_holders(3, 3, data_first=False) == [range(3)]
+
+
+def test_data_parallel_ranks_among_all_of_a_stage() -> None:
+    assert list(number_in_stage(range(1, 4, 2), 3, 2)) == [5, 11]
+    assert list(number_in_stage(range(2), 1, 0)) == [0, 1]
+
+
+def test_an_experts_name_without_its_number() -> None:
+    assert cut_number(f"{LAYER}3.fc.w") == cut_number(f"{LAYER}0.fc.w") == (LAYER, ".fc.w")
+    assert cut_number("dense") == ("dense", "")
 
 
 @pytest.mark.parametrize("live", [1, 2, 4])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from ..atoms import MASTER, MODULE, AtomicIndex
@@ -43,6 +43,7 @@ def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Liv
             counts={name: total for name, (_, total) in ordinals.items()},
             attributes=live_attributes(target.engine),
             info=live_universal_info(target.engine),
+            folded=target.folded,
         )
 
     parts = [each for each in comm.each(tell) if each is not None]
@@ -58,29 +59,31 @@ def _join(parts: Sequence[tuple[int, Live]], ordinals: Mapping[str, tuple[int, i
         aliases.update(part.aliases)
         counts.update(part.counts)
         attributes.update(part.attributes)
+    folded = {name for _, part in parts for name in part.folded}
     return Live(
-        _order([(rank, part.owned) for rank, part in parts], tp),
-        _order([(rank, part.extras or {}) for rank, part in parts], tp),
+        _order([(rank, part.owned) for rank, part in parts], tp, folded),
+        _order([(rank, part.extras or {}) for rank, part in parts], tp, folded),
         aliases,
         ordinals,
         counts=counts,
         attributes=attributes,
         info=next((part.info for _, part in parts if part.info), None),
         tp=tp,
+        folded=folded,
     )
 
 
-def _order(parts: Iterable[tuple[int, Shapes]], tp: int) -> Shapes:
+def _order(parts: Iterable[tuple[int, Shapes]], tp: int, folded: Set[str]) -> Shapes:
     found: dict[str, dict[int, Shape]] = {}
     for tp_rank, shapes in parts:
         for name, (shape,) in shapes.items():
-            found.setdefault(name, {})[tp_rank] = shape
-    partial = [name for name, held in found.items() if len(held) != tp]
+            found.setdefault(name, {})[0 if name in folded else tp_rank] = shape
+    partial = [name for name, held in found.items() if len(held) != tp and name not in folded]
     if partial:
         raise MismatchError(
             f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks."
         )
-    return {name: tuple(held[rank] for rank in range(tp)) for name, held in found.items()}
+    return {name: tuple(held[rank] for rank in range(len(held))) for name, held in found.items()}
 
 
 def check_alike(live: Live, target: Target, extras: Iterable[LiveBuffer]) -> None:
@@ -89,9 +92,9 @@ def check_alike(live: Live, target: Target, extras: Iterable[LiveBuffer]) -> Non
     Raises:
         MismatchError: it holds others.
     """
-    counted, tp_rank = live.shapes, target.place.tp_rank
+    counted, lane_of = live.shapes, target.lane_of
     mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
-    odd = [f"{name} {shape}" for name, shape in mine.items() if name not in counted or counted[name][tp_rank] != shape]
+    odd = [f"{n} {shape}" for n, shape in mine.items() if n not in counted or counted[n][lane_of(n)] != shape]
     if odd:
         raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
 
@@ -111,7 +114,7 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
     place = target.place
 
     def tell() -> tuple[int, list[Group], list[dict[str, Any]]] | None:
-        first = target.is_first_replica and place.tp_rank == 0
+        first = target.is_first_replica and (place.tp_rank == 0 or target.folded)
         return (place.pp_rank, target.live_groups(), target.live_hyper()) if first else None
 
     stages: dict[int, tuple[list[Group], list[dict[str, Any]]]] = {}
@@ -160,12 +163,17 @@ def find_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet]) -> di
     A rule counts where the engine does not know the saved name and knows the new one, so that one set of rules serves
     both directions, and a run that goes on under the names it has.
     """
-    renames = _list_renames(rules)
-    if not renames:
+    if not _list_renames(rules):
         return {}
     known = {*live.shapes, *live.aliases}
     saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
-    return {new: old for old, new in rename_names(sorted(saved - known), renames, known).items() if new in known}
+    return apply_renames(rules, saved, known)
+
+
+def apply_renames(rules: Sequence[RuleSet], saved: Set[str], live: Set[str]) -> dict[str, str]:
+    """Live name → saved name, of the saved names that the engine does not know and rules give one that it knows."""
+    renames = _list_renames(rules)
+    return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
 
 
 def settle_layouts(index: AtomicIndex, live: Live, match: Match, rules: Sequence[RuleSet], *, tell: bool) -> Layouts:

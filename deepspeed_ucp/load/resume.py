@@ -29,7 +29,7 @@ from ..targets.finish import refresh_after_own_load
 from ..targets.guard import BROKEN, check_states, release
 from ..targets.optimizer import find_other_kind
 from ..topology import ATOMIC, find_differences
-from .census import find_renamed, join_groups, list_live_rules, take_census
+from .census import apply_renames, find_renamed, join_groups, list_live_rules, take_census
 from .client import check_trusted
 from .direct import has_masters, load_direct
 from .job import LoadArguments, LoadJob, LoadReport
@@ -234,7 +234,8 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
     """Hold the checkpoint's index against the live engine's layout; collective."""
     comm, arguments = job.comm, job.arguments
     weights_only = not (arguments.with_states and has_masters(target, comm))
-    index = open_checkpoint(folder, comm, *join_groups(target, comm), weights_only=weights_only)
+    rename = partial(apply_renames, from_config(job.config.patterns))
+    index = open_checkpoint(folder, comm, *join_groups(target, comm), weights_only=weights_only, rename=rename)
     found = comm.each(lambda: _list_differences(index, target, arguments))
     everyone = [text for part in found for text in part]
     if upstream:
@@ -249,7 +250,7 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
 
 def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:
     saved = index.run.flats.get(target.place.mp_rank, ())
-    flats = tuple(flat for flat in saved if flat.ranks is None or target.place.dp_rank in flat.ranks)
+    flats = tuple(flat for flat in saved if flat.ranks is None or target.place.stage_rank in flat.ranks)
     found = find_differences(replace(index.run.topology, flats=flats), target.topology)
     return found or find_unnoticed(index, target, arguments)
 
@@ -266,8 +267,10 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
     found: list[str] = []
     if any(strip_writer(name) != name for name in map(os.path.basename, (file.path for file in index.stored.files))):
         found.append("files of DeepSpeed's fast writer, whose names its own load does not know")
-    if len({held.ranks and len(held.ranks) for held in target.experts.values()}) > 1:
+    if len({held.degree for held in target.experts.values()}) > 1:
         found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
+    if any(held.folded and held.degree % target.place.tp for held in target.experts.values()):
+        found.append("experts' files of other tensor-parallel ranks, which DeepSpeed's own load does not find")
     if target.wrapper == "zero3":
         found += _find_fresh(index, target) if arguments.load_module_strict else []
     found += list_lost(target, arguments)
@@ -290,7 +293,7 @@ def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
         saved = index.find(index.resolve(name), MODULE)
         if saved is None and name not in index.limits.unreadable:
             yield f"{name} is not in the checkpoint as a parameter without optimizer"
-        elif saved is not None and saved.shards[target.place.tp_rank].shape != target.shape_of(name):
+        elif saved is not None and saved.shards[target.lane_of(name)].shape != target.shape_of(name):
             yield f"{name} has another shape"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class Live:
         fresh: tensors that nothing feeds, by the user's word.
         info: the model's own ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
+        folded: experts that are spread over the tensor-parallel ranks too, whole: one lane holds them.
     """
 
     owned: Shapes = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Live:
     fresh: frozenset[str] = frozenset()
     info: Mapping[str, Any] | None = None
     tp: int = 1
+    folded: Set[str] = frozenset()
 
     @property
     def shapes(self) -> Shapes:

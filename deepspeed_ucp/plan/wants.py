@@ -29,7 +29,8 @@ class HeldBuffer:
     Attributes:
         buffer: how parameters lie in it, over all ranks; a tensor is a buffer of one parameter.
         part: the partition that the rank holds.
-        lane: which of its atoms' shards it is cut from (see :class:`~deepspeed_ucp.atoms.Atom`).
+        lane: which of its atoms' shards it is cut from, where these have several (see
+            :class:`~deepspeed_ucp.atoms.Atom`).
         dtype: of the masters, or of the tensor.
         states: optimizer states that are loaded, with the dtypes that they have here.
         live: which of these are there already.
@@ -179,9 +180,13 @@ def join_states(buffer: FlatBuffer, match: Match, states: Mapping[ParamKey, Mapp
 
 
 def view_shards(layouts: tuple[Layout, Layout] | None, lane: int) -> tuple[View | None, ...]:
-    """How a target shard is made from the source's: in one view; of a mean, in one per replica."""
+    """How a target shard is made from the source's: in one view; of a mean, in one per replica.
+
+    What has one lane alone (folded experts) is the same to every lane.
+    """
     if layouts is None:
         return (None,)
+    lane %= len(layouts[1].shards)
     if layouts[0].mean:
         return tuple(View(*layouts, lane, (shard,)) for shard in range(len(layouts[0].shards)))
     return (View(*layouts, lane, find_shards(*layouts, lane)),)

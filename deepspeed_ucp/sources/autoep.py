@@ -35,6 +35,17 @@ def read_placements(layers: Any) -> dict[str, Placement]:
     return found
 
 
+def read_folding(told: Any) -> tuple[int, int] | None:
+    """The (tensor-parallel, expert-parallel) rank that wrote a file, where AutoEP tells it; else None.
+
+    Args:
+        told: ``folding`` (``deepspeed/checkpoint/autoep_universal.py``), or whatever has that name.
+    """
+    if not isinstance(told, Mapping) or not {"tp_rank", "ep_rank", "etp_size"} <= told.keys():
+        return None
+    return int(told["tp_rank"]), int(told["ep_rank"])
+
+
 def _read_placement(layer: Mapping[str, Any]) -> Placement:
     told, count = layer.get("expert_placement"), int(layer["num_experts"])
     if not 0 < count <= _MOST:

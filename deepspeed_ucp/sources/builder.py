@@ -24,7 +24,7 @@ class Builder:
 
     Args:
         save: the checkpoint's model states, and other files.
-        tp: tensor-parallel degree: every atom has that many shards.
+        tp: tensor-parallel degree: every atom has that many shards, but for experts that are folded.
     """
 
     def __init__(self, save: Save, tp: int = 1) -> None:
@@ -106,7 +106,8 @@ class Builder:
         shapes = rank.shapes if shapes is None else shapes
         for cut in cuts:
             key = rank.key(cut.name, state)
-            parts = self._find_parts(key, rank.tp, shapes[cut.name], piece.dtype, header)
+            lane = rank.find_lane(cut.name, self.tp)
+            parts = self._find_parts(key, lane, shapes[cut.name], piece.dtype, header)
             if cut.numel:
                 parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
 
@@ -115,27 +116,32 @@ class Builder:
         record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
-            self._repeated[rank.key(cut.name, state)].append((rank.tp, fragment))
+            lane, _ = rank.find_lane(cut.name, self.tp)
+            self._repeated[rank.key(cut.name, state)].append((lane, fragment))
 
     def finish_repeated(self) -> dict[AtomKey, tuple[tuple[int, Fragment], ...]]:
         """What :meth:`add_repeated` was told of, by atom."""
         return {key: tuple(parts) for key, parts in self._repeated.items()}
 
-    def _find_parts(self, key: AtomKey, tp: int, shape: Shape, dtype: str, header: FileHeader) -> list[Fragment]:
+    def _find_parts(
+        self, key: AtomKey, place: tuple[int, int], shape: Shape, dtype: str, header: FileHeader
+    ) -> list[Fragment]:
+        """The fragments of an atom's lane, which ``place`` tells with the number of lanes."""
+        lane, lanes = place
         shapes = self._shapes.get(key)
         if shapes is None:
-            shapes = self._shapes[key] = [None] * self.tp
+            shapes = self._shapes[key] = [None] * lanes
             self._dtypes[key] = dtype
-            self._parts[key] = [[] for _ in range(self.tp)]
-        known = shapes[tp]
+            self._parts[key] = [[] for _ in range(lanes)]
+        known = shapes[lane]
         if known is None:
-            shapes[tp] = known = shape
+            shapes[lane] = known = shape
         if known != shape or self._dtypes[key] != dtype:
             raise CheckpointError(
                 f"{self.save.path(header)}: {key.param} ({key.state}) is {dtype} of shape {shape}; other files hold it "
                 f"as {self._dtypes[key]} of shape {known}. The folder mixes files of several saves."
             )
-        return self._parts[key][tp]
+        return self._parts[key][lane]
 
     def add_states(
         self, rank: SavedRank, cuts: Sequence[Cut], held: TensorStates, numel: int, header: FileHeader

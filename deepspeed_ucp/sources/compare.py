@@ -117,7 +117,8 @@ def _check_world_sizes(save: Save) -> Iterator[Finding]:
 
 def _spreads_experts(save: Save, counts: Sequence[int]) -> bool:
     """Whether groups may be those of experts, which are cut over fewer ranks."""
-    return bool(save.model(0).experts) and all(0 < count <= save.dp and not save.dp % count for count in counts)
+    most = save.dp * save.tp
+    return bool(save.model(0).experts) and all(0 < count <= most and not most % count for count in counts)
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:
@@ -125,12 +126,14 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     models, shards = list(chain(*save.models)), list(chain(*save.shards))
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
-    for headers in (models, shards, save.expert_optims):
+    experts = list(save.expert_optims.values())
+    for headers in (models, shards, experts):
         yield from ((headers, each, _read_optim(each), FAULT) for each in _EVERYWHERE)
-    yield save.expert_optims, "the optimizer's step", _read_step, FAULT
-    yield save.expert_optims, "groups", _read_optim("groups"), FAULT
+    yield experts, "the optimizer's step", _read_step, FAULT
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
+        of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
+        yield of_stage, "groups", _read_optim("groups"), FAULT
         for held in (save.models[ranks], save.shards[ranks]):
             yield chain(*held), "groups", _read_optim("groups"), FAULT
     for each in ("partition_count", "alignment"):

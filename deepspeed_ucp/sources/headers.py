@@ -167,6 +167,7 @@ class FileHeader:
 
     ``config`` are the parts of the saved ds_config that the index looks at; ``marks`` what all files of a save have
     alike (:mod:`.compare`); ``globals`` the classes and functions that its pickle names, beyond every checkpoint's.
+    ``folding`` is AutoEP's word of the (tensor-parallel, expert-parallel) rank that wrote it, under AutoTP.
     """
 
     name: str
@@ -178,3 +179,4 @@ class FileHeader:
     model: ModelHeader | None = None
     optim: OptimHeader | None = None
     layer: dict[str, Piece] | None = None
+    folding: tuple[int, int] | None = None

@@ -64,7 +64,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         dp=max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
-        ep=count_degree(flats, save.dp),
+        ep=count_degree(flats),
         undeclared=precision != "float32" and not enabled(save.main.config, "bf16", "bfloat16", "fp16"),
         master=optim.masters[0].dtype if optim and optim.masters else _find_master(atoms, groups),
         elastic=bool(optim and optim.elastic),
@@ -188,16 +188,11 @@ def _refuse_engines(save: Save) -> None:
             "own load takes it, with ZenFlow, in the topology that saved it."
         )
     autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
-    if autoep and not (any(save.shards) and save.model(0).placements):
-        what = "without a description of which rank has which experts" if any(save.shards) else "without ZeRO"
+    if autoep and not save.model(0).placements:
         raise UnsupportedError(
-            f"{path}: is a mixture-of-experts checkpoint of AutoEP {what}, which this release does not convert. It can "
-            "be resumed by DeepSpeed itself in the topology that wrote it."
-        )
-    if save.main.model and save.main.model.experts and save.pp * save.tp > 1:
-        raise UnsupportedError(
-            f"{path}: is a mixture-of-experts checkpoint with tensor or pipeline parallelism, which this release does "
-            "not convert. It can be resumed by DeepSpeed itself in the topology that wrote it."
+            f"{path}: is a mixture-of-experts checkpoint of AutoEP without a description of which rank has which "
+            "experts, which this release does not convert. It can be resumed by DeepSpeed itself in the topology that "
+            "wrote it."
         )
     sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
     if sliced:

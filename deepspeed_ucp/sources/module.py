@@ -12,10 +12,11 @@ from itertools import pairwise
 from ..atoms import COPY, MODULE, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..experts import find_number
+from ..flat import Cut
 from .autoep import find_router_aliases
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
-from .ranks import TIED, SavedRank
+from .ranks import TIED, SavedRank, list_ranks
 from .save import Save
 
 Place = tuple[str, int]
@@ -41,34 +42,53 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
 
 
 def add_modules(builder: Builder, optimized: set[str]) -> None:
-    """Add the ``module`` dicts of all tensor-parallel ranks, and ties to the builder's ``aliases``.
+    """Add the ``module`` dicts of all model-parallel ranks, and ties to the builder's ``aliases``.
 
     Args:
-        builder: of a model without pipeline; of ZeRO 3 the module dict holds buffers only.
+        builder: of a model whose tensors lie in its model states; of ZeRO 3 the module dict holds buffers only.
         optimized: parameters that an optimizer owns on some rank.
 
     Raises:
         UnsupportedError: names in a nested dict that cannot be told.
     """
     save = builder.save
-    for tp in range(save.tp):
-        header, model = save.models[tp][0], save.model(tp)
+    held = [read_module(save, models[0], optimized) for models in save.models]
+    ranks, instances = list_ranks(save, [list(tensors) for tensors in held])
+    builder.instances.update(instances)
+    for mp, rank in enumerate(ranks):
+        header, model = save.models[mp][0], save.model(mp)
         ties, buffers = _find_ties(save, model), set(model.buffers)
-        for name, piece in drop_ties(read_module(save, header, optimized), ties):
+        for name, piece in drop_ties(held[mp], ties):
             if name in buffers or not (name in optimized or save.is_sharded):
-                builder.add(SavedRank(tp=tp), name, MODULE, header, piece)
+                builder.add(rank, name, MODULE, header, piece)
             elif name in optimized and not save.is_sharded:
-                builder.add(SavedRank(tp=tp), name, COPY, header, piece)
-        builder.aliases = builder.aliases or ties
-    numbers = {name: expert for (_, expert, _), name in save.listing.experts.items()}
-    for header in save.experts:
+                builder.add(rank, name, COPY, header, piece)
+        builder.aliases = {**ties, **builder.aliases}
+    _add_experts(builder, optimized)
+
+
+def _add_experts(builder: Builder, optimized: set[str]) -> None:
+    """Add the tensors of the experts' files; those of folded experts may be there for several tensor-parallel ranks.
+
+    Raises:
+        CheckpointError: a file is of another expert, or two of one expert differ.
+    """
+    save = builder.save
+    seen: dict[str, Piece] = {}
+    for (_, expert, mp), header in save.experts.items():
         for name, piece in (header.layer or {}).items():
-            if find_number(name) != numbers[header.name]:
+            if find_number(name) != expert:
                 raise CheckpointError(
-                    f"{save.path(header)}: holds {name}, which is not of expert {numbers[header.name]}. The file "
+                    f"{save.path(header)}: holds {name}, which is not of expert {expert}. The file "
                     "belongs to another expert or run; put the right one back."
                 )
-            builder.add(SavedRank(), name, COPY if name in optimized else MODULE, header, piece)
+            rank = SavedRank(mp // save.tp, mp % save.tp, folded={name} if save.folds_experts else set())
+            state = COPY if name in optimized else MODULE
+            first = seen.setdefault(name, piece) if save.folds_experts else piece
+            if first is piece:
+                builder.add(rank, name, state, header, piece)
+            elif not are_alike((first.contents, piece.contents)):
+                builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
 
 
 def _find_ties(save: Save, model: ModelHeader) -> dict[str, str]:

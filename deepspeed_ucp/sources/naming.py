@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..atoms import count, strip_compiled
@@ -16,6 +16,9 @@ GroupNames = Sequence[Sequence[tuple[str, bool]]]
 """Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
 
 NamedGroups = str | Sequence[Sequence[str]]
+
+Rename = Callable[[Set[str], Set[str]], Mapping[str, str]]
+"""From saved names and live ones: live name → the name that it was saved under, where a rule says so."""
 
 MODULE_GROUP = "module"
 """The optimizer was given ``model.parameters()``, in one group."""
@@ -35,6 +38,7 @@ class Naming:
             ``model.parameters()`` in one group, or the names of each group's parameters in order.
         weights_only: the optimizer's states are not wanted, so that nothing has to name them.
         optimizer: False leaves them out; names then only tell a pipeline's tied modules.
+        rename: from the names that the files have and the live ones, the live name → the name there, where they differ.
     """
 
     live: GroupNames | None = None
@@ -42,6 +46,23 @@ class Naming:
     groups: NamedGroups | None = None
     weights_only: bool = False
     optimizer: bool = True
+    rename: Rename = lambda saved, live: {}
+
+    def name_live(self, save: Save) -> GroupNames | None:
+        """The live groups by the names that the files have."""
+        live = {strip_compiled(name) for group in self.live or () for name, _ in group}
+        old = self.rename(_list_names(save), live) if live else {}
+        if not old or self.live is None:
+            return self.live
+        return [[(old.get(strip_compiled(name), name), owned) for name, owned in group] for group in self.live]
+
+
+def _list_names(save: Save) -> set[str]:
+    """Names of all tensors in model states, layer files and experts' files; a pipeline's tied modules have none."""
+    named = [{} if model.nested else model.module or {} for model in save.first_models]
+    named += [header.layer or {} for header in save.experts.values()]
+    layers = (f"{layer}.{key}" for held in save.layers for layer, header in held.items() for key in header.layer or {})
+    return {name for tensors in named for name in tensors}.union(layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +74,8 @@ class NamedOptimizer:
         groups: names of the parameters of each saved group, in saved order.
         shapes: their local shapes.
         tensors: the model's own tensors with the files that hold them.
+        mp, ep: model-parallel rank, and expert-parallel one.
+        held: of parameters in which experts lie one behind the other, the names of these, with shapes.
     """
 
     header: FileHeader
@@ -60,6 +83,13 @@ class NamedOptimizer:
     groups: list[tuple[str, ...]]
     shapes: Mapping[str, Shape]
     tensors: Mapping[str, tuple[FileHeader, Piece]]
+    mp: int = 0
+    ep: int = 0
+    held: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
+
+    def list_parts(self, name: str) -> Mapping[str, Shape]:
+        """The whole model's parameters that one of the rank's own is: itself, or the experts in it."""
+        return self.held.get(name) or {name: self.shapes[name]}
 
     @property
     def names(self) -> list[str]:
@@ -68,7 +98,9 @@ class NamedOptimizer:
 
     def find_lost(self) -> set[str]:
         """Parameters whose master would be the model's own tensor, which no file holds."""
-        return {name for name in self.names if name not in self.tensors} if self.optim.kind == "torch" else set()
+        if self.optim.kind != "torch":
+            return set()
+        return {part for name in self.names for part in self.list_parts(name) if part not in self.tensors}
 
 
 def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]:

@@ -18,9 +18,9 @@ from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_ent
 from .findings import WARNING, Finding, from_error, make_error, sort_findings
 from .headers import FileHeader
 from .index import build_index, enabled
-from .naming import GroupNames, NamedGroups, Naming
+from .naming import GroupNames, NamedGroups, Naming, Rename
 from .reading import read_file
-from .save import Save, arrange, count_ranks, expect_files
+from .save import Save, arrange, count_ranks, expect_files, find_degrees, name_unsaved
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -66,6 +66,7 @@ def open_checkpoint(
     *,
     groups: NamedGroups | None = None,
     weights_only: bool = False,
+    rename: Rename | None = None,
 ) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
 
@@ -74,14 +75,15 @@ def open_checkpoint(
     Args:
         folder: the tag's folder.
         comm: the ranks that load.
-        live_groups, live_hyper, groups, weights_only: what names a stage-0 source (:class:`.naming.Naming`).
+        live_groups, live_hyper, groups, weights_only, rename: what names a stage-0 source (:class:`.naming.Naming`).
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    report = survey_checkpoint(folder, comm, Naming(live_groups, live_hyper, groups, weights_only=weights_only))
+    naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only)
+    report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming)
     index = comm.run(report.require)
     if comm.rank == 0:
         _tell_warnings(report)
@@ -207,7 +209,7 @@ def read_save(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[Sa
     headers, unread = _read_rest(listing, first, expected, comm)
     save = arrange(listing, headers)
     findings = list(faults)
-    for more in (unread, _find_missing(listing, first[0], expected), find_strangers(save)):
+    for more in (unread, _find_missing(listing, first, expected), find_strangers(save)):
         findings += _keep_new(more, findings)
     findings += _find_left(listing, expected)
     return save, findings + comm.once(lambda: find_late_files(folder, entries, [each.name for each in headers]))
@@ -275,11 +277,21 @@ def _find_save(listing: Listing) -> tuple[list[FileHeader], list[str], list[Find
 
     try:
         first = _choose(listing, find_first)
-        expected = expect_files(listing, first)
+        expected = expect_files(listing, first, _look_at_stages(listing, first[0], find_first))
     except (CheckpointError, UnsupportedError) as error:
         faults = [look for look in looks.values() if isinstance(look, Finding)]
         return [], [], faults or _tell_none(listing.folder, error)
     return first, expected, [look for name in expected if isinstance(look := looks.get(name), Finding)]
+
+
+def _look_at_stages(listing: Listing, first: FileHeader, find_first: FindFirst) -> list[FileHeader]:
+    """The model states of the further stages of a pipeline with experts: each tells of its own layers alone."""
+    model = first.model
+    if model is None or model.module is None or not model.experts:
+        return []
+    pp, tp = find_degrees(listing, model)
+    names = ([listing.model[mp]] if (mp := stage * tp) in listing.model else [] for stage in range(1, pp))
+    return [header for each in names if (header := find_first(each))]
 
 
 def _choose(listing: Listing, find_first: FindFirst) -> list[FileHeader]:
@@ -358,9 +370,20 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     return replace(header, model=replace(model, hints=hints, others=()))
 
 
-def _find_missing(listing: Listing, first: FileHeader, expected: Iterable[str]) -> list[Finding]:
-    mp, dp = count_ranks(first.model) if first.model else (1, 1)
+def _find_missing(listing: Listing, first: Sequence[FileHeader], expected: Iterable[str]) -> list[Finding]:
+    model, lost = first[0].model, name_unsaved(listing, first)
+    mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. Copy it here or load another tag."
     absent = [name for name in expected if name not in listing.sizes]
-    return [Finding("missing", name, f"{listing.path(name)} is missing; {text}") for name in absent]
+    return [
+        Finding("missing", name, f"{listing.path(name)} is missing; {_NEVER_SAVED if name in lost else text}")
+        for name in absent
+    ]
+
+
+_NEVER_SAVED = (
+    "DeepSpeed writes no model states of a tensor-parallel rank whose experts a rank before it holds as well, and what "
+    "such a rank alone held is lost. Save with at least as many expert-parallel ranks as tensor-parallel ones and "
+    "without use_data_before_expert_parallelism, or with expert tensor parallelism."
+)

@@ -203,7 +203,7 @@ def _make_part(
         for layer in layers[:1]:
             file = module.tied[key][layer]
             tensors.update({f"{TIED}{key}.{name}": (file, piece) for name, piece in (file.layer or {}).items()})
-    return NamedOptimizer(header, optim, groups, module.shapes, tensors)
+    return NamedOptimizer(header, optim, groups, module.shapes, tensors, mp)
 
 
 def _writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..atoms import AtomKey, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError
+from ..experts import cut_number, find_expert
 from ..flat import FlatBuffer
 from .headers import FileHeader, Shape
 from .save import Save
@@ -27,6 +28,7 @@ class SavedRank:
         empty: shapes of shards without elements, which other tensor-parallel ranks' optimizers have.
         flats: its flat buffers, names as the module spells them.
         groups: its param groups.
+        folded: experts that are spread over all ranks of its pipeline stage, whole: one lane holds them.
     """
 
     pp: int = 0
@@ -36,6 +38,11 @@ class SavedRank:
     empty: dict[str, Shape] = field(default_factory=dict)
     flats: tuple[FlatBuffer, ...] = ()
     groups: tuple[GroupInfo, ...] = ()
+    folded: set[str] = field(default_factory=set)
+
+    def find_lane(self, name: str, lanes: int) -> tuple[int, int]:
+        """(lane, how many there are) of what it holds of a parameter; of most there are as many as of ``lanes``."""
+        return (0, 1) if name in self.folded else (self.tp, lanes)
 
     def param(self, name: str) -> ParamKey:
         """What the index calls a parameter of this rank."""
@@ -106,14 +113,16 @@ def _read_group(
     for shard in slices:
         for name, _, numel in sorted(shard[group] if group < len(shard) else (), key=lambda entry: entry[1]):
             numels[name] = numels.get(name, 0) + numel
-    return tuple((name, _find_shape(save, mp % save.tp, name, numels)) for name in numels)
+    return tuple((name, _find_shape(save, mp, name, numels)) for name in numels)
 
 
-def _find_shape(save: Save, tp: int, raw: str, numels: Mapping[str, int]) -> Shape:
+def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Shape:
     name = strip_compiled(raw)
-    module = save.model(tp).module
+    module = save.model(mp).module
     if module is None:
-        found = _look_into_layers(save.layers[tp], name, set(map(strip_compiled, numels)))
+        found = _look_into_layers(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
+    elif find_expert(name):
+        found = _look_into_experts(save, mp, name)
     else:
         found = {module[name].shape} if name in module else set()
     fitting = {shape for shape in found if count(shape) == numels[raw]}
@@ -134,6 +143,13 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
     else:
         files = [header for layer, header in layers.items() if str(layer) == head]
     return {header.layer[key].shape for header in files if header.layer and key in header.layer}
+
+
+def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
+    """Shapes that a rank's own parameter of an expert has in the files of single experts, whichever it is of."""
+    files = [header for (_, _, held), header in save.experts.items() if held in save.list_lanes(mp)]
+    wanted = cut_number(name)
+    return {piece.shape for header in files for key, piece in (header.layer or {}).items() if cut_number(key) == wanted}
 
 
 def merge_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:

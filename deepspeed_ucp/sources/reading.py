@@ -18,7 +18,7 @@ from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_par
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
-from .autoep import read_placements
+from .autoep import read_folding, read_placements
 from .compare import read_marks
 from .files import holds_state_dict, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
@@ -116,7 +116,8 @@ class HeaderReader:
 
     def read(self, name: str) -> FileHeader:
         tree = self.file.tree
-        header = FileHeader(name, self.file.size, self.file.crc, list_globals(self.file))
+        folding = read_folding(tree.get("folding"))
+        header = FileHeader(name, self.file.size, self.file.crc, list_globals(self.file), folding=folding)
         if holds_state_dict(name):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))

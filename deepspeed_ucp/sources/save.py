@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from ..errors import CheckpointError
+from ..experts import DATA_FIRST, list_holders
 from .files import NO_AXIS, NO_LAYER, Listing, name_expert
 from .headers import FileHeader, ModelHeader, OptimHeader
 
@@ -25,8 +26,10 @@ class Save:
         models: per model-parallel rank the model states (of every data-parallel rank under ZeRO 3).
         shards: per model-parallel rank the optimizer states by data-parallel rank; empty lists at stage 0.
         layers: per tensor-parallel rank the layer files of a pipeline by layer.
-        experts: files of one expert each.
-        expert_optims: optimizer states of stage 0 by expert-parallel rank.
+        experts: files of one expert each, by the keys of :class:`~.files.Listing`.
+        expert_optims: optimizer states of stage 0 by (model-parallel rank, expert-parallel rank).
+        expert_lanes: lanes of experts' parameters: the tensor-parallel ranks where these cut them (expert tensor
+            parallelism), else one, as experts are then spread over all ranks of a pipeline stage.
     """
 
     listing: Listing
@@ -36,8 +39,9 @@ class Save:
     models: list[list[FileHeader]]
     shards: list[list[FileHeader]]
     layers: list[dict[int, FileHeader]] = field(default_factory=list)
-    experts: list[FileHeader] = field(default_factory=list)
-    expert_optims: list[FileHeader] = field(default_factory=list)
+    experts: dict[tuple[int, int, int], FileHeader] = field(default_factory=dict)
+    expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
+    expert_lanes: int = 1
 
     @property
     def main(self) -> FileHeader:
@@ -53,7 +57,13 @@ class Save:
     def headers(self) -> list[FileHeader]:
         """All headers: model states, optimizer states, layers, experts."""
         layers = (held.values() for held in self.layers)
-        return [*chain(*self.models), *chain(*self.shards), *chain(*layers), *self.experts, *self.expert_optims]
+        files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
+        return [*files, *self.experts.values(), *self.expert_optims.values()]
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts are spread over the tensor-parallel ranks too, whole."""
+        return self.expert_lanes < self.tp
 
     @property
     def is_pipeline(self) -> bool:
@@ -76,6 +86,15 @@ class Save:
         if model is None:
             raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no model states.")
         return model
+
+    def shard(self, stage: int, rank: int) -> FileHeader:
+        """The optimizer states of a rank of a pipeline stage, ``dp_rank * tp + tp_rank``."""
+        return self.shards[stage * self.tp + rank % self.tp][rank // self.tp]
+
+    def list_lanes(self, mp: int) -> range:
+        """Model-parallel ranks whose files hold the experts of one: of folded ones all of its stage, else it alone."""
+        first = mp // self.tp * self.tp
+        return range(first, first + self.tp) if self.folds_experts else range(mp, mp + 1)
 
     def optim(self, mp: int) -> OptimHeader:
         """The optimizer in a model-parallel rank's model states (stage 0)."""
@@ -122,12 +141,13 @@ def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
     return ranks // tp, tp
 
 
-def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
+def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence[FileHeader] = ()) -> list[str]:
     """Names of all files of the save that ``first`` belongs to, whether they are there or not.
 
     Args:
         listing: the folder's files.
         first: model states, and optimizer states where the save has them.
+        stages: model states of further pipeline stages with experts, of which each counts its own.
 
     Raises:
         CheckpointError: a pipeline's layer files are of no save, or of two.
@@ -148,21 +168,71 @@ def expect_files(listing: Listing, first: Sequence[FileHeader]) -> list[str]:
     if model.module is None:
         names += _name_layers(listing, tp)
     if model.experts and first[0].name in listing.model.values():  # of ZeRO 3 every rank's model states have them
-        names += _name_experts(listing, model.experts, pp * tp)
-        if len(first) == 1:
-            names += [
-                f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
-                for mp in range(pp * tp)
-                for rank in range(_count_expert_ranks(listing, model.optim))
-            ]
+        lanes = count_expert_lanes(listing, first, tp)
+        for stage, header in enumerate([first[0], *stages]):
+            places = range(stage * tp, (stage + 1) * tp)
+            names += _name_experts(listing, header.model.experts if header.model else (), places, lanes)
+            if header.model and (len(first) == 1 or header.model.optim):
+                names += _name_expert_optims(listing, header.model.optim, places, lanes)
     return names
 
 
-def _count_expert_ranks(listing: Listing, optim: OptimHeader | None) -> int:
-    """Expert-parallel ranks of a save at stage 0: the param groups of experts have the degree in their names."""
-    names = [str(group.get("name")) for group in (optim.groups if optim else ()) if group.get("moe")]
-    degrees = [int(match[1]) for name in names if (match := _GROUP.fullmatch(name))]
-    return max(degrees, default=max((rank for _, rank in listing.expert_optim), default=-1) + 1)
+def count_expert_lanes(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:
+    """Lanes of experts' parameters: ``tp`` with expert tensor parallelism, else one.
+
+    Without it experts are spread over more ranks than the data-parallel ones, and each is saved once.
+
+    Args:
+        first: the first rank's model states, and optimizer states where the save has them.
+    """
+    model = first[0].model
+    if tp == 1 or model is None or model.placements:
+        return 1
+    optim = first[-1].optim
+    if optim is not None:
+        _, dp = count_ranks(model)
+        for degree, count in zip(map(_find_degree, optim.groups), optim.partition_count, strict=False):
+            if degree:
+                return 1 if degree * count > dp else tp
+    if listing.expert_optim:
+        return tp if any(mp % tp != rank % tp for mp, rank in listing.expert_optim) else 1
+    held = {(layer, expert, mp // tp) for layer, expert, mp in listing.experts}
+    return tp if len(listing.experts) > len(held) else 1
+
+
+def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
+    """Model states that no rank writes: of tensor-parallel ranks whose experts a rank before them holds as well.
+
+    Args:
+        first: as for :func:`count_expert_lanes`.
+    """
+    header, model = first[0], first[0].model
+    optim = first[-1].optim or (model.optim if model else None)
+    if model is None or model.placements or optim is None:
+        return set()
+    (_, tp), (_, dp) = find_degrees(listing, model), count_ranks(model)
+    degree = max(map(_find_degree, optim.groups), default=0)
+    if not degree or dp * tp % degree or count_expert_lanes(listing, first, tp) > 1:
+        return set()
+    holders = list_holders(dp * tp, dp * tp // degree, data_first=bool(header.config.get(DATA_FIRST)))
+    writers = {held[0] for held in holders}
+    return {name for mp, name in enumerate(name_model_files(listing, header)) if mp % tp not in writers}
+
+
+def _find_degree(group: Mapping[str, Any]) -> int:
+    """The expert-parallel degree that a param group of experts is named by; 0 where it tells none."""
+    match = _GROUP.fullmatch(str(group.get("name"))) if group.get("moe") else None
+    return int(match[1]) if match else 0
+
+
+def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: range, lanes: int) -> Iterator[str]:
+    """Optimizer states of stage 0 by expert-parallel rank; where experts are folded, of one lane at least."""
+    degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
+    count = max(degrees, default=max((rank for mp, rank in listing.expert_optim if mp in places), default=-1) + 1)
+    for rank in range(count):
+        held = [mp for mp in places if lanes > 1 or (mp, rank) in listing.expert_optim]
+        for mp in held or [places[rank % len(places)]]:
+            yield f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
 
 def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
@@ -201,12 +271,20 @@ def _name_layers(listing: Listing, tp: int) -> list[str]:
     ]
 
 
-def _name_experts(listing: Listing, layers: Sequence[int], ranks: int) -> list[str]:
-    """Files of one expert each; older releases have an expert's parts of all layers in one."""
+def _name_experts(listing: Listing, layers: Sequence[int], places: range, lanes: int) -> Iterator[str]:
+    """Files of one expert each; older releases have an expert's parts of all layers in one.
+
+    Args:
+        layers: experts by layer, of a pipeline stage.
+        places: the stage's model-parallel ranks; where experts are folded one of them has the file at least.
+    """
     keys = [(layer, expert) for layer, held in enumerate(layers) for expert in range(held)]
     if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
-        keys = [(NO_LAYER, expert) for expert in range(max(layers))]
-    return [name_expert(*key, mp) for key in keys for mp in range(ranks)]
+        keys = [(NO_LAYER, expert) for expert in range(max(layers, default=0))]
+    for key in keys:
+        held = [mp for mp in places if lanes > 1 or (*key, mp) in listing.experts]
+        for mp in held or places[:1]:
+            yield name_expert(*key, mp)
 
 
 def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
@@ -234,26 +312,45 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     for (layer, rank), name in sorted(listing.layers.items()):
         if name in by_name:
             layers[max(rank, 0)][layer] = by_name[name]
-    save.shards = [[align_groups(header, held[0].optim) for header in held] for held in save.shards]
-    save.experts += [by_name[name] for _, name in sorted(listing.experts.items()) if name in by_name]
-    save.expert_optims += [by_name[name] for _, name in sorted(listing.expert_optim.items()) if name in by_name]
+    align_save(save)
+    save.experts.update({key: by_name[name] for key, name in sorted(listing.experts.items()) if name in by_name})
+    optims = sorted(listing.expert_optim.items())
+    save.expert_optims.update({key: by_name[name] for key, name in optims if name in by_name})
+    save.expert_lanes = count_expert_lanes(listing, [headers[0], *save.shards[0][:1]], tp)
     return save
 
 
-def align_groups(header: FileHeader, first: OptimHeader | None) -> FileHeader:
-    """The param groups in the order of the first rank's.
+def align_save(save: Save) -> None:
+    """Put the param groups of all ranks of a pipeline stage into the order of its first rank's.
 
     DeepSpeed makes those of several expert-parallel degrees in the order of a set of strings, which each process has
     of its own; groups of one degree keep their order (``moe/utils.py``).
     """
-    optim = header.optim
-    if optim is None or first is None or optim.partition_count == first.partition_count:
-        return header
-    mine, wanted = (_sort(each.partition_count) for each in (optim, first))
-    if len(mine) != len(wanted):
-        return header
-    order = [mine[wanted.index(group)] for group in range(len(mine))]
+    for mp, held in enumerate(save.shards):
+        stage = save.shards[mp // save.tp * save.tp]
+        first = stage[0].optim if stage else None
+        if not (held and first):
+            continue
+        model, order = save.models[mp][0].model if save.models[mp] else None, find_order(held[0].optim, first)
+        if model and model.param_shapes and len(order) == len(model.param_shapes):
+            shapes = tuple(model.param_shapes[group] for group in order)
+            save.models[mp][0] = replace(save.models[mp][0], model=replace(model, param_shapes=shapes))
+        save.shards[mp] = [align_groups(header, first) for header in held]
 
+
+def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
+    """A rank's numbers of the param groups of another one; empty where they have the same order, or are others."""
+    if optim is None or optim.partition_count == first.partition_count:
+        return []
+    mine, wanted = (_sort(each.partition_count) for each in (optim, first))
+    return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
+
+
+def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
+    """The param groups in the order of the first rank's."""
+    optim, order = header.optim, find_order(header.optim, first)
+    if optim is None or not order:
+        return header
     fields = ("masters", "tensors", "groups", "slices", "partition_count", "paddings", "alignment")
     rows = {field: getattr(optim, field) for field in fields}
     moved: dict[str, Any] = {

@@ -7,16 +7,17 @@ These files name no parameters in the optimizer's part: states are positional, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from ..atoms import MASTER, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, MismatchError, shorten
-from ..experts import DATA_FIRST, deal_experts, drop_fixed, find_expert, list_holders
-from ..flat import Cut, FlatBuffer, join_parameters
+from ..experts import DATA_FIRST, deal_experts, drop_fixed, find_layer, is_expert, list_holders, number_in_stage
+from ..flat import FlatBuffer, join_parameters
 from .builder import Builder
-from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
 from .placement import place_layers
@@ -33,7 +34,8 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
         MismatchError: the live param groups do not fit the saved ones.
         ConfigError: the groups are of another form.
     """
-    save, live = builder.save, naming.live
+    save = builder.save
+    live = naming.name_live(save)
     wrapper = save.model(0).optim
     tied: set[str] = set()
     if wrapper is None or wrapper.kind == "bf16" or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
@@ -79,33 +81,65 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
 def _add_experts(
     builder: Builder, save: Save, parts: Sequence[NamedOptimizer], owned: Sequence[Mapping[str, Shape]]
 ) -> None:
-    """What the optimizers of all expert-parallel ranks hold; what is not an expert's they hold alike.
+    """What the optimizers of all expert-parallel ranks hold; what is not an expert's those of one lane hold alike.
+
+    Folded experts are added to all lanes of their pipeline stage.
 
     Raises:
-        CheckpointError: they are no divisor of the data-parallel ranks.
+        CheckpointError: the expert-parallel ranks do not divide those that hold the model.
     """
-    if save.dp % len(parts):
+    holders = _find_holders(save)
+    lanes = [save.list_lanes(mp) for mp in range(len(save.models))]
+    mine = [[(p, held) for p, held in zip(parts, owned, strict=True) if p.mp in lane] for lane in lanes]
+    names = [
+        dict.fromkeys(n for part, held in each for n in held if part.mp == mp or is_expert(n))
+        for mp, each in enumerate(mine)
+    ]
+    builder.ranks, builder.instances = list_ranks(save, [list(each) for each in names])
+    for whole in builder.ranks if save.folds_experts else ():
+        whole.folded.update(filter(is_expert, chain(*names)))
+    known: dict[int, set[str]] = defaultdict(set)
+    for part, shapes in sorted(zip(parts, owned, strict=True), key=lambda pair: pair[0].ep):
+        rank = replace(builder.ranks[part.mp], shapes={}, flats=(), groups=())
+        new = {name: shape for name, shape in shapes.items() if name not in known[part.mp]}
+        _add_part(builder, rank, part, new, shapes)
+        for mp in lanes[part.mp]:
+            known[mp].update(name for name in shapes if mp == part.mp or is_expert(name))
+            named = save.folds_experts or len(holders[mp]) > 1
+            _join_rank(builder.ranks[mp], rank, holders[mp][part.ep] if named else None)
+
+
+def _find_holders(save: Save) -> list[list[range]]:
+    """Per model-parallel rank: ranks of its pipeline stage by expert-parallel rank."""
+    degree = 1 + max(rank for _, rank in save.expert_optims)
+    ranks = save.dp * save.tp if save.folds_experts else save.dp
+    if ranks % degree:
         raise CheckpointError(
-            f"{save.path(save.main)}: was saved by {save.dp} data-parallel ranks, and {len(parts)} expert-parallel "
+            f"{save.path(save.main)}: was saved by {ranks} ranks that held the experts, and {degree} expert-parallel "
             "ones have files of optimizer states. The folder lacks files or mixes two saves."
         )
-    builder.ranks, builder.instances = list_ranks(save, [list(dict.fromkeys(chain(*owned)))])
-    whole = builder.ranks[0]
-    holders = list_holders(save.dp, save.dp // len(parts), data_first=bool(save.main.config.get(DATA_FIRST)))
-    for ranks, part, shapes in zip(holders, parts, owned, strict=True):
-        rank, is_first = SavedRank(), not whole.shapes
-        _add_part(builder, rank, part, {n: shape for n, shape in shapes.items() if n not in whole.shapes}, shapes)
-        whole.shapes.update(rank.shapes)
-        for flat in rank.flats:
-            if any(map(find_expert, flat.names)):
-                whole.flats += (replace(flat, ranks=ranks if len(parts) > 1 else None),)
-            elif is_first:
-                whole.flats += (flat,)
-        known = [group.members for group in whole.groups] or [()] * len(rank.groups)
-        whole.groups = tuple(
-            GroupInfo(members + group.members, drop_fixed(group.hyper))
-            for members, group in zip(known, rank.groups, strict=True)
+    holders = list_holders(ranks, ranks // degree, data_first=bool(save.main.config.get(DATA_FIRST)))
+    if save.folds_experts:
+        return [holders] * len(save.models)
+    return [[number_in_stage(held, save.tp, mp % save.tp) for held in holders] for mp in range(len(save.models))]
+
+
+def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
+    """Add what one expert-parallel rank holds to its model-parallel rank; of another lane's its experts alone."""
+    own = whole.tp == part.tp
+    whole.shapes.update({name: shape for name, shape in part.shapes.items() if own or is_expert(name)})
+    for flat in part.flats:
+        spread = any(map(is_expert, flat.names))
+        if (own or spread) and not any(flat.names == held.names for held in whole.flats):
+            whole.flats += (replace(flat, ranks=holders if spread else None),)
+    known = [group.members for group in whole.groups] or [()] * len(part.groups)
+    whole.groups = tuple(
+        GroupInfo(
+            members + tuple(member for member in group.members if own or is_expert(member.name)),
+            drop_fixed(group.hyper),
         )
+        for members, group in zip(known, part.groups, strict=True)
+    )
 
 
 def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
@@ -122,28 +156,71 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
         )
     if save.is_pipeline:
         return place_layers(save, live or ())
-    known = {strip_compiled(name) for group in live or () for name, _ in group}
-    groups_of = _deal_experts(save, live) if save.expert_optims else [live]
     parts = []
-    for mp in range(save.tp):
-        header = save.models[mp][0]
-        tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
-        tensors |= {name: (expert, piece) for expert in save.experts for name, piece in (expert.layer or {}).items()}
-        shapes = {name: piece.shape for name, (_, piece) in tensors.items()}
-        for file, named in zip(save.expert_optims or [header], groups_of, strict=True):
-            optim = file.optim or save.optim(mp)
-            groups = fit_groups(optim, save.model(mp), shapes, named, save.path(file))
-            parts.append(NamedOptimizer(file, optim, groups, shapes, tensors))
+    for mp in range(len(save.models)):
+        files = {rank: file for (held, rank), file in save.expert_optims.items() if held == mp}
+        parts += [_name_part(save, mp, rank, file, live) for rank, file in (files or {0: save.models[mp][0]}).items()]
     return parts
 
 
-def _deal_experts(save: Save, live: GroupNames | None) -> list[GroupNames]:
+def _name_part(save: Save, mp: int, ep: int, file: FileHeader, live: GroupNames | None) -> NamedOptimizer:
+    """What one file's optimizer holds, by name.
+
+    Raises:
+        MismatchError: the live groups do not fit.
+    """
+    header, optim = save.models[mp][0], file.optim or save.optim(mp)
+    known = {strip_compiled(name) for group in live or () for name, _ in group}
+    tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
+    lanes = save.list_lanes(mp)
+    for (_, _, place), expert in save.experts.items():
+        if place in lanes:
+            tensors |= {name: (expert, piece) for name, piece in (expert.layer or {}).items()}
+    shapes = {name: piece.shape for name, (_, piece) in tensors.items()}
+    fused = _find_fused(save.model(mp), ep, shapes)
+    shapes |= {name: (len(parts), *next(iter(parts.values()))) for name, parts in fused.items()}
+    if save.expert_optims and live is not None:
+        live = _pick_live(save, _deal_experts(save, live)[ep], fused, shapes, len(optim.groups))
+    groups = fit_groups(optim, save.model(mp), shapes, live, save.path(file))
+    return NamedOptimizer(file, optim, groups, shapes, tensors, mp, ep, fused)
+
+
+def _find_fused(model: ModelHeader, ep: int, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
+    """The parameters in which an expert-parallel rank's experts of AutoEP lie, and what lies in each."""
+    placements = {strip_compiled(layer): experts[ep : ep + 1] for layer, experts in model.placements.items()}
+    fused: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes.items():
+        own = name.rpartition(".")[0]
+        layer = find_layer(own, placements) if is_expert(name) and own not in fused else None
+        if layer is not None and (numbers := list(chain(*placements[layer]))):
+            fused[own] = {f"{own}.{number}": shape for number in numbers}
+    return fused
+
+
+def _pick_live(
+    save: Save, live: GroupNames, fused: Collection[str], shapes: Mapping[str, Shape], saved: int
+) -> GroupNames:
+    """The live groups as one rank of the saved run had them: of its stage, by what it called its own parameters."""
+    picked: list[list[tuple[str, bool]]] = []
+    for group in live:
+        names: dict[str, bool] = {}
+        for name, owned in group:
+            own = strip_compiled(name)
+            own = own.rpartition(".")[0] if own.rpartition(".")[0] in fused else own
+            if save.pp == 1 or own in shapes:
+                names[own] = names.get(own, False) or owned
+        picked.append(list(names.items()))
+    return picked if len(picked) == saved else [group for group in picked if group]
+
+
+def _deal_experts(save: Save, live: GroupNames) -> list[GroupNames]:
     """Of the live groups what each expert-parallel rank of the saved run had in them.
 
     Raises:
         MismatchError: the files do not tell which rank had which experts.
     """
-    for file in save.expert_optims:
+    files = list(save.expert_optims.values())
+    for file in files:
         groups = file.optim.groups if file.optim else ()
         if len({str(group.get("name")) for group in groups if group.get("moe")}) > 1:
             raise MismatchError(
@@ -151,14 +228,14 @@ def _deal_experts(save: Save, live: GroupNames | None) -> list[GroupNames]:
                 "here were several such degrees. Resume in the topology that saved it, or load with "
                 "load_optimizer_states=False."
             )
-    dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in save.expert_optims]
-    for group in live or ():
+    dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in _find_holders(save)[0]]
+    for group in live:
         owned = dict(group)
         try:
             parts = deal_experts(list(owned), len(dealt))
         except ValueError as error:
             raise MismatchError(
-                f"{save.path(save.expert_optims[0])}: {error}. Stage 0 saves no parameter names: give the optimizer "
+                f"{save.path(files[0])}: {error}. Stage 0 saves no parameter names: give the optimizer "
                 "the experts in the module's order, or load with load_optimizer_states=False."
             ) from error
         for held, names in zip(dealt, parts, strict=True):
@@ -174,8 +251,10 @@ def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Sh
     frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
     names = part.names
     if len(names) == len(part.optim.tensors):
-        frozen -= {name for name, held in zip(names, part.optim.tensors, strict=True) if held.states}
-    return {n: part.shapes[n] for n in names if count(part.shapes[n]) and n not in frozen}
+        pairs = zip(names, part.optim.tensors, strict=True)
+        frozen.difference_update(*(part.list_parts(name) for name, held in pairs if held.states))
+    parts = {part_name: shape for name in names for part_name, shape in part.list_parts(name).items()}
+    return {name: shape for name, shape in parts.items() if count(shape) and name not in frozen}
 
 
 def _add_part(
@@ -192,25 +271,23 @@ def _add_part(
         ordered: those of a raw optimizer that make up its flats, which tell where stages end.
     """
     rank.shapes.update(owned)
-    held = [tuple(name for name in names if name in owned) for names in part.groups]
+    held = [tuple(n for name in names for n in part.list_parts(name) if n in owned) for names in part.groups]
     rank.groups = tuple(
         GroupInfo(tuple(map(rank.param, names)), hyper) for names, hyper in zip(held, part.optim.groups, strict=True)
     )
     if part.optim.kind == "fp16_fused":
         rank.flats = tuple(_add_fused(builder, rank, part, index, names) for index, names in enumerate(held))
         return
-    masters: list[tuple[FileHeader, Piece] | None] = [(part.header, master) for master in part.optim.masters]
-    if part.optim.kind == "torch":  # fp32: the model's own parameters are the masters
-        masters = [part.tensors.get(name) for name in part.names]
+    # fp32: the model's own parameters are the masters
+    masters: Sequence[Piece | None] = part.optim.masters if part.optim.kind != "torch" else [None] * len(part.names)
     for name, master, states in zip(part.names, masters, share_steps(part.optim), strict=True):
-        if master is not None and name in owned:
-            _add_whole(builder, rank, part.header, name, master, states)
+        _add_whole(builder, rank, part, name, master, states)
     laid = ordered if part.optim.kind == "torch" else owned  # a raw optimizer's order is the live one
     rank.flats = tuple(
-        join_parameters(index, (name,), (laid[name],))
+        _lay_whole(part, name, index)
         for index, names in enumerate(part.groups)
         for name in names
-        if name in laid
+        if any(each in laid for each in part.list_parts(name))
     )
 
 
@@ -238,25 +315,29 @@ def _list_dtypes(states: Iterable[TensorStates]) -> set[str]:
     return {piece.dtype for each in states for piece in each.states.values()}
 
 
+def _lay_whole(part: NamedOptimizer, name: str, group: int) -> FlatBuffer:
+    """A parameter with a master and states of its own; the experts in it, one behind the other."""
+    return join_parameters(group, (name,), (part.shapes[name],)).split({name: part.list_parts(name)})
+
+
 def _add_whole(
-    builder: Builder,
-    rank: SavedRank,
-    header: FileHeader,
-    name: str,
-    master: tuple[FileHeader, Piece],
-    states: TensorStates,
+    builder: Builder, rank: SavedRank, part: NamedOptimizer, name: str, master: Piece | None, states: TensorStates
 ) -> None:
-    """A parameter with a master and states of its own."""
-    file, piece = master
-    builder.add(rank, name, MASTER, file, piece)
-    held = states if piece.shape else states.of_zero_dim()
-    builder.add_states(rank, [Cut(name, 0, piece.numel, 0)], held, piece.numel, header)
+    """What the optimizer keeps for one parameter; without a master the model's own tensors are that."""
+    shape = part.shapes[name]
+    cuts = [cut for cut in _lay_whole(part, name, 0).cuts(0) if cut.name in rank.shapes]
+    if master is not None:
+        builder.add_cuts(rank, MASTER, cuts, part.header, master)
+    for cut in cuts if master is None else ():
+        builder.add(rank, cut.name, MASTER, *part.tensors[cut.name])
+    builder.add_states(rank, cuts, states if shape else states.of_zero_dim(), count(shape), part.header)
 
 
 def _add_fused(builder: Builder, rank: SavedRank, part: NamedOptimizer, index: int, held: Sequence[str]) -> FlatBuffer:
     """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
     names = part.groups[index]
     buffer = join_parameters(index, names, [part.shapes[name] for name in names])
+    buffer = buffer.split({name: part.list_parts(name) for name in names})
     cuts = [cut for cut in buffer.cuts(0) if cut.name in rank.shapes]
     builder.add_cuts(rank, MASTER, cuts, part.header, part.optim.masters[index])
     if index < len(part.optim.tensors):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts
+from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Shape, TensorStates
@@ -32,7 +32,7 @@ def build_zero(builder: Builder) -> None:
     builder.ranks, builder.instances = list_ranks(save, names)
     optimized = {name for held in names for name in held}
     for mp, rank in enumerate(builder.ranks):
-        _add_rank(builder, rank, dealt[mp], save.shards[mp])
+        _add_rank(builder, rank, dealt[mp], _get_optim(save.shards[mp][0]))
         if save.is_sharded:
             add_frozen_zero3(builder, rank, save.models[mp], optimized)
     add_tensors(builder)
@@ -40,17 +40,21 @@ def build_zero(builder: Builder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeldParameters:
-    """Parameters of a group that the same data-parallel ranks hold: all of them, or some of its experts.
+    """Parameters of a group that the same ranks hold: all of them, or some of its experts.
 
     Attributes:
-        ranks: that hold them.
+        ranks: of the pipeline stage that hold them.
         own: the ranks' own parameters, as the module spells them, with shapes.
         parts: by these the whole model's parameters that are in them, with shapes.
+        folded: they are experts that are spread over all of the stage's ranks, and not over one lane's.
+        named: the flat buffer names these ranks, as others hold others.
     """
 
     ranks: range
     own: dict[str, Shape]
     parts: dict[str, dict[str, Shape]]
+    folded: bool = False
+    named: bool = False
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -73,12 +77,13 @@ def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
         CheckpointError: the files, or the placement of AutoEP's experts, tell of other experts.
     """
     placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
-    totals = count_experts(name for header in save.experts for name in header.layer or {})
+    totals = count_experts(name for header in save.experts.values() for name in header.layer or {})
     dealt: list[list[HeldParameters]] = []
     for number, group in enumerate(save.model(mp).param_shapes or ()):
         held = count_experts(name for name, _ in group) if save.experts else {}
-        replicas = counts[number] if (held or placements) and number < len(counts) else len(save.shards[mp])
-        holders = list_holders(len(save.shards[mp]), replicas, data_first=bool(save.main.config.get(DATA_FIRST)))
+        spread = bool(held) or any(find_layer(name, placements) for name, _ in group)
+        replicas = counts[number] if spread and number < len(counts) else len(save.shards[mp])
+        holders = _find_holders(save, mp, replicas, folded=spread and save.folds_experts)
         _check_placements(save, mp, group, len(holders))
         shares = {layer: totals.get(strip_compiled(layer), 0) / len(holders) for layer in held}
         for layer, share in shares.items():
@@ -95,8 +100,26 @@ def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
             }
             own |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
             parts = {name: name_experts(name, shape, own) for name, shape in group}
-            dealt[-1].append(HeldParameters(ranks, dict(group), parts))
+            folded = spread and save.folds_experts
+            dealt[-1].append(HeldParameters(ranks, dict(group), parts, folded, folded or len(holders) > 1))
     return dealt
+
+
+def _find_holders(save: Save, mp: int, replicas: int, *, folded: bool) -> list[range]:
+    """Ranks of the pipeline stage that hold the same parameters of a group: by expert-parallel rank, or a lane's.
+
+    Raises:
+        CheckpointError: they cannot be so many.
+    """
+    dp, data_first = len(save.shards[mp]), bool(save.main.config.get(DATA_FIRST))
+    ranks = dp * save.tp if folded else dp
+    if replicas < 1 or ranks % replicas:
+        raise CheckpointError(
+            f"{save.path(save.shards[mp][0])}: has a param group that is cut over {replicas} ranks, which does not "
+            f"divide the {ranks} that hold the model. The file is damaged, or of another save."
+        )
+    holders = list_holders(ranks, replicas, data_first=data_first)
+    return holders if folded else [number_in_stage(held, save.tp, mp % save.tp) for held in holders]
 
 
 def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
@@ -112,14 +135,12 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
             )
 
 
-def _add_rank(
-    builder: Builder,
-    rank: SavedRank,
-    dealt: Sequence[Sequence[HeldParameters]],
-    shards: Sequence[FileHeader],
-) -> None:
-    """A model-parallel rank's flat buffers: one per param group, of ZeRO 3 one per sub-group."""
-    save, first = builder.save, _get_optim(shards[0])
+def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[HeldParameters]], first: OptimHeader) -> None:
+    """A model-parallel rank's flat buffers: one per param group, of ZeRO 3 one per sub-group.
+
+    What is folded is the same on all tensor-parallel ranks, and added with the first.
+    """
+    save = builder.save
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(map(drop_fixed, first.groups)) if save.is_sharded else []
@@ -128,38 +149,72 @@ def _add_rank(
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
         for place, held in enumerate(parts):
+            shards = [save.shard(rank.pp, each) for each in held.ranks]
             rank.shapes.update(held.shapes)
+            rank.folded.update(held.shapes if held.folded else ())
             if save.is_sharded:
-                _check_holders(save, index, place, held.ranks)
+                _check_holders(save, rank.pp, index, place, held)
                 buffer = join_reserved(owner or 0, tuple(held.own), tuple(held.own.values()), len(held.ranks))
             else:
-                buffer = _join_group(builder, [shards[dp_rank] for dp_rank in held.ranks], index, held.own)
-                _add_empty(builder, rank, shards[held.ranks[0]], index, held.shapes)
+                buffer = _join_group(builder, shards, index, held.own)
             buffer = buffer.split(held.parts)
-            named = replace(buffer, names=tuple(held.shapes))
-            for part, dp_rank in enumerate(held.ranks):
-                _add_part(builder, rank, shards[dp_rank], index, named, part, held.owners)
+            if held.folded:
+                _check_folding(save, shards, held.ranks, place)
+            if not (held.folded and rank.tp):
+                _add_parts(builder, rank, shards, index, replace(buffer, names=tuple(held.shapes)), held)
             members[buffer.group] += map(rank.param, held.shapes)
-            flats.append(replace(buffer, ranks=held.ranks if len(parts) > 1 else None))
+            flats.append(replace(buffer, ranks=held.ranks if held.named else None))
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
 
 
-def _check_holders(save: Save, group: int, place: int, ranks: range) -> None:
+def _add_parts(
+    builder: Builder,
+    rank: SavedRank,
+    shards: Sequence[FileHeader],
+    index: int,
+    buffer: FlatBuffer,
+    held: HeldParameters,
+) -> None:
+    """What the ranks of ``shards`` together hold of a flat buffer."""
+    if not buffer.by_parameter:
+        _add_empty(builder, rank, shards[0], index, held.shapes)
+    for part, shard in enumerate(shards):
+        _add_part(builder, rank, shard, index, buffer, part, held.owners)
+
+
+def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
+    """Hold the files of an expert-parallel rank against what AutoEP under AutoTP tells in each of them.
+
+    Raises:
+        CheckpointError: a file is of another rank.
+    """
+    for rank, shard in zip(ranks, shards, strict=True):
+        if shard.folding not in (None, (rank % save.tp, place)):
+            raise CheckpointError(
+                f"{save.path(shard)}: is of tensor- and expert-parallel rank {shard.folding}, by its name and the "
+                f"degrees it has to be of {(rank % save.tp, place)}. The file belongs to another run; put the right "
+                "one back."
+            )
+
+
+def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldParameters) -> None:
     """ZeRO 3 with AutoEP saves no copies of the experts, but every file tells which ranks hold a sub-group.
 
     Raises:
         CheckpointError: they are others, or of another expert-parallel rank.
     """
-    for dp_rank in ranks:
-        shard, header = save.shards[0][dp_rank], save.models[0][dp_rank]
+    for rank in parts.ranks:
+        shard = save.shard(stage, rank)
+        header = save.models[stage * save.tp + rank % save.tp][rank // save.tp]
         held, model = _get_optim(shard).partition_ranks, header.model
-        if held and held[group : group + 1] != (tuple(ranks),):
+        ranks = tuple(each + stage * save.dp * save.tp for each in parts.ranks)
+        if held and held[group : group + 1] != (ranks,):
             raise CheckpointError(
                 f"{save.path(shard)}: sub-group {group} is cut over other ranks than {shorten(ranks)}, as the degrees "
                 "have it. The file belongs to another run; put the right one back."
             )
-        if len(ranks) < save.dp and model and model.ep_rank != place:
+        if parts.named and model and model.ep_rank != place:
             raise CheckpointError(
                 f"{save.path(header)}: is of expert-parallel rank {model.ep_rank}, by the degrees it has to be "
                 f"of {place}. The file belongs to another run; put the right one back."
@@ -243,10 +298,12 @@ def _add_momentum(
         what = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
         return replace(held, states=states, other={**held.other, MOMENTUM: what})
     own, beyond = [], []
-    for cut, place, numel in zip(buffer.cuts(part), touched.offsets, touched.numels, strict=True):
-        own.append(replace(cut, offset=place + cut.start))
+    cuts = {cut.name: cut for cut in buffer.cuts(part)}
+    for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
+        cut = cuts.get(name, Cut(name, 0, 0, 0))  # of an expert that lies in one tensor with those that are held
+        own += [replace(cut, offset=place + cut.start)] if cut.numel else []
         rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
-        beyond += [Cut(cut.name, low, high - low, place + low) for low, high in rest]
+        beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
     builder.add_cuts(rank, MOMENTUM, own, shard, piece)
     builder.add_repeated(rank, MOMENTUM, beyond, shard, piece)
     return replace(held, states=states)

@@ -61,8 +61,8 @@ def _compare_repeated(reader: AtomReader, atom: Atom, lane: int, again: Fragment
     if here != there:
         path = reader.index.stored.files[reader.index.stored.records[again.record].file].path
         raise CheckpointError(
-            f"{path}: {atom.name} ({atom.state}) lies across the border of two ranks' partitions, and they saved other "
-            f"values of its elements [{low}, {high}). The file belongs to another run or step; put the right one back."
+            f"{path}: {atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
+            f"its elements [{low}, {high}). The file belongs to another run or step; put the right one back."
         )
 
 

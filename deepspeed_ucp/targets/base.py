@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,9 +17,9 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from ..atoms import count, strip_compiled
 from ..errors import UnsupportedError
 from ..experts import drop_fixed, find_layer, name_experts
-from ..flat import FlatBuffer, count_degree, join_parameters, join_reserved
+from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..topology import Topology
-from .coverage import UnknownLayoutError, name_device
+from .coverage import name_device
 from .optimizer import to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place
 
@@ -101,10 +101,17 @@ class Target(ABC):
 
     Names and shapes are this rank's own: of its pipeline stage, as its tensor-parallel rank holds them. Experts have
     their numbers in the whole layer.
+
+    Attributes:
+        experts: layers of experts by what the names of their parameters begin with.
+        folded: parameters and buffers of experts that are spread over the tensor-parallel ranks too, whole.
+        ep: expert-parallel degree; of several the largest.
     """
 
     wrapper = ""
     experts: Mapping[str, HeldExperts] = MappingProxyType({})
+    folded: Set[str] = frozenset()
+    ep = 1
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -112,7 +119,8 @@ class Target(ABC):
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        self.experts = find_experts(engine)
+        self.experts = find_experts(engine, self.place)
+        self.folded = set()
         for name, param in engine.module.named_parameters(remove_duplicate=False):
             first = self.names.setdefault(id(param), name)
             if first != name:
@@ -129,11 +137,14 @@ class Target(ABC):
 
     def _add_parameter(self, param: Any) -> None:
         """Note a parameter of the module; where experts lie in it, each one's, with its place there."""
-        shape = _find_shape(param)
-        for place, (name, own) in enumerate(self._name_parts(self.names[id(param)], shape).items()):
+        shape, raw = _find_shape(param), self.names[id(param)]
+        layer = find_layer(raw, self.experts)
+        for place, (name, own) in enumerate(self._name_parts(raw, shape).items()):
             self.params[strip_compiled(name)] = param
             if own != shape:
                 self.places[strip_compiled(name)] = place
+            if layer is not None and self.experts[layer].folded:
+                self.folded |= {strip_compiled(name)}
 
     def _name_parts(self, name: str, shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
         """A name of this rank's module → the whole model's, which numbers experts otherwise."""
@@ -166,11 +177,10 @@ class Target(ABC):
     ) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
         if buffer.names and (layer := find_layer(buffer.names[0], self.experts)):
-            buffer = replace(buffer, ranks=self.experts[layer].ranks)
-        named, own = zip(buffer.names, buffer.shapes, strict=True), len(buffer.names)
+            held = self.experts[layer]
+            buffer, self.ep = replace(buffer, ranks=held.ranks), max(self.ep, held.degree)
+        named = zip(buffer.names, buffer.shapes, strict=True)
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
-        if whole and len(buffer.names) > own:
-            raise UnknownLayoutError(f"{', '.join(sorted(whole))} of all of a rank's AutoEP experts together")
         self.layout.append(buffer)
         buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
         self.flats.append(LiveBuffer(buffer, part, holder, whole=whole))
@@ -196,7 +206,7 @@ class Target(ABC):
             dp=self.dp,
             tp=self.place.tp,
             pp=self.place.pp,
-            ep=count_degree(self.layout, self.place.dp),
+            ep=self.ep,
             undeclared=precision != "float32" and not (engine.bfloat16_enabled() or engine.fp16_enabled()),
             master=dtype_name(self.flats[0].data.dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
@@ -221,6 +231,10 @@ class Target(ABC):
     def instances(self) -> dict[str, Instance]:
         """Parameters and buffers of this stage that other pipeline stages hold under the same name (tied modules)."""
         return find_instances(self.engine)
+
+    def lane_of(self, name: str) -> int:
+        """Which lane of a parameter, or buffer, this rank holds: of folded experts there is one."""
+        return 0 if name in self.folded else self.place.tp_rank
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter as this tensor-parallel rank holds it, ZeRO's partitioning undone."""
@@ -258,6 +272,8 @@ class Target(ABC):
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
                 (part,) = self._name_parts(name)
+                if (layer := find_layer(name, self.experts)) and self.experts[layer].folded:
+                    self.folded |= {strip_compiled(part)}
                 found.append(hold_whole(strip_compiled(part), buffer, is_buffer=True))
         return found
 

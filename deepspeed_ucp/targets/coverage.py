@@ -32,14 +32,6 @@ def check_engine(engine: Any) -> None:
         if found:
             listed = "" if found is True else f" ({shorten(found)})"
             raise UnsupportedError(f"{told.format(listed)} {OWN_LOAD}")
-    if getattr(engine, "has_moe_layers", False) and not _keeps_known_experts(engine):
-        raise UnknownLayoutError("the engine has mixture-of-experts layers")
-
-
-def _keeps_known_experts(engine: Any) -> bool:
-    """Experts without model parallelism; those of AutoEP under ZeRO alone."""
-    autoep = any(hasattr(child, PLACEMENT) for child in engine.module.modules())
-    return engine.mp_world_size <= 1 and not (autoep and engine.zero_optimization_stage() == 0)
 
 
 def _keeps_nvme(engine: Any) -> bool:

@@ -57,6 +57,11 @@ class Place:
         """The XX of DeepSpeed's file names: ``pp_rank * tp + tp_rank``."""
         return self.pp_rank * self.tp + self.tp_rank
 
+    @property
+    def stage_rank(self) -> int:
+        """Among all ranks of the pipeline stage."""
+        return self.dp_rank * self.tp + self.tp_rank
+
 
 def find_place(engine: Any) -> Place:
     """Where this rank of ``engine`` stands.
@@ -129,20 +134,25 @@ class HeldExperts:
 
     Attributes:
         numbers: of the experts that it holds, in the whole layer and in its order.
-        ranks: data-parallel ranks that hold the same experts; None where all of them do.
+        degree: expert-parallel ranks.
+        ranks: ranks of the pipeline stage that hold the same experts; None where all of its lane do.
+        folded: the experts are spread over all of the stage's ranks, and not over those of one lane.
         is_first_replica: it is the first of these.
     """
 
     numbers: Sequence[int]
+    degree: int
     ranks: range | None
+    folded: bool
     is_first_replica: bool
 
 
-def find_experts(engine: Any) -> dict[str, HeldExperts]:
+def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
     """What this rank holds of every layer of experts, by what the names of their parameters begin with.
 
     Raises:
-        UnknownLayoutError: ranks that hold the same experts and are not evenly spaced.
+        UnknownLayoutError: ranks that hold the same experts and are not evenly spaced, or numbered otherwise than
+            tensor-parallel ranks side by side.
     """
     if not getattr(engine, "has_moe_layers", False):
         return {}
@@ -159,21 +169,35 @@ def find_experts(engine: Any) -> dict[str, HeldExperts]:
             numbers = tuple(ranks[module.ep_rank])
         else:
             continue
-        is_first = groups._get_expert_data_parallel_rank(group) == 0
-        found[f"{prefix}{end}"] = HeldExperts(numbers, _find_replicas(engine, group), is_first)
+        lane = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
+        replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
+        sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
+        folded = not {*replicas, *sharing} <= {*lane}
+        held = _number_ranks(replicas, lane, place, folded=folded)
+        named = None if not folded and len(held) == len(lane) else held
+        is_first = replicas[0] == ds_comm.get_rank()
+        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), named, folded, is_first)
     return found
 
 
-def _find_replicas(engine: Any, group: str) -> range | None:
-    everyone = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
-    held = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
-    if len(held) == len(everyone):
-        return None
-    places = [everyone.index(rank) for rank in held]
-    ranks = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
-    if list(ranks) != places:
-        raise UnknownLayoutError(f"data-parallel ranks {places} hold the same experts, and are not evenly spaced")
-    return ranks
+def _number_ranks(ranks: Sequence[int], lane: Sequence[int], place: Place, *, folded: bool) -> range:
+    """Ranks of the world as ranks of their pipeline stage.
+
+    Args:
+        lane: this rank's data-parallel peers, itself included.
+        folded: others are among them.
+    """
+    first = lane[0] - place.tp_rank
+    if folded and lane != [first + each * place.tp + place.tp_rank for each in range(place.dp)]:
+        raise UnknownLayoutError(
+            f"experts are spread over tensor-parallel ranks, and data-parallel ones are numbered {lane}. Number "
+            f"tensor-parallel ranks side by side (here every {place.tp}th would be of this rank's group)"
+        )
+    places = [rank - first if folded else lane.index(rank) * place.tp + place.tp_rank for rank in ranks]
+    found = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
+    if list(found) != places:
+        raise UnknownLayoutError(f"ranks {places} of a stage hold the same experts, and are not evenly spaced")
+    return found
 
 
 def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:

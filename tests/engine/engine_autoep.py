@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,11 +20,18 @@ from torch import Tensor, nn
 EXPERTS = 4
 BATCH = 8
 HIDDEN, INNER = 6, 5
+KINDS = ("column", "row")
+"""How AutoTP cuts the two dense layers of a block."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """An engine: ranks, ZeRO stage, precision, expert-parallel degree, order of the groups, further ZeRO options."""
+    """An engine: ranks, ZeRO stage, precision, expert-parallel degree, order of the groups, further ZeRO options.
+
+    Attributes:
+        tp: ranks over which AutoTP cuts the dense layers; experts are spread over these too.
+        muon: it trains the matrices, those of the experts included.
+    """
 
     world: int
     stage: int
@@ -30,11 +39,14 @@ class Spread:
     ep: int
     data_first: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    tp: int = 1
+    muon: bool = False
 
     def __str__(self) -> str:
         order = "-data-first" if self.data_first else ""
-        more = "".join(f"-{key}={value}" for key, value in self.options)
-        return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.ep}{order}{more}"
+        more = "".join(f"-{key}={value}" for key, value in self.options) + "-muon" * self.muon
+        degrees = f"dp{self.world // self.tp}" + f"-tp{self.tp}" * (self.tp > 1)
+        return f"zero{self.stage}-{self.precision}-{degrees}-ep{self.ep}{order}{more}"
 
 
 class Gate(nn.Linear):
@@ -60,7 +72,7 @@ class Block(nn.Module):
 class Layer(nn.Module):
     def __init__(self, *, frozen: bool):
         super().__init__()
-        self.dense, self.mlp = nn.Linear(HIDDEN, HIDDEN), Block()
+        self.dense, self.mlp = nn.Sequential(nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)), Block()
         self.mlp.experts.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +99,7 @@ class Model(nn.Module):
 def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = None) -> Any:
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
         known.clear()  # named by the degree alone, whatever the order
+    groups.mpu = None
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
@@ -97,6 +110,19 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = N
     }
     if spread.precision != "fp32":
         config[spread.precision] = {"enabled": True}
+    if spread.tp > 1:
+        specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
+        config["tensor_parallel"] = {
+            "autotp_size": spread.tp,
+            "partition_config": {"use_default_specs": False, "layer_specs": specs},
+        }
+    if spread.muon:
+        torch._dynamo.config.disable = True  # the compiled update needs minutes
+        params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
+        config["optimizer"] = {"type": "Muon", "params": params | ({} if spread.stage else {"torch_adam": True})}
+        if spread.stage == 3:
+            config["zero_optimization"]["reduce_scatter"] = False
+        config["zero_force_ds_cpu_optimizer"] = False
     torch.manual_seed(seed)
     module = Model(frozen=frozen)
     return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
@@ -104,9 +130,10 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = N
 
 def train(engine: Any, steps: range) -> list[float]:
     losses = []
+    place = dist.get_rank(engine.seq_data_parallel_group)
     for step in steps:
         batch = torch.randn(BATCH, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        own = batch.chunk(dist.get_world_size(engine.seq_data_parallel_group))[place]
         loss = engine(own.to(engine.module.head.weight.dtype)).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
@@ -120,7 +147,8 @@ def read_states(engine: Any) -> States:
     """Everything that this rank and its replicas hold, of experts by their number in the whole layer."""
     held = {f"{name}.experts": module for name, module in engine.module.named_modules() if _is_layer(module)}
     found: States = {(name, "buffer"): buffer.clone() for name, buffer in engine.module.named_buffers()}
-    masters = {} if engine.zero_optimization_stage() == 3 else _read_partitions(engine.optimizer)
+    readers = {0: _read_whole, 1: _read_partitions, 2: _read_partitions}
+    masters = readers.get(engine.zero_optimization_stage(), lambda wrapped: {})(engine.optimizer)
     for name, param in engine.module.named_parameters():
         states = _read_parameter(param) | masters.get(id(param), {})
         layer = held.get(name.rpartition(".")[0])
@@ -142,8 +170,15 @@ def _read_partitions(wrapped: Any) -> dict[int, dict[str, Tensor]]:
     found: dict[int, dict[str, Tensor]] = {}
     for group, params in enumerate(wrapped.round_robin_bit16_groups):
         part = wrapped.single_partition_of_fp32_groups[group]
-        for state in ("fp32", "exp_avg", "exp_avg_sq"):
-            tensor = part.data if state == "fp32" else wrapped.optimizer.state[part][state]
+        states = {"fp32": part.data, **wrapped.optimizer.state[part]}
+        if "momentum_buffer" in states:  # of whole parameters
+            held = wrapped.params_in_partition[group]
+            pieces = states.pop("momentum_buffer").split([param.numel() for param in held])
+            for param, piece in zip(held, pieces, strict=True):
+                found.setdefault(id(param), {})["momentum_buffer"] = piece.view(param.shape).clone()
+        for state, tensor in states.items():
+            if not torch.is_tensor(tensor) or not tensor.dim():
+                continue
             parts = [torch.empty_like(tensor) for _ in range(wrapped.partition_count[group])]
             dist.all_gather(parts, tensor, group=wrapped.real_dp_process_group[group])
             whole = torch.cat(parts)
@@ -153,14 +188,48 @@ def _read_partitions(wrapped: Any) -> dict[int, dict[str, Tensor]]:
     return found
 
 
+def _read_whole(wrapped: Any) -> dict[int, dict[str, Tensor]]:
+    """Masters and states of stage 0."""
+    found: dict[int, dict[str, Tensor]] = {}
+    optimizer = getattr(wrapped, "optimizer", wrapped)
+    held = getattr(wrapped, "fp16_groups", None) or [group["params"] for group in wrapped.param_groups]
+    masters = getattr(wrapped, "fp32_groups", None) or held
+    for param, master in zip(chain(*held), chain(*masters), strict=True):
+        states = {"fp32": master, **optimizer.state[master]}
+        kept = {state: tensor for state, tensor in states.items() if torch.is_tensor(tensor) and tensor.dim()}
+        found[id(param)] = {state: tensor.detach().clone() for state, tensor in kept.items()}
+    return found
+
+
 def _read_parameter(param: Any) -> dict[str, Tensor]:
     with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
         states = {"copy": param.detach().clone()}
     if param.requires_grad and hasattr(param, "ds_id"):
         states["fp32"] = safe_get_full_fp32_param(param).clone()
-        for state in ("exp_avg", "exp_avg_sq"):
-            states[state] = safe_get_full_optimizer_state(param, state).clone()
+        for state in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            with suppress(KeyError):
+                states[state] = safe_get_full_optimizer_state(param, state).clone()
     return states
+
+
+CUT = {"dense.0.weight": 0, "dense.0.bias": 0, "dense.1.weight": 1}
+"""By the end of its name the dimension along which AutoTP cuts a parameter."""
+
+
+def join(parts: Sequence[States], spread: Spread) -> States:
+    """What all ranks hold, whole; what several hold alike has to be equal. ``parts`` are by rank of the world."""
+    lanes: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for rank, part in enumerate(parts):
+        for key, tensor in part.items():
+            is_cut = ".".join(key[0].split(".")[-3:]) in CUT and tensor.dim() > 0
+            held = lanes.setdefault(key, {}).setdefault(rank % spread.tp if is_cut else 0, tensor)
+            assert torch.equal(held, tensor), (key, rank)
+    return {
+        key: torch.cat([held[lane] for lane in sorted(held)], CUT[".".join(key[0].split(".")[-3:])])
+        if len(held) > 1
+        else held[0]
+        for key, held in lanes.items()
+    }
 
 
 def save(spread: Spread, folder: str, seed: int, frozen: bool = False) -> tuple[States, list[float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_going_on import States, join
+from engine_going_on import States
 
 from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
@@ -15,7 +15,7 @@ from tests.covering import params
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
 import engine_autoep
-from engine_autoep import Spread
+from engine_autoep import Spread, join
 
 SOURCES = [
     Spread(4, 1, "bf16", 2),
@@ -25,6 +25,11 @@ SOURCES = [
     Spread(4, 3, "bf16", 2),
     Spread(4, 3, "fp32", 4),
     Spread(2, 3, "fp32", 1, options=(("sub_group_size", 100),)),
+    Spread(4, 1, "fp32", 2, tp=2),
+    Spread(4, 2, "bf16", 4, tp=2),
+    Spread(4, 3, "bf16", 2, tp=2),
+    Spread(4, 0, "fp32", 4, tp=2),
+    Spread(4, 0, "bf16", 2),
 ]
 
 TARGETS = [
@@ -36,10 +41,15 @@ TARGETS = [
     Spread(4, 3, "fp32", 2, data_first=True),
     Spread(2, 3, "fp32", 2, options=(("stage3_param_persistence_threshold", 0),)),
     Spread(4, 3, "fp32", 1),
+    Spread(4, 1, "bf16", 4, tp=2),
+    Spread(4, 3, "fp32", 2, tp=2),
+    Spread(4, 0, "bf16", 2, tp=2),
+    Spread(2, 0, "fp32", 2),
+    Spread(4, 2, "fp32", 4, tp=4),
 ]
 
 
-CHOSEN = [TARGETS[place] for place in (0, 1, 4, 5, 6)]
+CHOSEN = [TARGETS[place] for place in (0, 4, 6, 8, 11)]
 """One of each kind; the others are exhaustive."""
 
 
@@ -54,7 +64,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> di
     for number, spread in enumerate(SOURCES):
         folder = str(tmp_path_factory.mktemp("autoep"))
         answers = ucp_worlds.get(spread.world).run(engine_autoep.save, spread, folder, 10 * number)
-        found[spread] = folder, join([states for states, _ in answers]), answers[0][1]
+        found[spread] = folder, join([states for states, _ in answers], spread), answers[0][1]
     return found
 
 
@@ -69,7 +79,7 @@ def test_every_expert_comes_back(
             parts = [answer[place] for answer in answers]
             assert not isinstance(parts[0], str), parts[0]
             assert all(direct == (source != target) for direct, _, _ in parts)
-            states = join([states for _, states, _ in parts])
+            states = join([states for _, states, _ in parts], target)
             assert states.keys() == expected.keys()
             for (name, state), tensor in states.items():
                 wanted = expected[name, "fp32"].to(tensor.dtype) if state == "copy" else expected[name, state]
@@ -82,10 +92,10 @@ def test_frozen_experts_come_back(tmp_path: Path, ucp_worlds: WorldPool) -> None
     """They are in the experts' files alone."""
     source, folder = Spread(2, 2, "fp32", 2), str(tmp_path)
     answers = ucp_worlds.get(2).run(engine_autoep.save, source, folder, 1, frozen=True)
-    expected = join([states for states, _ in answers])
+    expected = join([states for states, _ in answers], source)
     answers = ucp_worlds.get(2).run(engine_autoep.load_each, Spread(2, 1, "fp32", 1), [folder], frozen=True)
     assert all(not isinstance(answer, str) for (answer,) in answers), answers[0]
-    states = join([states for ((_, states, _),) in answers])
+    states = join([states for ((_, states, _),) in answers], source)
     assert states.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items())
 
@@ -107,11 +117,12 @@ def move_experts(folder: Path) -> None:
 
 def test_the_placement_tells_where_an_expert_lies(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     world = ucp_worlds.get(4)
-    answers = world.run(engine_autoep.save, Spread(4, 3, "fp32", 2), str(tmp_path), 1)
-    expected = join([states for states, _ in answers])
+    source = Spread(4, 3, "fp32", 2)
+    answers = world.run(engine_autoep.save, source, str(tmp_path), 1)
+    expected = join([states for states, _ in answers], source)
     move_experts(tmp_path)
     answers = world.run(engine_autoep.load_each, Spread(4, 2, "fp32", 4), [str(tmp_path)])
-    states = join([states for ((_, states, _),) in answers])
+    states = join([states for ((_, states, _),) in answers], source)
     for (name, state), tensor in expected.items():
         param, dot, number = name.rpartition(".")
         moved = f"{param}{dot}{MOVED[int(number)]}" if number.isdigit() else name
@@ -136,3 +147,38 @@ def test_a_rank_of_other_experts_is_refused(tmp_path: Path, ucp_worlds: WorldPoo
     torch.save(tree, path)
     for (told,) in world.run(engine_autoep.load_each, Spread(4, 1, "bf16", 4), [str(tmp_path)]):
         assert isinstance(told, str) and "is of expert-parallel rank 0" in told, told
+
+
+MUON = [
+    Spread(4, 1, "bf16", 2, muon=True),
+    Spread(4, 2, "bf16", 4, tp=2, muon=True),
+    Spread(2, 3, "bf16", 2, muon=True),
+    Spread(2, 0, "bf16", 1, muon=True),
+]
+
+
+@pytest.mark.parametrize(
+    "target", params([(MUON[0],)], [(each,) for each in [*MUON, Spread(1, 2, "bf16", 1, muon=True)]], name_target)
+)
+def test_momentum_of_experts_comes_back(
+    target: Spread, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    """ZeRO 1 and 2 keep that of a rank's whole tensor where its partition touches one of the experts in it."""
+    for source in MUON:
+        folder = str(tmp_path / str(source))
+        answers = ucp_worlds.get(source.world).run(engine_autoep.save, source, folder, 1)
+        expected = join([states for states, _ in answers], source)
+        assert any(state == "momentum_buffer" and ".experts." in name for name, state in expected)
+        answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, [folder])
+        with subtests.test(source=str(source)):
+            if source.stage == 0 and target.tp > 1:  # Muon sorts by size, and cut matrices have another one
+                assert all("the param groups differ" in told for (told,) in answers)
+                continue
+            assert all(not isinstance(answer, str) for (answer,) in answers), answers[0]
+            states = join([states for ((_, states, _),) in answers], target)
+            assert states.keys() == expected.keys()
+            for (name, state), tensor in states.items():
+                wanted = expected[name, "fp32"] if state == "copy" else expected[name, state]
+                if state == "momentum_buffer" and target.stage == 3:
+                    wanted = wanted.bfloat16()  # as ZeRO 3 keeps it, whatever dtype it is read in
+                assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, state)

@@ -66,6 +66,10 @@ class Stage:
         self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)
         self.is_first_replica = dp_rank == 0
         self.groups = groups
+        self.folded: set[str] = set()
+
+    def lane_of(self, name: str) -> int:
+        return 0
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(name, True) for name in names] for _, names in self.groups]

@@ -67,7 +67,7 @@ def test_copies_on_both_sides_of_a_border_have_to_agree(tmp_path: Path) -> None:
     last = max(name for name in files if "optim_states" in name)
     momentum = files[last]["optimizer_state_dict"]["base_optimizer_state"]["state"][0][MOMENTUM]
     momentum[2] += 1  # of a, which begins on the first rank
-    with pytest.raises(CheckpointError, match=r"a \(momentum_buffer\) lies across the border"):
+    with pytest.raises(CheckpointError, match=r"a \(momentum_buffer\) is in the files of several ranks"):
         resume(tmp_path, files, Topology(1))
 
 

@@ -16,19 +16,26 @@ LAYER = "body.deepspeed_moe.experts.deepspeed_experts."
 
 
 def make_save(
-    counts: tuple[int, ...], groups: list[list[str]], experts: int = 0, placements: dict[str, Any] | None = None
+    counts: tuple[int, ...],
+    groups: list[list[str]],
+    experts: int = 0,
+    placements: dict[str, Any] | None = None,
+    tp: int = 1,
+    folded: bool = False,
 ) -> Any:
     """Four data-parallel ranks; the first one's model states name its own parameters."""
     shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
     shapes = [[(name, (2, 3)) for name in group] for group in groups]
     model = SimpleNamespace(param_shapes=shapes, placements=placements or {})
     return SimpleNamespace(
-        shards=[[shard] * 4],
-        models=[[shard] * 4],
+        shards=[[shard] * 4] * tp,
+        models=[[shard] * 4] * tp,
         path=lambda header: "model states",
         main=SimpleNamespace(config={}),
-        experts=[SimpleNamespace(layer={f"{LAYER}{expert}.w": None}) for expert in range(experts)],
+        experts={(0, e, 0): SimpleNamespace(layer={f"{LAYER}{e}.w": None}) for e in range(experts)},
         model=lambda mp: model,
+        tp=tp,
+        folds_experts=folded,
     )
 
 
@@ -38,6 +45,31 @@ def test_experts_are_counted_by_their_files_where_some_are_frozen(own: str) -> N
     _, dealt = deal_parameters(make_save((4, 2), [["dense"], [f"{LAYER}{own}.w"]], 4), 0)
     assert [list(part.shapes) for part in dealt] == [[f"{LAYER}{own}.w"], [f"{LAYER}{int(own) + 2}.w"]]
     assert [list(part.ranks) for part in dealt] == [[0, 2], [1, 3]]
+
+
+def test_experts_that_are_spread_over_the_tensor_parallel_ranks_too() -> None:
+    """Eight ranks of a stage hold four experts, two of them one each; dense parameters are a lane's own."""
+    save = make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], 4, tp=2, folded=True)
+    (dense,), experts = deal_parameters(save, 1)
+    assert list(dense.ranks) == [1, 3, 5, 7] and not dense.named
+    assert [list(part.shapes) for part in experts] == [[f"{LAYER}{number}.w"] for number in range(4)]
+    assert [list(part.ranks) for part in experts] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert all(part.folded and part.named for part in experts)
+
+
+def test_experts_that_tensor_parallelism_cuts_are_a_lanes_own() -> None:
+    save = make_save((4, 2), [["dense"], [f"{LAYER}0.w", f"{LAYER}1.w"]], 4, tp=2)
+    _, experts = deal_parameters(save, 1)
+    assert [list(part.shapes) for part in experts] == [[f"{LAYER}{2 * e}.w", f"{LAYER}{2 * e + 1}.w"] for e in (0, 1)]
+    assert [list(part.ranks) for part in experts] == [[1, 5], [3, 7]]
+    assert not any(part.folded for part in experts)
+
+
+@pytest.mark.parametrize("count", [0, 3, 16])
+def test_a_number_of_partitions_that_ranks_cannot_hold(count: int) -> None:
+    save = make_save((4, count), [["dense"], [f"{LAYER}0.w"]], 4, tp=2, folded=True)
+    with pytest.raises(CheckpointError, match=f"cut over {count} ranks"):
+        deal_parameters(save, 0)
 
 
 @pytest.mark.parametrize("experts", [1, 3])

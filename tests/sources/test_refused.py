@@ -41,8 +41,8 @@ def test_zenflow(stage: int, tmp_path: Path) -> None:
         open_files(tmp_path, make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1}))
 
 
-@pytest.mark.parametrize(("stage", "words"), [(0, "without ZeRO"), (3, "without a description of which rank")])
-def test_autoep(stage: int, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autoep(stage: int, tmp_path: Path) -> None:
     files = make_files(Topology(stage, 2))
     for name, tree in files.items():
         tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
@@ -52,7 +52,8 @@ def test_autoep(stage: int, words: str, tmp_path: Path) -> None:
         files["layer_0_expert_0_mp_rank_00_model_states.pt"] = {"experts.w1.0": torch.ones(2)}
         optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
         files["expp_rank_0_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
-    with pytest.raises(UnsupportedError, match=f"mixture-of-experts checkpoint of AutoEP {words}"):
+    words = "mixture-of-experts checkpoint of AutoEP without a description of which rank has which"
+    with pytest.raises(UnsupportedError, match=words):
         open_files(tmp_path, files)
 
 

@@ -12,6 +12,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.targets import Place, find_place, live_attributes, live_universal_info, parallel
+from deepspeed_ucp.targets.coverage import UnknownLayoutError
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +155,29 @@ def test_information_becomes_plain_data() -> None:
 @pytest.mark.parametrize("module", [SimpleNamespace(), Model(None)], ids=["no-attribute", "none"])
 def test_models_without_information(module: Any) -> None:
     assert live_universal_info(make_engine(module=module)) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lane", "place", "folded", "expected"),
+    [
+        ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # a lane's own, of the second stage
+        ([5], [5, 7], Place(1, 2, 1, 2, 0, 2), False, [1]),
+        ([0, 4], [0, 2, 4, 6], Place(0, 2, 0, 1, 0, 4), False, [0, 4]),
+        ([5, 6], [5, 7], Place(1, 2, 1, 2, 0, 2), True, [1, 2]),  # across both
+        ([0, 1, 2, 3], [1, 3], Place(1, 2, 0, 1, 0, 2), True, [0, 1, 2, 3]),
+        ([3], [0, 2, 1, 3], Place(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's own order
+    ],
+)
+def test_ranks_are_numbered_through_their_stage(
+    ranks: list[int], lane: list[int], place: Place, expected: list[int], *, folded: bool
+) -> None:
+    assert list(parallel._number_ranks(ranks, lane, place, folded=folded)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lane", "folded", "told"),
+    [([0, 1, 3], [0, 2, 4], True, "not evenly spaced"), ([0, 3], [0, 1, 2], True, "side by side")],
+)
+def test_ranks_whose_order_is_not_known(ranks: list[int], lane: list[int], told: str, *, folded: bool) -> None:
+    with pytest.raises(UnknownLayoutError, match=told):
+        parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), folded=folded)

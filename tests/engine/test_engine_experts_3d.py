@@ -1,0 +1,95 @@
+"""DeepSpeed's own experts under tensor and pipeline parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import engine_experts_3d
+import pytest
+import torch
+from engine_experts_3d import Spread, join
+from engine_going_on import States
+
+from deepspeed_ucp.testing import LOSS_TOLERANCE, WorldPool
+from tests.covering import params
+
+SOURCES = [
+    Spread(4, 2, 2, 1, "bf16"),
+    Spread(4, 2, 4, 2),
+    Spread(4, 2, 4, 1, data_first=True),
+    Spread(4, 2, 2, 1, cut=True),
+    Spread(4, 2, 1, 2, "bf16", cut=True, data_first=True),
+    Spread(4, 2, 2, 0),
+    Spread(4, 2, 4, 0, "bf16"),
+    Spread(4, 2, 2, 0, "bf16", cut=True),
+    Spread(4, 2, 2, 1, "bf16", fp32_grads=True),
+    Spread(4, 1, 2, 1, "bf16", pp=2),
+    Spread(4, 1, 2, 0, pp=2),
+    Spread(4, 2, 2, 1, pp=2, cut=False),
+    Spread(4, 2, 1, 1, "bf16", pp=2, cut=True, fp32_grads=True),
+    Spread(2, 1, 2, 1),
+]
+
+TARGETS = [
+    Spread(4, 2, 2, 1, "bf16"),
+    Spread(4, 2, 1, 2),
+    Spread(4, 2, 4, 1, data_first=True),
+    Spread(4, 2, 2, 2, cut=True),
+    Spread(4, 2, 4, 0),
+    Spread(4, 2, 2, 0, "bf16", cut=True),
+    Spread(4, 2, 2, 1, "bf16", fp32_grads=True),
+    Spread(4, 1, 2, 1, pp=2),
+    Spread(4, 2, 2, 1, "bf16", pp=2),
+    Spread(4, 2, 1, 0, pp=2, cut=True),
+    Spread(2, 1, 2, 2, "bf16"),
+    Spread(1, 1, 1, 1),
+]
+
+CHOSEN = [TARGETS[place] for place in (0, 3, 8)]
+"""One of each kind; the others are exhaustive."""
+
+
+def name_target(row: tuple[Spread]) -> str:
+    return str(row[0])
+
+
+@pytest.fixture(scope="module")
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[str, States, Any]]:
+    """Each source's folder, what it held at the save, and its losses after it."""
+    found = {}
+    for number, spread in enumerate(SOURCES):
+        folder = str(tmp_path_factory.mktemp("experts3d"))
+        answers = ucp_worlds.get(spread.world).run(engine_experts_3d.save, spread, folder, 7 * number + 1)
+        found[spread] = folder, join([states for states, _ in answers], spread), answers[0][1]
+    return found
+
+
+@pytest.mark.parametrize("target", params([(each,) for each in CHOSEN], [(each,) for each in TARGETS], name_target))
+def test_every_expert_comes_back(
+    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    folders = [folder for folder, _, _ in saved.values()]
+    answers = ucp_worlds.get(target.world).run(engine_experts_3d.load_each, target, folders)
+    for place, (source, (_, expected, losses)) in enumerate(saved.items()):
+        with subtests.test(source=str(source)):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            assert all(direct == (source != target) for direct, _, _ in parts)
+            states = join([states for _, states, _ in parts], target)
+            assert states.keys() == expected.keys()
+            for (name, state), tensor in states.items():
+                wanted = expected[name, "fp32"].to(tensor.dtype) if state == "copy" else expected[name, state]
+                assert torch.equal(tensor, wanted), (name, state)
+            if source.precision == target.precision == "fp32":
+                assert parts[0][2] == pytest.approx(losses, rel=LOSS_TOLERANCE["fp32"])
+
+
+def test_ranks_whose_model_states_deepspeed_does_not_save(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """One expert-parallel rank on two tensor-parallel ones: the second's file is never written."""
+    world = ucp_worlds.get(4)
+    world.run(engine_experts_3d.save, Spread(4, 2, 1, 1), str(tmp_path), 1)
+    for spread in (Spread(4, 2, 1, 1), Spread(4, 2, 2, 2)):
+        for (told,) in world.run(engine_experts_3d.load_each, spread, [str(tmp_path)]):
+            assert isinstance(told, str) and told.startswith("CheckpointError"), told
+            assert "mp_rank_01_model_states.pt is missing; DeepSpeed writes no model states" in told
