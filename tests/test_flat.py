@@ -121,3 +121,15 @@ def test_a_buffer_names_the_ranks_that_hold_its_partitions(parts, ranks, expecte
 )
 def test_gaps_are_what_no_span_covers(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
     assert find_gaps(spans, 10) == gaps
+
+
+def test_what_a_partition_touches_are_tensors() -> None:
+    """Of experts that lie in one tensor all of them, though the partition holds a part of one."""
+    buffer = join_parameters(0, ("a", "w", "b"), ((2,), (3, 2), (4,)), parts=3, partition=4)
+    split = buffer.split({"a": {"a": (2,)}, "w": {"w.5": (2,), "w.1": (2,), "w.3": (2,)}, "b": {"b": (4,)}})
+    assert [split.join_touched(part).names for part in range(3)] == [
+        ("a", "w.5", "w.1", "w.3"),
+        ("w.5", "w.1", "w.3"),
+        ("b",),
+    ]
+    assert [buffer.join_touched(part).names for part in range(3)] == [("a", "w"), ("w",), ("b",)]

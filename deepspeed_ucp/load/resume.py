@@ -15,6 +15,7 @@ from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..experts import is_expert
 from ..io.memory import identify_host, pause_collection
 from ..patterns import RuleSet, from_config
 from ..plan.wants import list_states
@@ -269,6 +270,8 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         found.append("files of DeepSpeed's fast writer, whose names its own load does not know")
     if len({held.degree for held in target.experts.values()}) > 1:
         found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
+    if any(map(is_expert, index.model.aliases)):
+        found.append("tied experts, of which DeepSpeed's own load gives every rank the first one's")
     if any(held.folded and held.degree % target.place.tp for held in target.experts.values()):
         found.append("experts' files of other tensor-parallel ranks, which DeepSpeed's own load does not find")
     if target.wrapper == "zero3":

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import AtomicIndex, ParamKey
+from ..atoms import USE_MUON, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
@@ -18,6 +18,9 @@ from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
+
+_NAMELESS = ("torch", "fp16_fused", "fp16_unfused")
+"""Wrappers whose saves name no parameters of the optimizer."""
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
@@ -77,6 +80,13 @@ class OptimizerMatch:
     def _find_faults(self) -> Iterator[str]:
         if text := describe_irregular(self.index):
             yield f"{text} To go on,"
+        saved, tp = self.index.run.topology, self.target.place.tp
+        is_muon = any(hyper.get(USE_MUON) for hyper in self.match.hyper.values())
+        if is_muon and saved.wrapper in _NAMELESS and saved.tp != tp:
+            yield (
+                "Stage 0 saves no parameter names, and DeepSpeed's Muon sorts its parameters by their local shapes, "
+                f"which tp {saved.tp} → {tp} changes. Resume at the saved degree under ZeRO, whose saves have names, or"
+            )
         tensors = sorted(  # such as an average of the weights: they would stay those of the fresh run
             f"{key} ({value.kind})"
             for hyper in self.match.hyper.values()

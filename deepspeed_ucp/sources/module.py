@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ..atoms import COPY, MODULE, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..experts import find_number
+from ..experts import cut_number, find_number
 from ..flat import Cut
 from .autoep import find_router_aliases
 from .builder import Builder
@@ -57,7 +57,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
     builder.instances.update(instances)
     for mp, rank in enumerate(ranks):
         header, model = save.models[mp][0], save.model(mp)
-        ties, buffers = _find_ties(save, model), set(model.buffers)
+        ties, buffers = _find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
         for name, piece in drop_ties(held[mp], ties):
             if name in buffers or not (name in optimized or save.is_sharded):
                 builder.add(rank, name, MODULE, header, piece)
@@ -65,6 +65,34 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
                 builder.add(rank, name, COPY, header, piece)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
+
+
+def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
+    """Experts in model states, where DeepSpeed leaves those of a layer that the model holds under a second name.
+
+    They are the first expert-parallel rank's, so that their numbers are those of the whole layer.
+
+    Raises:
+        UnsupportedError: no file of an expert has the same bytes.
+    """
+    numbered = {name: number for name in module if (number := find_number(name)) is not None} if save.experts else {}
+    files = [(key[1], each.layer or {}) for key, each in save.experts.items()] if numbered else []
+    ties = {}
+    for name, number in numbered.items():
+        twins = [
+            key
+            for expert, tensors in files
+            for key, piece in tensors.items()
+            if expert == number and cut_number(key)[1] == cut_number(name)[1]
+            if are_alike((piece.contents, module[name].contents))
+        ]
+        if not twins:
+            raise UnsupportedError(
+                f"{save.path(header)}: holds {name}, which by its name is an expert's; no file of a single expert has "
+                "the same. It can be resumed by DeepSpeed itself in the topology that wrote it."
+            )
+        ties[name] = twins[0]
+    return ties
 
 
 def _add_experts(builder: Builder, optimized: set[str]) -> None:

@@ -277,11 +277,29 @@ def _find_save(listing: Listing) -> tuple[list[FileHeader], list[str], list[Find
 
     try:
         first = _choose(listing, find_first)
+        first[0] = _infer_degrees(listing, first[0], find_first)
         expected = expect_files(listing, first, _look_at_stages(listing, first[0], find_first))
     except (CheckpointError, UnsupportedError) as error:
         faults = [look for look in looks.values() if isinstance(look, Finding)]
         return [], [], faults or _tell_none(listing.folder, error)
     return first, expected, [look for name in expected if isinstance(look := looks.get(name), Finding)]
+
+
+def _infer_degrees(listing: Listing, first: FileHeader, find_first: FindFirst) -> FileHeader:
+    """The first rank's model states with the parallel degrees that older releases do not tell.
+
+    Of a pipeline with experts there are no layer files either; the ranks of its first stage hold the same names.
+    """
+    model = first.model
+    if model is None or model.module is None or model.degrees or not model.experts:
+        return first
+    (ranks, _), tp = count_ranks(model), 1
+    while tp < ranks and tp in listing.model:
+        header = find_first([listing.model[tp]])
+        if header is None or header.model is None or set(header.model.module or ()) != set(model.module):
+            break
+        tp += 1
+    return replace(first, model=replace(model, degrees=(ranks // tp, tp)))
 
 
 def _look_at_stages(listing: Listing, first: FileHeader, find_first: FindFirst) -> list[FileHeader]:
@@ -365,6 +383,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     if model is None or first.model is None:
         return header
     hints = {} if repeats or model.hints == first.model.hints else model.hints
+    model = replace(model, degrees=model.degrees or first.model.degrees)
     if repeats:
         model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, placements={})
     return replace(header, model=replace(model, hints=hints, others=()))

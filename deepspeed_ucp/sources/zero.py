@@ -85,24 +85,38 @@ def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
         replicas = counts[number] if spread and number < len(counts) else len(save.shards[mp])
         holders = _find_holders(save, mp, replicas, folded=spread and save.folds_experts)
         _check_placements(save, mp, group, len(holders))
-        shares = {layer: totals.get(strip_compiled(layer), 0) / len(holders) for layer in held}
-        for layer, share in shares.items():
-            if share != int(share) or share < held[layer]:
-                raise CheckpointError(
-                    f"{save.path(save.main)}: tells of {held[layer]} experts in {layer} on each of {len(holders)} "
-                    f"expert-parallel ranks; the files of single experts are of {round(share * len(holders))}. The "
-                    "folder lacks files or mixes two saves."
-                )
+        shares = _share_experts(save, held, totals, len(holders))
+        folded, several = spread and save.folds_experts, len(holders) > 1
         dealt.append([])
         for place, ranks in enumerate(holders):
             own: dict[str, Sequence[int]] = {
-                layer: range(place * int(share), (place + 1) * int(share)) for layer, share in shares.items()
+                layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
             }
             own |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
             parts = {name: name_experts(name, shape, own) for name, shape in group}
-            folded = spread and save.folds_experts
-            dealt[-1].append(HeldParameters(ranks, dict(group), parts, folded, folded or len(holders) > 1))
+            dealt[-1].append(HeldParameters(ranks, dict(group), parts, folded, folded or several))
     return dealt
+
+
+def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
+    """By layer the experts of one expert-parallel rank.
+
+    Args:
+        held: those that a rank has in a param group.
+        totals: those that have files.
+
+    Raises:
+        CheckpointError: these do not fit.
+    """
+    for layer, count_held in held.items():
+        total = totals.get(strip_compiled(layer), 0)
+        if total % degree or total // degree < count_held:
+            raise CheckpointError(
+                f"{save.path(save.main)}: tells of {count_held} experts in {layer} on each of {degree} "
+                f"expert-parallel ranks; the files of single experts are of {total}. The folder lacks files or mixes "
+                "two saves."
+            )
+    return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in held}
 
 
 def _find_holders(save: Save, mp: int, replicas: int, *, folded: bool) -> list[range]:
@@ -301,7 +315,8 @@ def _add_momentum(
     cuts = {cut.name: cut for cut in buffer.cuts(part)}
     for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
         cut = cuts.get(name, Cut(name, 0, 0, 0))  # of an expert that lies in one tensor with those that are held
-        own += [replace(cut, offset=place + cut.start)] if cut.numel else []
+        if cut.numel:
+            own.append(replace(cut, offset=place + cut.start))
         rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
         beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
     builder.add_cuts(rank, MOMENTUM, own, shard, piece)

@@ -157,7 +157,7 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
     if not getattr(engine, "has_moe_layers", False):
         return {}
     found = {}
-    for name, module in engine.module.named_modules():
+    for name, module in engine.module.named_modules(remove_duplicate=False):  # of tied layers under every name
         prefix = f"{name}." if name else ""
         if isinstance(module, MoE):
             group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."

@@ -27,6 +27,7 @@ class Spread:
 
     Attributes:
         shuffled: odd ranks have the param groups of the degrees in another order.
+        tied: the second layer of experts is the first one.
     """
 
     world: int
@@ -35,20 +36,21 @@ class Spread:
     degrees: tuple[int, int]
     data_first: bool = False
     shuffled: bool = False
+    tied: bool = False
 
     def __str__(self) -> str:
-        order = "-data-first" * self.data_first + "-shuffled" * self.shuffled
+        order = "-data-first" * self.data_first + "-shuffled" * self.shuffled + "-tied" * self.tied
         return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
 
 
 class Layers(nn.Module):
     """Two layers of experts, one of them residual, with tokens that depend on no other token."""
 
-    def __init__(self, degrees: tuple[int, int]):
+    def __init__(self, degrees: tuple[int, int], *, tied: bool = False):
         super().__init__()
         self.first = nn.Linear(4, FEATURES)
         self.residual = self._make(degrees[0], use_residual=True)
-        self.plain = self._make(degrees[1])
+        self.plain = self.residual if tied else self._make(degrees[1])
         self.last = nn.Linear(FEATURES, 1)
 
     @staticmethod
@@ -74,7 +76,7 @@ def make(spread: Spread, seed: int) -> Any:
     if spread.precision != "fp32":
         config[spread.precision] = {"enabled": True}
     torch.manual_seed(seed + dist.get_rank())
-    module = Layers(spread.degrees)
+    module = Layers(spread.degrees, tied=spread.tied)
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
     params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
     if spread.shuffled and dist.get_rank() % 2:

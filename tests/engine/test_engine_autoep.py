@@ -182,3 +182,15 @@ def test_momentum_of_experts_comes_back(
                 if state == "momentum_buffer" and target.stage == 3:
                     wanted = wanted.bfloat16()  # as ZeRO 3 keeps it, whatever dtype it is read in
                 assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, state)
+
+
+def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Under AutoTP every file tells the ranks that wrote it."""
+    world = ucp_worlds.get(4)
+    world.run(engine_autoep.save, Spread(4, 1, "fp32", 2, tp=2), str(tmp_path), 1)
+    path = next(tmp_path.rglob("zero_pp_rank_1_mp_rank_01_optim_states.pt"))
+    tree = torch.load(path, weights_only=False)
+    tree["folding"]["ep_rank"] = 0
+    torch.save(tree, path)
+    for (told,) in world.run(engine_autoep.load_each, Spread(4, 1, "fp32", 4, tp=2), [str(tmp_path)]):
+        assert isinstance(told, str) and f"{path.name}: is of tensor- and expert-parallel rank (1, 0)" in told, told

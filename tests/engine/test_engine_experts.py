@@ -122,3 +122,23 @@ def test_an_experts_file_that_is_missing_is_named(lost: str, tmp_path: Path, ucp
     next(tmp_path.rglob(lost)).unlink()
     for (told,) in world.run(engine_experts.load_each, Spread(2, 1, "bf16", (1, 1)), [str(tmp_path)]):
         assert told.startswith("CheckpointError") and f"{lost} is missing" in told
+
+
+@pytest.mark.parametrize(
+    "source", [Spread(2, 1, "fp32", (2, 2), tied=True), Spread(2, 0, "fp32", (1, 1), tied=True)], ids=str
+)
+def test_tied_layers_of_experts(
+    source: Spread, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    """DeepSpeed saves the second name's experts with rank 0's model states, and loads these on every rank."""
+    world, folder = ucp_worlds.get(2), str(tmp_path)
+    answers = world.run(engine_experts.save, source, folder, 1)
+    expected, losses = join([states for states, _ in answers]), answers[0][1]
+    for target in (source, Spread(2, 2, "fp32", (1, 1), tied=True), Spread(2, 0, "fp32", (2, 2), tied=True)):
+        with subtests.test(target=str(target)):
+            answers = world.run(engine_experts.load_each, target, [folder])
+            assert all(isinstance(answer, tuple) and answer[0] for (answer,) in answers), answers[0]
+            states = join([states for ((_, states, _),) in answers])
+            assert states.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items())
+            assert answers[0][0][2] == pytest.approx(losses, abs=1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,51 @@ def test_ranks_whose_model_states_deepspeed_does_not_save(tmp_path: Path, ucp_wo
         for (told,) in world.run(engine_experts_3d.load_each, spread, [str(tmp_path)]):
             assert isinstance(told, str) and told.startswith("CheckpointError"), told
             assert "mp_rank_01_model_states.pt is missing; DeepSpeed writes no model states" in told
+
+
+ALONE = [SOURCES[0], SOURCES[6], SOURCES[7], SOURCES[9]]
+"""Folded and cut experts and a pipeline, whose weights are loaded without an optimizer's states."""
+
+
+@pytest.mark.parametrize("target", params([(TARGETS[0],)], [(TARGETS[place],) for place in (0, 3, 8, 10)], name_target))
+def test_weights_alone(
+    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    """They are the model's own, which lie in the files of single experts."""
+    folders, options = [saved[source][0] for source in ALONE], {"load_optimizer_states": False}
+    answers = ucp_worlds.get(target.world).run(engine_experts_3d.load_each, target, folders, **options)
+    for place, source in enumerate(ALONE):
+        with subtests.test(source=str(source)):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            states, expected = join([states for _, states, _ in parts], target), saved[source][1]
+            found = {name: tensor for (name, state), tensor in states.items() if state == "copy"}
+            assert {name for name, state in expected if state == "copy"} == found.keys()
+            assert all(torch.equal(tensor, expected[name, "copy"].to(tensor.dtype)) for name, tensor in found.items())
+
+
+def test_an_experts_copy_of_another_save_is_found(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The masters of folded experts lie on all ranks of the stage; the copy of one is put there from a later save."""
+    world, source = ucp_worlds.get(4), Spread(4, 2, 2, 1)
+    world.run(engine_experts_3d.save, source, str(tmp_path), 1, True)
+    name = "layer_1_expert_2_mp_rank_01_model_states.pt"
+    shutil.copy(tmp_path / "global_step5" / name, tmp_path / "global_step3" / name)
+    for (told,) in world.run(engine_experts_3d.load_each, Spread(4, 2, 4, 1), [str(tmp_path)], "global_step3"):
+        assert isinstance(told, str) and "its fp32 weights are not those of the model states" in told, told
+
+
+@pytest.mark.parametrize("source", [SOURCES[1], SOURCES[9], SOURCES[12]], ids=str)
+def test_older_releases_do_not_tell_the_degrees(
+    source: Spread, tmp_path: Path, saved: dict[Spread, Any], ucp_worlds: WorldPool
+) -> None:
+    folder, expected, _ = saved[source]
+    shutil.copytree(folder, tmp_path / "old")
+    for path in (tmp_path / "old").rglob("mp_rank_*_model_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        del tree["checkpoint_parallel_dimensions"]
+        torch.save(tree, path)
+    target = TARGETS[10]
+    answers = ucp_worlds.get(target.world).run(engine_experts_3d.load_each, target, [str(tmp_path / "old")])
+    assert not isinstance(answers[0][0], str), answers[0][0]
+    states = join([states for ((_, states, _),) in answers], target)
+    assert all(torch.equal(states[key], expected[key]) for key in expected if key[1] != "copy")

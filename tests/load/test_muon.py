@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import MOMENTUM
+from deepspeed_ucp.atoms import MOMENTUM, Limits
 from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.load.states import OptimizerMatch
+from deepspeed_ucp.plan.match import Match
 from tests.reshard import FakeTarget, load, open_for
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_files
 
@@ -93,3 +96,20 @@ def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
         MismatchError, match=r"keeps exp_avg, exp_avg_sq for a.*; this run's Muon keeps momentum_buffer"
     ):
         resume(tmp_path, files, Topology(1))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "saved", "refused"),
+    [("torch", 2, True), ("fp16_unfused", 4, True), ("torch", 1, False), ("zero12", 2, False), ("atomic", 2, False)],
+)
+def test_an_order_by_local_shapes_is_not_taken_for_another_degrees(wrapper: str, saved: int, *, refused: bool) -> None:
+    """At stage 0 states are told by their place among those of the group, which Muon has sorted."""
+    run = SimpleNamespace(topology=SimpleNamespace(wrapper=wrapper, tp=saved))
+    index = SimpleNamespace(run=run, limits=Limits(), stored=SimpleNamespace(atoms={}))
+    target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
+    optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]
+    if not refused:
+        optimizer.check()
+        return
+    with pytest.raises(MismatchError, match=f"sorts its parameters by their local shapes, which tp {saved} → 1"):
+        optimizer.check()

@@ -46,3 +46,16 @@ def test_buffers_of_one_rank_may_be_of_different_lanes_and_cut_over_different_ra
     match = Match({name: ParamKey(name) for name in layouts})
     found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
     assert [find_bytes(want) for want in found.wants] == [[(0, 15, 3)], [(2, 0, 3)]]
+
+
+def test_folded_experts_have_one_lane_for_every_tensor_parallel_rank() -> None:
+    """The second of two ranks wants the second half of `dense`, and a whole expert, which was cut in two."""
+    index = make_index(dense=2, expert=2)
+    layouts = {"dense": (cut(2), cut(2)), "expert": (cut(2), cut(1))}
+    flats = [
+        HeldBuffer(join_parameters(0, ("dense",), ((6, 2),)), 0, 1, "float32"),
+        HeldBuffer(join_parameters(1, ("expert",), ((12, 2),)), 0, 1, "float32"),
+    ]
+    match = Match({name: ParamKey(name) for name in layouts})
+    found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
+    assert [find_bytes(want) for want in found.wants] == [[(1, 0, 12)], [(2, 0, 12), (3, 0, 12)]]
