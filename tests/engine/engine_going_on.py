@@ -64,6 +64,18 @@ def load_and_go_on(
     return found
 
 
+class Saves(dict[Any, tuple[str, States, list[float]]]):
+    """By spread the folder of a run, what it held at the save, and its losses after it; saved when first asked for."""
+
+    def __init__(self, save: Callable[[Any, int], tuple[str, States, list[float]]]):
+        super().__init__()
+        self._save = save
+
+    def __missing__(self, spread: Any) -> tuple[str, States, list[float]]:
+        self[spread] = self._save(spread, len(self))
+        return self[spread]
+
+
 def join(parts: Sequence[States]) -> States:
     """What all ranks hold; what several hold has to be equal."""
     joined: States = {}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engine_going_on import States
+from engine_going_on import Saves, States
 
 from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
@@ -49,34 +48,40 @@ TARGETS = [
 ]
 
 
-CHOSEN = [TARGETS[place] for place in (0, 4, 6, 8, 11)]
+SOME = tuple(SOURCES[place] for place in (0, 1, 4, 8, 10))
+CHOSEN = [(TARGETS[place], SOME) for place in (0, 4, 8, 11)]
 """One of each kind; the others are exhaustive."""
+
+EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]
 
 
 def name_target(row: tuple[Spread]) -> str:
     return str(row[0])
 
 
+def name_row(row: tuple[Spread, tuple[Spread, ...]]) -> str:
+    return f"{row[0]}-from-{len(row[1])}"
+
+
 @pytest.fixture(scope="module")
-def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[str, States, Any]]:
-    """Each source's folder, what it held at the save, and its losses after it."""
-    found = {}
-    for number, spread in enumerate(SOURCES):
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    def save(spread: Spread, number: int) -> tuple[str, States, list[float]]:
         folder = str(tmp_path_factory.mktemp("autoep"))
         answers = ucp_worlds.get(spread.world).run(engine_autoep.save, spread, folder, 10 * number)
-        found[spread] = folder, join([states for states, _ in answers], spread), answers[0][1]
-    return found
+        return folder, join([states for states, _ in answers], spread), answers[0][1]
+
+    return Saves(save)
 
 
-@pytest.mark.parametrize("target", params([(each,) for each in CHOSEN], [(each,) for each in TARGETS], name_target))
+@pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, name_row))
 def test_every_expert_comes_back(
-    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Spread, sources: tuple[Spread, ...], saved: Saves, ucp_worlds: WorldPool, subtests: pytest.Subtests
 ) -> None:
-    folders = [folder for folder, _, _ in saved.values()]
+    folders = [saved[source][0] for source in sources]
     answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, folders)
-    for place, (source, (_, expected, losses)) in enumerate(saved.items()):
+    for place, source in enumerate(sources):
         with subtests.test(source=str(source)):
-            parts = [answer[place] for answer in answers]
+            (_, expected, losses), parts = saved[source], [answer[place] for answer in answers]
             assert not isinstance(parts[0], str), parts[0]
             assert all(direct == (source != target) for direct, _, _ in parts)
             states = join([states for _, states, _ in parts], target)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import engine_experts_3d
 import pytest
 import torch
 from engine_experts_3d import Spread, join
-from engine_going_on import States
+from engine_going_on import Saves, States
 
 from deepspeed_ucp.testing import LOSS_TOLERANCE, WorldPool
 from tests.covering import params
@@ -47,34 +46,40 @@ TARGETS = [
     Spread(1, 1, 1, 1),
 ]
 
-CHOSEN = [TARGETS[place] for place in (0, 3, 8)]
+SOME = tuple(SOURCES[place] for place in (0, 3, 6, 9, 12))
+CHOSEN = [(TARGETS[place], SOME) for place in (0, 3, 8)]
 """One of each kind; the others are exhaustive."""
+
+EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]
 
 
 def name_target(row: tuple[Spread]) -> str:
     return str(row[0])
 
 
+def name_row(row: tuple[Spread, tuple[Spread, ...]]) -> str:
+    return f"{row[0]}-from-{len(row[1])}"
+
+
 @pytest.fixture(scope="module")
-def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[str, States, Any]]:
-    """Each source's folder, what it held at the save, and its losses after it."""
-    found = {}
-    for number, spread in enumerate(SOURCES):
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    def save(spread: Spread, number: int) -> tuple[str, States, list[float]]:
         folder = str(tmp_path_factory.mktemp("experts3d"))
         answers = ucp_worlds.get(spread.world).run(engine_experts_3d.save, spread, folder, 7 * number + 1)
-        found[spread] = folder, join([states for states, _ in answers], spread), answers[0][1]
-    return found
+        return folder, join([states for states, _ in answers], spread), answers[0][1]
+
+    return Saves(save)
 
 
-@pytest.mark.parametrize("target", params([(each,) for each in CHOSEN], [(each,) for each in TARGETS], name_target))
+@pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, name_row))
 def test_every_expert_comes_back(
-    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Spread, sources: tuple[Spread, ...], saved: Saves, ucp_worlds: WorldPool, subtests: pytest.Subtests
 ) -> None:
-    folders = [folder for folder, _, _ in saved.values()]
+    folders = [saved[source][0] for source in sources]
     answers = ucp_worlds.get(target.world).run(engine_experts_3d.load_each, target, folders)
-    for place, (source, (_, expected, losses)) in enumerate(saved.items()):
+    for place, source in enumerate(sources):
         with subtests.test(source=str(source)):
-            parts = [answer[place] for answer in answers]
+            (_, expected, losses), parts = saved[source], [answer[place] for answer in answers]
             assert not isinstance(parts[0], str), parts[0]
             assert all(direct == (source != target) for direct, _, _ in parts)
             states = join([states for _, states, _ in parts], target)
@@ -101,9 +106,7 @@ ALONE = [SOURCES[0], SOURCES[6], SOURCES[7], SOURCES[9]]
 
 
 @pytest.mark.parametrize("target", params([(TARGETS[0],)], [(TARGETS[place],) for place in (0, 3, 8, 10)], name_target))
-def test_weights_alone(
-    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
-) -> None:
+def test_weights_alone(target: Spread, saved: Saves, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> None:
     """They are the model's own, which lie in the files of single experts."""
     folders, options = [saved[source][0] for source in ALONE], {"load_optimizer_states": False}
     answers = ucp_worlds.get(target.world).run(engine_experts_3d.load_each, target, folders, **options)
@@ -129,7 +132,7 @@ def test_an_experts_copy_of_another_save_is_found(tmp_path: Path, ucp_worlds: Wo
 
 @pytest.mark.parametrize("source", [SOURCES[1], SOURCES[9], SOURCES[12]], ids=str)
 def test_older_releases_do_not_tell_the_degrees(
-    source: Spread, tmp_path: Path, saved: dict[Spread, Any], ucp_worlds: WorldPool
+    source: Spread, tmp_path: Path, saved: Saves, ucp_worlds: WorldPool
 ) -> None:
     folder, expected, _ = saved[source]
     shutil.copytree(folder, tmp_path / "old")
