@@ -100,6 +100,17 @@ def _pick_config(config: Any) -> dict[str, Any]:
     return found
 
 
+def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
+    """MiCS (to DeepSpeed 0.18): every so many ranks hold all partitions, and the first of these groups saves them."""
+    zero = config.get("zero_optimization") or {}
+    size, ranks = zero.get("mics_shard_size", -1), counters.get("dp_world_size") or 1
+    if zero.get("stage") != 3 or size == -1:
+        return 0
+    if not isinstance(size, int) or not 0 < size <= ranks or ranks % size:
+        raise ValueError(f"mics_shard_size {size!r:.40} of {ranks} data-parallel ranks")
+    return size
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
@@ -122,7 +133,8 @@ class HeaderReader:
             return replace(header, layer=self.read_tensors(tree))
         header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))
         if "model_states" in name:
-            return replace(header, model=self.read_model(tree))
+            model = self.read_model(tree)
+            return replace(header, model=replace(model, shard_size=_read_shard_size(header.config, model.counters)))
         state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
         if not isinstance(state, dict):
             raise CheckpointError(f"{self.file.path}: has no optimizer_state_dict.")

@@ -117,8 +117,8 @@ class Save:
 
 
 def count_ranks(model: ModelHeader) -> tuple[int, int]:
-    """(model-parallel, data-parallel) ranks that a file of model states tells of."""
-    return model.counters.get("mp_world_size") or 1, model.counters.get("dp_world_size") or 1
+    """(model-parallel, data-parallel) ranks that a file of model states tells of, MiCS's replicas not counted."""
+    return model.counters.get("mp_world_size") or 1, model.shard_size or model.counters.get("dp_world_size") or 1
 
 
 def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:

@@ -1,0 +1,51 @@
+"""MiCS, to DeepSpeed 0.18: groups of ranks that hold all partitions each, of which the first one saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.load.job import LoadArguments
+from deepspeed_ucp.load.resume import find_unnoticed
+from deepspeed_ucp.sources import open_checkpoint
+from tests.synth import Model, Param, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (3, 5)), Param("b", (7,))))
+
+
+def save(folder: Path, shard: Any = -1, ranks: int = 2) -> str:
+    """What ZeRO 3 saves of two partitions, in the words of so many ranks with MiCS."""
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(3, 2))
+    for name, content in files.items():
+        content["ds_config"]["zero_optimization"]["mics_shard_size"] = shard
+        if "model_states" in name:
+            content["dp_world_size"] = ranks
+    write_files(folder, files)
+    return str(folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_the_first_groups_partitions_are_the_checkpoint(tmp_path: Path, ranks: int) -> None:
+    plain = open_checkpoint(save(tmp_path / "plain"), Comm())
+    index = open_checkpoint(save(tmp_path / "mics", 2, ranks), Comm())
+    assert index.stored.atoms == plain.stored.atoms
+    assert index.run.topology == plain.run.topology
+    target: Any = SimpleNamespace(experts={}, wrapper="torch", optimizer=None)
+    told = find_unnoticed(index, target, LoadArguments())  # DeepSpeed's own load would refuse the number of ranks
+    assert len(told) == (ranks > 2)
+
+
+@pytest.mark.parametrize("shard", [0, 3, 8, "2", 2.0])
+def test_a_size_that_does_not_divide_the_ranks_is_damage(tmp_path: Path, shard: Any) -> None:
+    with pytest.raises(CheckpointError, match="mics_shard_size .* of 4 data-parallel ranks"):
+        open_checkpoint(save(tmp_path, shard, 4), Comm())
+
+
+def test_without_mics_the_files_of_all_ranks_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="zero_pp_rank_2_.* is missing"):
+        open_checkpoint(save(tmp_path, -1, 4), Comm())

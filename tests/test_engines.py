@@ -1,0 +1,207 @@
+"""docs/engines.md knows every engine, section and field of the installed DeepSpeed, which is asked what it has."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from packaging.version import Version
+
+pytestmark = pytest.mark.skipif(
+    Version(deepspeed.__version__) < Version("0.19"), reason="the page is of the release that make test installs"
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
+CONFIG = "deepspeed.runtime.config_utils"
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, set[str]]:
+    """Heading → all that is in backticks below it, the heading's own included; "" for the whole page."""
+    found: dict[str, set[str]] = defaultdict(set)
+    heading = ""
+    for line in PAGE.read_text().splitlines():
+        heading = line.lstrip("# ") if line.startswith("#") else heading
+        words = {word for text in re.findall(r"`([^`]+)`", line) for word in (text, *re.split(r"[ ./:]+", text))}
+        found[heading] |= words
+        found[""] |= words
+    return found
+
+
+def find_section(page: dict[str, set[str]], *names: str) -> set[str]:
+    """What stands below the heading that has the first of some names, or where sections that change nothing are."""
+    for name in names:
+        if headings := [heading for heading in page if f"`{name}`" in heading]:
+            return set().union(*(page[heading] for heading in headings))
+    return page["Sections that change nothing"]
+
+
+def test_every_class_that_an_engine_makes_an_optimizer_of(page: dict[str, set[str]]) -> None:
+    known = page["Optimizer wrappers"] | page["Optimizers"]
+    classes = set(list_optimizers())
+    assert {"DeepSpeedZeroOptimizer", "FP16_Optimizer", "ZenFlowZeroOptimizer", "FusedAdam", "MuAdam"} <= classes
+    assert classes - known == set()
+
+
+def list_optimizers() -> Iterator[str]:
+    """Names of classes in the engine's methods that make optimizers, and of none of their helpers."""
+    engine = importlib.import_module("deepspeed.runtime.engine")
+    for name, method in vars(engine.DeepSpeedEngine).items():
+        if re.fullmatch(r"_(configure|return)_(\w+_)?optimizer|get_optimizer_configuration", name):
+            yield from _list_classes(method, vars(engine))
+
+
+def _list_classes(method: Any, scope: dict[str, Any]) -> Iterator[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            try:
+                module = importlib.import_module("." * node.level + (node.module or ""), "deepspeed.runtime")
+            except ImportError:  # of a package that is not there
+                yield from (each.name for each in node.names)
+                continue
+            scope = {**scope, **{each.asname or each.name: getattr(module, each.name) for each in node.names}}
+    for node in ast.walk(tree):
+        kind = _resolve(node, scope)
+        if isinstance(kind, type) and not issubclass(kind, (Enum, Exception, torch.nn.Module)):
+            yield from {kind.__name__} - {"NoneType", "LossScaleConfig", "NoopTimer"}
+
+
+def _resolve(node: ast.AST, scope: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return scope.get(node.id)
+    return getattr(_resolve(node.value, scope), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def test_every_checkpoint_engine_and_writer(page: dict[str, set[str]]) -> None:
+    package = importlib.import_module("deepspeed.runtime.checkpoint_engine")
+    for module in iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    constants = importlib.import_module("deepspeed.runtime.model_checkpointing.constants")
+    engines = {kind.__name__ for kind in list_subclasses(package.checkpoint_engine.CheckpointEngine)}
+    names = {*engines, *constants.CHECKPOINT_WRITER_TYPES, *constants.CHECKPOINT_DATA_PARALLEL_UNITS}
+    assert len(names) >= 10
+    assert names - page["Checkpoint writers"] == set()
+
+
+def test_every_offload_device(page: dict[str, set[str]]) -> None:
+    devices = importlib.import_module("deepspeed.runtime.zero.offload_config").OffloadDeviceEnum
+    assert {each.value for each in devices} - page["Offload"] == set()
+
+
+def test_every_package_of_the_runtime(page: dict[str, set[str]]) -> None:
+    """A new one may well be a new kind of engine."""
+    runtime = importlib.import_module("deepspeed.runtime")
+    packages = {module.name for module in iter_modules(runtime.__path__) if module.ispkg}
+    plumbing = {"activation_checkpointing", "checkpoint_engine", "comm", "data_pipeline", "fp16", "model_checkpointing"}
+    plumbing |= {"pipe", "superoffload", "swap_tensor", "zero"}
+    assert packages - plumbing - page[""] == set()
+
+
+def test_every_field_of_every_model_of_a_section(page: dict[str, set[str]]) -> None:
+    lacking = {}
+    kinds = list(list_models())
+    assert len(kinds) > 15
+    for kind in kinds:
+        known = find_section(page, kind.__name__)
+        names = {field.alias or name for name, field in kind.model_fields.items()}
+        lacking[kind.__name__] = names - known if kind.__name__ in page[""] else {"all of it"}
+    assert {name: sorted(each) for name, each in lacking.items() if each} == {}
+
+
+def list_subclasses(kind: type) -> Iterator[Any]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from list_subclasses(each)
+
+
+def list_models() -> Iterator[Any]:
+    """Sections of a training's ds_config that are models; those of inference are no engine's that saves."""
+    root = Path(deepspeed.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        name = ".".join(("deepspeed", *path.relative_to(root).with_suffix("").parts))
+        if not name.startswith("deepspeed.inference") and "(DeepSpeedConfigModel)" in path.read_text():
+            importlib.import_module(name.removesuffix(".__init__"))
+    for kind in list_subclasses(importlib.import_module(CONFIG).DeepSpeedConfigModel):
+        if kind.__module__.startswith("deepspeed.") and not kind.__module__.startswith("deepspeed.inference"):
+            yield kind
+
+
+def test_every_field_of_autoep(page: dict[str, set[str]]) -> None:
+    kind = importlib.import_module("deepspeed.module_inject.auto_ep_config").AutoEPConfig
+    names = {field.name for field in fields(kind) if not field.name.startswith("_")}
+    assert names - find_section(page, "AutoEPConfig") == set()
+
+
+class Asked(dict[str, Any]):
+    """A section of a ds_config that notes which keys it is asked for."""
+
+    def __init__(self, path: tuple[str, ...], asked: set[tuple[str, ...]], parts: dict[str, Any]) -> None:
+        super().__init__(parts)
+        self.path, self.asked = path, asked
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add((*self.path, str(key)))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add((*self.path, key))
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add((*self.path, key))
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        """Itself: `key in section.keys()` asks too."""
+        return self
+
+    def __copy__(self) -> Asked:
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_every_key_that_is_asked_for(page: dict[str, set[str]]) -> None:
+    asked = ask()
+    assert {("optimizer", "type"), ("checkpoint", "writer", "decoupled"), ("data_types", "param_dtype")} <= asked
+    top = page["Top level: `DeepSpeedConfig`"]
+    lacking = [
+        ".".join(path)
+        for path in sorted(asked)
+        if path[-1] not in (find_section(page, ".".join(path[:-1]), path[0]) if path[1:] else top)
+    ]
+    assert lacking == []
+
+
+def ask() -> set[tuple[str, ...]]:
+    """Paths of the keys that DeepSpeedConfig looks for; each may be a section that is looked into."""
+    config = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
+    asked: set[tuple[str, ...]] = {()}
+    done: set[tuple[str, ...]] = set()
+    while todo := {path for path in asked if len(path) < 3} - done:
+        for path in todo:
+            section: Any = Asked(path, asked, {})
+            for depth in reversed(range(len(path))):
+                section = Asked(path[:depth], asked, {path[depth]: section})
+            if path:
+                section.setdefault("train_batch_size", 1)
+            with suppress(Exception):  # many a key is no section, and removed ones are refused
+                config(section)
+        done |= todo
+    return asked - {()}
