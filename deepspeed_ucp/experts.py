@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .flat import Shape
+from .atoms import strip_compiled
+from .flat import FlatBuffer, Shape
 
 _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(?=\.|$)", re.ASCII)
 
 DATA_FIRST = "use_data_before_expert_parallelism"
 """Key of a ds_config: ranks that hold the same experts follow each other."""
 
-_PART = re.compile(r"((?:^|.*\.)experts\.)w[123]\.(\d{1,9})", re.ASCII)
+_PART = re.compile(r"((?:^|.*\.)experts\.)(w[123])\.(\d{1,9})", re.ASCII)
 
 _LAYER = re.compile(r"(?:deepspeed_moe\.)?experts\.(?:deepspeed_experts\.)?$")
 
@@ -28,6 +29,30 @@ Held = Mapping[str, Sequence[int]]
 holds, in its order."""
 
 _FIXED = ("moe", "name")
+
+
+class ExpertName(NamedTuple):
+    """The name of an expert's parameter in the whole model, taken apart.
+
+    Attributes:
+        layer: what the names of all experts of its layer begin with.
+        number: of the expert, in the whole layer.
+        end: which of the expert's parameters it is.
+        fused: the experts that a rank holds lie in one parameter (AutoEP).
+    """
+
+    layer: str
+    number: int
+    end: str
+    fused: bool
+
+
+def read_name(name: str) -> ExpertName | None:
+    """An atom's name, taken apart; None where it is no expert's."""
+    if found := _EXPERT.match(name):
+        return ExpertName(found[1], int(found[2]), name[found.end() :], fused=False)
+    part = _PART.fullmatch(name)
+    return ExpertName(part[1], int(part[3]), part[2], fused=True) if part else None
 
 
 def find_expert(name: str) -> tuple[str, int] | None:
@@ -53,14 +78,14 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
 
 def find_place(name: str) -> tuple[str, int] | None:
     """The layer of the expert whose an atom is, and the expert's number in it; None where it is no expert's."""
-    found, part = find_expert(name), _PART.fullmatch(name)
-    return found or ((part[1], int(part[2])) if part else None)
+    found = read_name(name)
+    return found and (found.layer, found.number)
 
 
 def find_number(name: str) -> int | None:
     """The number in the whole layer of the expert whose an atom is; None where it is no expert's."""
-    found = find_place(name)
-    return found[1] if found else None
+    found = read_name(name)
+    return found.number if found else None
 
 
 def find_block(name: str) -> str | None:
@@ -114,6 +139,21 @@ def list_holders(dp: int, replicas: int, *, data_first: bool) -> list[range]:
 def number_in_stage(ranks: range, tp: int, lane: int) -> range:
     """Data-parallel ranks of a tensor-parallel rank, numbered as ranks of their pipeline stage."""
     return range(ranks.start * tp + lane, ranks.stop * tp + lane, ranks.step * tp)
+
+
+Placement = dict[range, tuple[int, ...]]
+"""Of a layer: ranks of a pipeline stage that hold the same experts → the numbers of these experts."""
+
+
+def place_experts(buffers: Iterable[FlatBuffer], dp: int) -> dict[str, Placement]:
+    """Which ranks hold which experts, by layer, as flat buffers under the whole model's names tell."""
+    found: dict[str, dict[range, dict[int, None]]] = {}
+    for buffer in buffers:
+        ranks = range(dp) if buffer.ranks is None else buffer.ranks
+        for read in map(read_name, map(strip_compiled, buffer.names)):
+            if read:
+                found.setdefault(read.layer, {}).setdefault(ranks, {})[read.number] = None
+    return {layer: {ranks: tuple(held) for ranks, held in each.items()} for layer, each in found.items()}
 
 
 def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:

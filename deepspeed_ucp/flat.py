@@ -59,6 +59,14 @@ class FlatBuffer:
         """Elements of each parameter."""
         return tuple(map(prod, self.shapes))
 
+    def is_on(self, rank: int) -> bool:
+        """Whether a rank, as of :meth:`find_part`, holds any of it."""
+        return self.ranks is None or rank in self.ranks
+
+    def count_replicas(self, dp: int) -> int:
+        """How many of ``dp`` data-parallel ranks hold the same partition."""
+        return (dp if self.ranks is None else len(self.ranks)) // self.parts
+
     def find_part(self, rank: int) -> int:
         """The partition that a rank holds; the ranks take turns where there are more than partitions.
 

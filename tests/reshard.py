@@ -34,9 +34,11 @@ from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import LiveBuffer, Target
 from deepspeed_ucp.targets.base import hold_whole
-from deepspeed_ucp.targets.parallel import Instance, Place
+from deepspeed_ucp.targets.parallel import HeldExperts, Instance, Place
 from tests.ranks import run_ranks
 from tests.synth import (
+    ExpertLayer,
+    Flat,
     Local,
     Model,
     Param,
@@ -45,12 +47,16 @@ from tests.synth import (
     Topology,
     build_local_files,
     group_layouts,
+    own_models,
+    own_state,
     partition_layout,
     random_state,
     write_checkpoint,
 )
+from tests.synth.expertfiles import expert_optim_file
+from tests.synth.experts import degree_of, expert_rank, list_held, list_replicas
 from tests.synth.files import model_file, optim_file
-from tests.synth.layout import stage3_slice
+from tests.synth.layout import count_parts, stage3_slice
 from tests.synth.reader import _buffers
 
 SENTINEL = -8.25
@@ -86,31 +92,36 @@ class FakeTarget(Target):
         module: torch.nn.Module | None = None,
     ) -> None:
         self.model, self.kind, self.rank = model, topology, rank
+        self.own = own_models(model, topology)[rank]
         self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
+        self.experts = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in model.experts}
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module())
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
-        self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners}
+        held = {name for param in self.own.owners for name in param.atoms}
+        self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners if p.name in held}
         self.flats = []
         self.collect()
-        groups = [[f.holder for f in self.flats if f.group == g] for g in range(len(model.groups))]
-        self.wrapped = optimizer([{"params": params} for params in groups], lr=LIVE_LR) if self.flats else None
+        groups = [[f.holder for f in self.flats if f.group == g] for g in range(len(self.own.groups))]
+        fixed = own_state(State({}, groups=({},) * len(model.groups)), self.own).groups
+        made = [{"params": params, **each} for params, each in zip(groups, fixed, strict=True)]
+        self.wrapped = optimizer(made, lr=LIVE_LR) if self.flats else None
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
         self.others = self._make_extras()
 
     def collect(self) -> None:
-        kind, held = self.kind.kind, partition_layout(self.model, self.kind)
-        for flat in held[self.rank if self.kind.partitions else 0]:
+        kind = self.kind.kind
+        for flat in own_layout(self.model, self.kind, self.rank):
             if kind == "raw" and not _find(self.model, flat.names[0]).trains:
                 continue
             holder = torch.full((flat.numel,), SENTINEL)
             if kind in ("raw", "unfused"):
                 holder = holder.view(_find(self.model, flat.names[0]).shape)
-            part = self.rank if self.kind.partitions else 0
-            buffer = lay_flat(self.model, self.kind, flat.group, flat.names, flat.numel)
-            assert buffer.cuts(part) == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
-            self.add_flat(buffer, part, holder.requires_grad_())
+            part = self.own.seat(flat.group, self.kind, self.rank)[0] if self.kind.partitions else 0
+            self.add_flat(lay_flat(self.own, self.kind, flat), part, holder.requires_grad_())
+            cuts = self.flats[-1].buffer.cuts(part)
+            assert cuts == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
 
     def instances(self) -> dict[str, Instance]:
         return self.copies
@@ -122,7 +133,7 @@ class FakeTarget(Target):
         return list(self.others)
 
     def _make_extras(self) -> list[LiveBuffer]:
-        found = [self._extra(param) for param in self.model.owners if param.name not in self.owned]
+        found = [self._extra(_find(self.model, name)) for name in self.params if name not in self.owned]
         for name, value in self.model.buffers.items():
             found.append(hold_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
         return found
@@ -136,7 +147,7 @@ class FakeTarget(Target):
         return LiveBuffer(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
-        return [[(param.name, param.trains) for param in group] for group in self.model.groups]
+        return [[(name, param.trains) for param in group for name in param.atoms] for group in self.own.groups]
 
     def refresh_copies(self) -> None:
         """There are no copies."""
@@ -153,16 +164,30 @@ def get_field(index: AtomicIndex, name: str) -> Any:
     return next(getattr(part, name) for part in parts if hasattr(part, name))
 
 
-def lay_flat(model: Model, topology: Topology, group: int, names: Sequence[str], partition: int) -> FlatBuffer:
-    """A flat buffer of the synthesiser as the package describes it."""
-    shapes = [_find(model, name).shape for name in names]
+def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:
+    """The flat buffers of a data-parallel rank."""
+    return partition_layout(model, topology)[rank if topology.partitions or model.experts else 0]
+
+
+def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int) -> HeldExperts:
+    """What a data-parallel rank holds of a layer of experts."""
+    degree = degree_of(model, topology, layer)
+    replicas = list_replicas(topology, degree, rank)
+    ranks = replicas if degree > 1 else None
+    numbers = list_held(layer, topology, degree, rank)
+    return HeldExperts(numbers, degree, ranks, folded=False, is_first_replica=replicas[0] == rank)
+
+
+def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:
+    """A flat buffer of a rank's module as the package describes it."""
+    names, shapes = [param.name for param in flat.own], [param.shape for param in flat.own]
+    parts = count_parts(own, flat.group, topology) if topology.partitions else 1
     if topology.stage == 3:
-        return join_reserved(group, names, shapes, topology.dp)
+        return join_reserved(flat.group, names, shapes, parts)
     if topology.kind in ("raw", "unfused"):
-        return join_parameters(group, names, shapes)
-    gaps = group_layouts(model, topology)[group].paddings
-    parts = topology.dp if topology.partitions else 1
-    return join_parameters(group, names, shapes, parts=parts, partition=partition, gaps=gaps)
+        return join_parameters(flat.group, names, shapes)
+    gaps = group_layouts(own, topology)[flat.group].paddings
+    return join_parameters(flat.group, names, shapes, parts=parts, partition=flat.numel, gaps=gaps)
 
 
 def fill_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,7 +353,8 @@ def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, 
         check_masters(rank, files, held)
         check_extras(rank, held)
         groups = rank.target.wrapped.param_groups if rank.target.wrapped else ()
-        for group, hyper in zip(groups, held.groups, strict=bool(groups)):
+        hypers = own_state(held, own_models(local[rank.target.place.mp_rank].model, topology)[rank.target.rank]).groups
+        for group, hyper in zip(groups, hypers, strict=bool(groups)):
             assert {key: group[key] for key in hyper} == dict(hyper), rank.target.label
 
 
@@ -338,9 +364,12 @@ def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[
     model, topology, mp = target.model, target.kind, target.place.mp_rank
     if topology.partitions:
         optimizer = files[optim_file(topology, target.rank, mp)]["optimizer_state_dict"]
+    elif model.experts:
+        place = expert_rank(topology, max(topology.ep, default=1), target.rank)
+        optimizer = files[expert_optim_file(place)]["optimizer"]
     else:
         optimizer = files[model_file(topology, 0, mp)]["optimizer"]
-    flats = partition_layout(model, topology)[target.rank if topology.partitions else 0]
+    flats = own_layout(model, topology, target.rank)
     entries = [dict(_buffers(optimizer, topology, i)) for i in range(len(flats))]
     if topology.kind == "raw":
         pairs = zip(flats, entries, strict=True)
@@ -428,17 +457,18 @@ def collect(ranks: Sequence[Loaded]) -> State:
     model, topology = ranks[0].target.model, ranks[0].target.kind
     atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
     scalars: dict[str, dict[str, Any]] = {}
-    for rank in ranks if topology.partitions else ranks[:1]:
+    for rank in ranks if topology.partitions or model.experts else ranks[:1]:
         for flat in rank.target.flats:
             _collect_flat(rank.target, flat, atoms, scalars)
-    for rank in ranks if topology.stage else ranks[:1]:
+    for rank in ranks if topology.stage or model.experts else ranks[:1]:
         for extra in rank.extras:
             if not extra.is_buffer:
                 start = find_start(extra)
                 atoms[extra.name]["fp32"].view(-1)[start : start + extra.data.numel()] = extra.data.float()
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     live = ranks[0].target.wrapped.param_groups if ranks[0].target.wrapped else ()
-    return State(atoms, scalars, tuple({key: group[key] for key in names} for group in live))
+    groups = tuple({key: group[key] for key in names} for group in live)
+    return State(atoms, scalars, groups[: len(model.groups)])
 
 
 def _collect_flat(

@@ -33,7 +33,7 @@ def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) 
     topology = Topology(2, dp, round_robin=robin, parameter_alignment=aligned)
     for rank, flats in enumerate(partition_layout(model, topology)):
         for flat in flats:
-            buffer = lay_flat(model, topology, flat.group, flat.names, flat.numel)
+            buffer = lay_flat(model, topology, flat)
             assert buffer.cuts(rank) == [Cut(part.name, part.start, part.numel, part.offset) for part in flat.slices]
 
 

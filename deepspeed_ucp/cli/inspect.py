@@ -75,7 +75,7 @@ def _show(options: argparse.Namespace, survey: Survey) -> None:
 
         draw_map(survey, options.plot)
     if options.param:
-        detail = detail_parameter(survey.index, pick_parameter(survey, options.param))
+        detail = detail_parameter(survey, pick_parameter(survey, options.param))
         emit(options, detail, write_detail(detail))
     else:
         emit(options, survey.to_data(), write_summary(survey, unfold=options.all))

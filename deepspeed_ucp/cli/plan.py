@@ -50,8 +50,9 @@ def add_parser(commands: Commands) -> None:
     add_checkpoint_options(parser)
     target = parser.add_argument_group("target")
     text = (
-        "topology to plan for: a list of dp, tp, pp, sp, zero, precision (fp32, bf16, fp16), wrapper, sub_group; "
-        "degrees that are left out are 1, the rest as in the checkpoint"
+        "topology to plan for: a list of dp, tp, pp, sp, ep (of experts; of each layer: 2.4), zero, precision (fp32, "
+        "bf16, fp16), wrapper, sub_group, max_group, data_first; degrees that are left out are 1, the rest as in the "
+        "checkpoint"
     )
     target.add_argument("--target", required=True, metavar="DEGREES", help=text)
     target.add_argument("--nodes", type=_positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
@@ -131,14 +132,16 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read_degrees(options: argparse.Namespace, index: AtomicIndex) -> Degrees:
+    from ..experts import DATA_FIRST
     from ..forecast.degrees import parse_degrees
     from ..forecast.dryrun import read_saved_config
 
     world = None if options.nodes is None else options.nodes * options.ranks_per_node
-    zero = read_saved_config(index).get("zero_optimization")
+    saved = read_saved_config(index)
+    zero, data_first = saved.get("zero_optimization"), saved.get(DATA_FIRST) is True
     size = zero.get("sub_group_size") if isinstance(zero, dict) else None
     sub_group = int(size) if isinstance(size, (int, float)) and size >= 1 else None
-    return parse_degrees(options.target, index.run.topology, world=world, sub_group=sub_group)
+    return parse_degrees(options.target, index.run.topology, world=world, sub_group=sub_group, data_first=data_first)
 
 
 def _to_data(index: AtomicIndex, found: DryRun) -> dict[str, Any]:

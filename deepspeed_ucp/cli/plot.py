@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import ConfigError
-from ..sources.files import sort_files
+from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
 from .printing import count_of, format_bytes, format_count
 from .summary import name_others
@@ -117,6 +117,10 @@ def _name_rows(index: AtomicIndex) -> dict[str, Row]:
     rows |= {name: _name_rank(index, mp, None) for mp, name in listing.model.items()}
     rows |= {name: _name_rank(index, mp, dp) for (mp, dp), name in listing.model_zero3.items()}
     rows |= {name: _name_rank(index, mp, dp) for (_, mp, dp), name in listing.optim.items()}
+    for (layer, _, _), name in listing.experts.items():
+        rows[name] = Row((1, layer), "experts", "all layers" if layer == NO_LAYER else f"layer {layer}")
+    for (mp, ep), name in listing.expert_optim.items():
+        rows[name] = replace(_name_rank(index, mp, ep), label=f"ep {ep}")
     for (_, tp), name in listing.layers.items():
         label = f"tp {tp}" if index.run.topology.tp > 1 else "all layers"
         rows[name] = Row((1, max(tp, 0)), "layer files", label)

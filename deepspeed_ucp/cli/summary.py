@@ -10,6 +10,7 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey
 from ..errors import escape, fold_names
 from ..sources.findings import Finding
+from .experts import describe_expert, write_layers, write_numbers
 from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import count_of, format_bytes, format_count, format_table
 from .survey import Survey, describe_groups, join_scalars, list_states
@@ -27,6 +28,8 @@ _OFTEN = 12
 def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
     """The whole report."""
     lines = [survey.folder, *_write_head(survey), "", *_write_parameters(survey.parameters, unfold=unfold)]
+    if survey.experts:
+        lines += ["", *write_layers(survey.experts.values())]
     if survey.index.model.aliases:
         lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(survey.index.model.aliases.items()))]
     if survey.findings:
@@ -221,8 +224,9 @@ def _write_finding(finding: Finding) -> list[str]:
 # -- one parameter ----------------------------------------------------------------------------------------------------
 
 
-def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
+def detail_parameter(survey: Survey, row: Parameter) -> dict[str, Any]:
     """One parameter with every fragment: file, byte offset in it, length in bytes, elements of its shard."""
+    index = survey.index
     atoms = {key.state: atom for key, atom in index.stored.atoms.items() if key.param == row.param}
     states = []
     for state in sort_states(atoms):
@@ -233,7 +237,8 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
     hyper = index.run.groups[row.group].hyper if row.group is not None else None
-    return {**row.to_data(), "hyper": hyper, "layout": states}
+    expert = describe_expert(survey.experts, row.name)
+    return {**row.to_data(), "hyper": hyper, "expert": expert, "layout": states}
 
 
 def _locate(index: AtomicIndex, fragment: Fragment, dtype: str) -> dict[str, Any]:
@@ -255,6 +260,7 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
         ("shape", "not known" if shape is None else f"{_write_shape(shape)}, {format_count(detail['numel'])} elements"),
         ("pattern", f"{detail['pattern'] or UNSETTLED}{' by ' + detail['origin'] if detail['origin'] else ''}"),
         ("rule to give", ", ".join(f"{k}: {v}" for k, v in detail["why"].items())),
+        ("expert", _describe_expert(detail["expert"])),
         ("tied", ", ".join(detail["aliases"])),
         ("scalars", _join(detail["scalars"])),
         ("param group", "" if detail["group"] is None else f"{detail['group']}: {_join(detail['hyper'] or {})}"),
@@ -265,6 +271,13 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
         lines += ["", f"  {what}: {state['dtype']}, {format_bytes(state['bytes'])}"]
         lines += [f"    {line}" for shard in state["shards"] for line in _write_shard(shard, len(state["shards"]))]
     return lines
+
+
+def _describe_expert(expert: Mapping[str, Any] | None) -> str:
+    if expert is None:
+        return ""
+    where = f", held by ranks {write_numbers(expert['ranks'])}" if expert["ranks"] else ""
+    return f"{expert['number']} of the {expert['of']} of {expert['layer']}{where}"
 
 
 def _write_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:

@@ -18,6 +18,7 @@ from ..sources.findings import NOTE, WARNING, Finding
 from ..sources.open import FolderReport
 from ..torchsave.objects import describe
 from ..torchsave.torchfile import read_header
+from .experts import ExpertLayer, list_layers
 from .parameters import BUFFER, FROZEN, Parameter, find_file, list_parameters
 
 VERSION = 1
@@ -53,6 +54,7 @@ class Survey:
 
     Attributes:
         files: name → bytes.
+        experts: layers of experts, by what the names of their parameters begin with.
         client: key of the client's state → what kind of value.
         written_by: ``tool``, ``deepspeed`` version, and of an atomic checkpoint its ``source``.
     """
@@ -65,6 +67,7 @@ class Survey:
     client: dict[str, str]
     written_by: dict[str, Any]
     findings: list[Finding]
+    experts: dict[str, ExpertLayer]
 
     def to_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,6 +87,7 @@ class Survey:
                 "clip_grad": run.clip_grad,
             },
             "totals": self.totals,
+            "experts": [layer.to_data() for layer in self.experts.values()],
             "parameters": [row.to_data() for row in self.parameters],
             "ties": model.aliases,
             "frozen": [row.name for row in self.parameters if row.kind == FROZEN],
@@ -111,7 +115,8 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
     client, version = _read_client_keys(index)
     findings = [*_find_limits(index, rows, settled, rules), *_find_unchecked(index), *list_findings(report)]
     written = {"deepspeed": version or None, **_find_writer(index, report.folder)}
-    return Survey(report.folder, index, rows, files, count_totals(index, files, rows), client, written, findings)
+    totals, experts = count_totals(index, files, rows), list_layers(index)
+    return Survey(report.folder, index, rows, files, totals, client, written, findings, experts)
 
 
 def _describe_topology(index: AtomicIndex) -> dict[str, Any]:

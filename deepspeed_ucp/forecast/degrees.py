@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
@@ -9,6 +10,9 @@ from ..topology import Topology
 
 SUB_GROUP = 1_000_000_000
 """ZeRO 3's default ``sub_group_size``."""
+
+MAX_GROUP = 178_956_971
+"""Elements of a rank's param group of experts at most (``moe/utils.py``, ``max_group_size``)."""
 
 MOST_RANKS = 1 << 20
 """What memory is enough for: a plan keeps some numbers for each rank."""
@@ -27,10 +31,9 @@ _WRAPPERS = {
     "fp16_unfused": ((0,), ("bfloat16", "float16")),
     "torch": ((0,), ("float32",)),
 }
-_NUMBERS = ("dp", "tp", "pp", "sp", "zero", "sub_group")
-_TEXTS = ("precision", "wrapper")
+_NUMBERS = ("dp", "tp", "pp", "sp", "zero", "sub_group", "max_group")
+_TEXTS = ("ep", "data_first", "precision", "wrapper")
 _NOT_COVERED = {
-    "ep": "expert parallelism",
     "cp": "context parallelism",
     "etp": "expert tensor parallelism",
     "edp": "expert data parallelism",
@@ -48,6 +51,9 @@ class Degrees:
         zero: ZeRO stage.
         wrapper, precision, master: as in :class:`~deepspeed_ucp.topology.Topology`.
         sub_group: ZeRO 3's ``sub_group_size`` in elements of one partition.
+        ep: expert-parallel degree of all layers of experts, or of each in the module's order.
+        data_first: ranks that hold the same experts follow each other (``use_data_before_expert_parallelism``).
+        max_group: elements of a rank's param group of experts at most.
         refused: what of the request DeepSpeed, or this package, does not do, in words.
     """
 
@@ -60,6 +66,9 @@ class Degrees:
     precision: str = "float32"
     master: str = "float32"
     sub_group: int = SUB_GROUP
+    ep: tuple[int, ...] = (1,)
+    data_first: bool = False
+    max_group: int = MAX_GROUP
     refused: tuple[str, ...] = ()
 
     @property
@@ -80,8 +89,13 @@ class Degrees:
     def describe(self) -> str:
         """One short phrase: ``ZeRO-3 dp=384 bfloat16 (zero3), 384 ranks``."""
         degrees = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp") if getattr(self, key) > 1)
+        degrees += f" ep={self.tell_ep()}" if max(self.ep) > 1 else ""
         ranks = f"{self.world} rank{'s' * (self.world > 1)}"
         return f"ZeRO-{self.zero} dp={self.dp}{degrees} {self.precision} ({self.wrapper}), {ranks}"
+
+    def tell_ep(self) -> str:
+        """The expert-parallel degrees as they are asked for: ``2``, ``2.4``."""
+        return ".".join(map(str, self.ep))
 
     def topology(self, source: Topology) -> Topology:
         """In the words of a checkpoint; what was not asked for is as in ``source``. Without flat buffers."""
@@ -93,20 +107,23 @@ class Degrees:
             dp=self.shards if self.partitions else 1,
             tp=self.tp,
             pp=self.pp,
-            ep=1,
+            ep=max(self.ep),
             master=self.master,
             elastic=source.elastic and self.wrapper == "zero12",
             flats=(),
         )
 
 
-def parse_degrees(text: str, source: Topology, *, world: int | None = None, sub_group: int | None = None) -> Degrees:
-    """Read ``dp=…,tp=…,pp=…,sp=…,zero=…,precision=…,wrapper=…``; what is left out is 1, or as in ``source``.
+def parse_degrees(
+    text: str, source: Topology, *, world: int | None = None, sub_group: int | None = None, data_first: bool = False
+) -> Degrees:
+    """Read ``dp=…,tp=…,pp=…,sp=…,ep=…,zero=…,precision=…,wrapper=…``; what is left out is 1, or as in ``source``.
 
     Args:
         source: topology of the checkpoint.
         world: number of ranks, from which ``dp`` follows where it is left out.
         sub_group: the saved ``sub_group_size``.
+        data_first: the saved ``use_data_before_expert_parallelism``.
 
     Raises:
         ConfigError: an unknown key, a value that is no positive number, a wrapper that does not fit.
@@ -136,6 +153,9 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None, sub_
         precision=precision,
         master="float32" if source.wrapper == "torch" != wrapper else source.master,
         sub_group=numbers.get("sub_group", sub_group or SUB_GROUP),
+        ep=tuple(_number("ep", part) for part in told.get("ep", "1").split(".")),
+        data_first=_read_flag("data_first", told) if "data_first" in told else data_first,
+        max_group=numbers.get("max_group", MAX_GROUP),
         refused=refused,
     )
     _check_wrapper(found)
@@ -168,6 +188,12 @@ def _number(key: str, value: str) -> int:
         span = "0 to 3" if key == "zero" else "a positive integer"
         raise ConfigError(f"--target: {key} is {span}, found {value!r}.")
     return number
+
+
+def _read_flag(key: str, told: Mapping[str, str]) -> bool:
+    if told[key] not in ("0", "1"):
+        raise ConfigError(f"--target: {key} is 0 or 1, found {told[key]!r}.")
+    return told[key] == "1"
 
 
 def _choose_wrapper(zero: int, precision: str, pp: int, source: Topology) -> str:

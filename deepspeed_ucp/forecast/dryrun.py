@@ -24,6 +24,7 @@ from ..topology import find_differences
 from ..torchsave.torchfile import read_header
 from .degrees import Degrees
 from .estimate import LoadTotals, RankFigures, measure_plan
+from .experts import find_moved_experts
 from .sample import Sampler
 from .target import ForecastTarget, foretell_target
 
@@ -117,12 +118,12 @@ def dry_run(
     if not run.batch.fits:
         run.obstacles.append(run.batch.text)
     run.differences = find_differences(replace(index.run.topology, flats=()), degrees.topology(index.run.topology))
-    if not run.differences:
-        run.loader = DEEPSPEED
-        return run
-    if degrees.refused:
-        return run
     try:
+        run.differences = run.differences or find_moved_experts(index, degrees)
+        if not run.differences:
+            run.loader = DEEPSPEED
+        if not run.differences or degrees.refused:
+            return run
         found = foretell_target(index, degrees, rules)
     except MismatchError as error:
         run.obstacles.append(f"{error}{_HINT if index.run.topology.tp != degrees.tp else ''}")

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, AtomicIndex, ParamKey, count
-from ..errors import MismatchError
-from ..experts import find_expert, is_expert
+from ..experts import read_name
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet
 from ..plan.match import Match, pick_instance
 from ..plan.settling import Shapes, list_weights, settle_index
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_states, list_wants
 from .degrees import Degrees
+from .experts import Layers, PlannedGroup, plan_groups, spread_layers
 from .split import TIED, Stages, find_layer, place_stages
 
 ALIGNMENT = 2
@@ -26,6 +26,7 @@ ALIGNMENT = 2
 
 EQUAL = "Tensor-parallel ranks hold equal parts; the live model's own shapes count in the load."
 EXPERTS = "Every rank holds all experts (expert-parallel degree 1)."
+SPREAD = "Experts follow each other on expert-parallel ranks; their param groups are as DeepSpeed makes them."
 ORDER = "Parameters lie in the flat buffers in the order in which they were saved."
 
 
@@ -89,7 +90,7 @@ class ForecastTarget:
         """What a rank wants of the checkpoint."""
         held, (_, dp_rank, _) = self.model_rank(rank), self.place(rank)
         flats, tensors = (
-            [replace(each, part=each.buffer.find_part(dp_rank)) for each in buffers]
+            [replace(each, part=each.buffer.find_part(dp_rank)) for each in buffers if each.buffer.is_on(dp_rank)]
             for buffers in (held.layout.flats, held.layout.tensors)
         )
         return list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
@@ -97,7 +98,7 @@ class ForecastTarget:
     def count_needed(self) -> int:
         """Bytes of the checkpoint that all ranks together hold afterwards, replicas included."""
         return sum(
-            count(shape) * self._weigh(held.match.params[name]) * (self.degrees.shards // each.buffer.parts)
+            count(shape) * self._weigh(held.match.params[name]) * each.buffer.count_replicas(self.degrees.shards)
             for held in self.model_ranks
             for each in held.buffers
             for name, shape in zip(each.buffer.names, each.buffer.shapes, strict=True)
@@ -111,13 +112,14 @@ class ForecastTarget:
 
     def measure_engine(self, rank: int) -> int:
         """Bytes of the engine's own buffers on a rank: masters, optimizer states, the model's copies, other tensors."""
-        held, degrees = self.model_rank(rank), self.degrees
+        held, degrees, dp_rank = self.model_rank(rank), self.degrees, self.place(rank)[1]
         total = sum(
             each.buffer.partition * sum(ITEMSIZE[dtype] for dtype in (each.dtype, *each.states.values()))
             for each in held.buffers
+            if each.buffer.is_on(dp_rank)
         )
         if degrees.wrapper != "torch":
-            buffers = [each.buffer for each in held.layout.flats]
+            buffers = [each.buffer for each in held.layout.flats if each.buffer.is_on(dp_rank)]
             copies = sum(each.partition * (1 if each.by_parameter else each.parts) for each in buffers)
             total += copies * ITEMSIZE[degrees.precision]
         return total
@@ -144,33 +146,32 @@ def foretell_target(
     """
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others
-    if any(map(find_expert, names)) and degrees.zero > 2:
-        raise MismatchError("DeepSpeed's own experts are resumed under ZeRO 0, 1 and 2 alone.")
-    if any(map(is_expert, names)) and degrees.tp > 1:
-        raise MismatchError(
-            "How a run spreads its experts over tensor-parallel ranks only the live model tells: a resume at tp > 1 is "
-            "not foreseen. The load itself asks for no more than patterns."
-        )
+    layers = spread_layers(index, names, degrees)
     local, layouts, origin = _settle(index, degrees, names, rules, shapes)
     assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
-    assumed += [EXPERTS] if any(map(is_expert, names)) else []
+    assumed += [SPREAD if max(degrees.ep) > 1 else EXPERTS] if layers else []
     if stages is None:
         weights = {name: sum(atom.nbytes for atom in atoms[ParamKey(name)]) for name in names}
         stages, how = place_stages(index, names, weights, degrees.pp)
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
     states = list_states(index)
-    whole = [_list_whole(index, number, degrees) for number in range(len(groups))]
+    hypers = [group.hyper for group in index.run.groups] or [{}]
 
     def lay_out(stage: int, lane: int) -> ModelRank:
         shapes = {name: held[lane] for name, held in local.items() if stage in stages[name]}
         match = Match({name: _pick_instance(index, name, stages[name], stage) for name in shapes})
+        held = [[name for name in names if count(shapes.get(name, (0,)))] for names in groups]
+        grouped = plan_groups(list(zip(held, hypers, strict=True)), layers, shapes, degrees.max_group)
+        planned = [(group, find_whole(group, degrees)) for group in grouped]
         flats = [
-            HeldBuffer(flat, 0, lane, degrees.master, join_states(flat, match, states), whole=whole[number])
-            for number, group in enumerate(groups)
-            for flat in _lay_group(number, group, shapes, degrees)
+            HeldBuffer(flat, 0, lane, degrees.master, join_states(flat, match, states), whole=whole)
+            for group, whole in planned
+            for flat in _lay_group(group, shapes, degrees)
         ]
         tensors = [
-            HeldBuffer(_lay_tensor(name, shapes[name], index, degrees), 0, lane, atoms[match.params[name]][0].dtype)
+            HeldBuffer(
+                _lay_tensor(name, shapes[name], index, degrees, layers), 0, lane, atoms[match.params[name]][0].dtype
+            )
             for name in others
             if name in shapes
         ]
@@ -184,17 +185,18 @@ def _pick_instance(index: AtomicIndex, name: str, stages: Sequence[int], stage: 
     return pick_instance(index, name, stages.index(stage), len(stages))
 
 
-def _list_whole(index: AtomicIndex, group: int, degrees: Degrees) -> tuple[str, ...]:
+def find_whole(group: PlannedGroup, degrees: Degrees) -> tuple[str, ...]:
     """ZeRO 1 and 2 keep Muon's momentum of whole parameters."""
-    is_muon = group < len(index.run.groups) and index.run.groups[group].hyper.get(USE_MUON)
-    return (MOMENTUM,) if is_muon and degrees.wrapper == "zero12" else ()
+    return (MOMENTUM,) if group.hyper.get(USE_MUON) and degrees.wrapper == "zero12" else ()
 
 
-def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees) -> FlatBuffer:
+def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees, layers: Layers) -> FlatBuffer:
     """ZeRO 3 cuts parameters that it does not train as well; the module's buffers are whole on every rank."""
     if degrees.zero == 3 and name not in index.model.buffers:
         return join_reserved(0, (name,), (shape,), degrees.shards)
-    return join_parameters(0, (name,), (shape,))
+    read = read_name(name)
+    ranks = layers[read.layer].find_ranks(read.number) if read else None
+    return replace(join_parameters(0, (name,), (shape,)), ranks=ranks)
 
 
 def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
@@ -239,18 +241,26 @@ def list_others(index: AtomicIndex) -> list[str]:
     return [name for name in others if not index.find(name, MASTER)]
 
 
-def _lay_group(group: int, names: Sequence[str], local: Mapping[str, Shape], degrees: Degrees) -> Iterator[FlatBuffer]:
-    """The flat buffers of a param group on a model-parallel rank."""
-    held = [name for name in names if name in local and count(local[name])]
-    shapes = [local[name] for name in held]
-    if not held:
+def _lay_group(group: PlannedGroup, local: Mapping[str, Shape], degrees: Degrees) -> Iterator[FlatBuffer]:
+    """The flat buffers of a param group on a model-parallel rank, as far as the same data-parallel ranks hold it."""
+    if not group.tensors:
         return
+    # A rank's own parameter goes by the name of the first that lies in it.
+    parts = {tensor[0]: {name: local[name] for name in tensor} for tensor in group.tensors}
+    shapes = [(len(held), *held[own]) if len(held) > 1 else held[own] for own, held in parts.items()]
+    for buffer in _lay_tensors(group.number, list(parts), shapes, degrees, len(group.ranks or range(degrees.shards))):
+        yield replace(buffer.split(parts), ranks=group.ranks)
+
+
+def _lay_tensors(
+    group: int, held: Sequence[str], shapes: Sequence[Shape], degrees: Degrees, parts: int
+) -> Iterator[FlatBuffer]:
     if degrees.wrapper == "zero3":
-        for some in cut_sub_groups(list(map(count, shapes)), degrees.shards, degrees.sub_group):
-            yield join_reserved(group, held[some], shapes[some], degrees.shards)
+        for some in cut_sub_groups(list(map(count, shapes)), parts, degrees.sub_group):
+            yield join_reserved(group, held[some], shapes[some], parts)
     elif degrees.wrapper in ("zero12", "bf16"):
-        partition = -(-sum(map(count, shapes)) // (ALIGNMENT * degrees.shards)) * ALIGNMENT
-        yield join_parameters(group, held, shapes, parts=degrees.shards, partition=partition)
+        partition = -(-sum(map(count, shapes)) // (ALIGNMENT * parts)) * ALIGNMENT
+        yield join_parameters(group, held, shapes, parts=parts, partition=partition)
     elif degrees.wrapper == "fp16_fused":
         yield join_parameters(group, held, shapes)
     else:

@@ -23,6 +23,8 @@ SOURCE = Topology(1, "bf16", "bfloat16", dp=4)
         ("dp=2,zero=0,precision=fp32", Degrees(2)),
         ("dp=2,zero=0,precision=fp16", Degrees(2, wrapper="fp16_fused", precision="float16")),
         ("dp=2,zero=1,wrapper=zero12", Degrees(2, zero=1, wrapper="zero12", precision="bfloat16")),
+        ("dp=4,ep=2,data_first=1", Degrees(4, zero=1, wrapper="bf16", precision="bfloat16", ep=(2,), data_first=True)),
+        ("dp=4,ep=2.4,max_group=9", Degrees(4, zero=1, wrapper="bf16", precision="bfloat16", ep=(2, 4), max_group=9)),
         ("dp=2,zero=3,sub_group=5,ep=1", Degrees(2, zero=3, wrapper="zero3", precision="bfloat16", sub_group=5)),
     ],
 )
@@ -37,6 +39,8 @@ def test_degrees_are_read_from_a_line(text: str, expected: Degrees) -> None:
         ("dp=3,dp=2", "each once"),
         ("dp", "'dp'"),
         ("dp=0", "dp is a positive integer, found '0'"),
+        ("dp=2,ep=2.", "ep is a positive integer, found ''"),
+        ("dp=2,data_first=yes", "data_first is 0 or 1, found 'yes'"),
         ("dp=2,zero=4", "zero is 0 to 3, found '4'"),
         ("tp=2", "dp is missing"),
         ("dp=2,precision=int8", "precision 'int8' cannot be planned"),
@@ -68,7 +72,7 @@ def test_the_number_of_ranks_tells_dp() -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("dp=1,pp=2,zero=2", "incompatible with pipeline"), ("dp=2,ep=2", "expert parallelism"), ("dp=2,cp=2", "context")],
+    [("dp=1,pp=2,zero=2", "incompatible with pipeline"), ("dp=2,edp=2", "expert data"), ("dp=2,cp=2", "context")],
 )
 def test_what_deepspeed_or_this_package_does_not_do_is_refused(text: str, told: str) -> None:
     (refused,) = parse_degrees(text, SOURCE).refused

@@ -16,16 +16,18 @@ from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.forecast.degrees import Degrees, parse_degrees
+from deepspeed_ucp.forecast.degrees import MAX_GROUP, Degrees, parse_degrees
 from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, measure
 from deepspeed_ucp.forecast.estimate import measure_plan
 from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import EXPERTS, ForecastTarget, foretell_target
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
+from tests.expertmodels import expert_trips
 from tests.ranks import run_ranks
 from tests.reshard import (
     PATIENT,
+    Case,
     FakeTarget,
     Loaded,
     Options,
@@ -63,7 +65,8 @@ def degrees_of(topology: Topology) -> Degrees:
     sub_group = topology.sub_group_size or 1_000_000_000
     return Degrees(
         topology.dp, topology.tp, topology.pp, 1, topology.stage, wrapper, PRECISIONS[topology.precision],
-        sub_group=sub_group,
+        sub_group=sub_group, ep=topology.ep or (1,), data_first=topology.data_first,
+        max_group=topology.max_group or MAX_GROUP,
     )  # fmt: skip
 
 
@@ -296,3 +299,27 @@ def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts the following is not known \(8 parameters\)"):
         foretell_target(index, parse_degrees("dp=2,tp=1", index.run.topology))
+
+
+def foresee_experts(trip: tuple[Case, Topology], case: int) -> None:
+    """A plan takes parameters in the saved order, without alignment, and in the same one on all ranks."""
+    source, options = replace(trip[0], topology=replace(trip[0].topology, round_robin=False)), choose_blocks(case)
+    target = replace(trip[1], round_robin=False, parameter_alignment=False, shuffled=False, dealt=False)
+    with temporary_folder() as folder:
+        targets = make_targets(source.model, target)
+        index, ranks = load(source.write(folder), targets, options)
+        virtual = foretell_target(index, degrees_of(target))
+        compare(index, ranks, predict(index, virtual, options), virtual, options)
+
+
+@examples(60)
+@given(expert_trips(fused=False), st.integers(0, 2))
+def test_it_foretells_any_placement_of_experts(trip: tuple[Case, Topology], case: int) -> None:
+    foresee_experts(trip, case)
+
+
+@examples(60)
+@given(expert_trips(fused=True), st.integers(0, 2))
+def test_it_foretells_any_placement_of_autoeps_experts(trip: tuple[Case, Topology], case: int) -> None:
+    pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+    foresee_experts(trip, case)

@@ -6,7 +6,8 @@ Thousands of loader cases become cheap in one process: describe a `Model`, draw 
 `test_against_deepspeed.py` holds them against real saves. `read_state` and `read_locals` are the inverse.
 """
 
-from .description import Layer, Model, Param, Run, State, Topology, assert_same_state, random_state
+from .description import ExpertLayer, Layer, Model, Param, Run, State, Topology, assert_same_state, random_state
+from .experts import own_models, own_state
 from .files import build_files, build_local_files, write_checkpoint, write_files
 from .layout import Flat, GroupLayout, Slice, group_layouts, partition_layout
 from .parallel import Local, local_models, split
@@ -14,6 +15,7 @@ from .reader import read_locals, read_state
 from .stages import bidirectional, contiguous, instance_names, interleaved
 
 __all__ = [
+    "ExpertLayer",
     "Flat",
     "GroupLayout",
     "Layer",
@@ -33,6 +35,8 @@ __all__ = [
     "instance_names",
     "interleaved",
     "local_models",
+    "own_models",
+    "own_state",
     "partition_layout",
     "random_state",
     "read_locals",

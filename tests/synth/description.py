@@ -21,7 +21,9 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "
 class Param:
     """One parameter. `group` is its optimizer param group (None: not given to the optimizer), `alias_of` its owner.
 
-    `tied` marks the `tied_weight_attr` of a pipeline's tied module: one value on all stages that hold it.
+    `tied` marks the `tied_weight_attr` of a pipeline's tied module: one value on all stages that hold it. `untold`
+    aliases are in the module's state_dict and not in `shared_params`, as that of AutoEP's router. Of a rank's own
+    parameter of experts `parts` are the whole model's parameters that lie in it, one behind the other.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Param:
     frozen: bool = False
     alias_of: str | None = None
     tied: bool = False
+    untold: bool = False
+    parts: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -39,6 +43,49 @@ class Param:
     def trains(self) -> bool:
         """DeepSpeed's `is_optimized_parameter`: zero-element parameters are left out like frozen ones."""
         return not self.frozen and self.numel > 0
+
+    @property
+    def atoms(self) -> tuple[str, ...]:
+        """The whole model's names of what it holds."""
+        return self.parts or (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer of experts, by its module's name: DeepSpeed's own, or AutoEP's (`fused`).
+
+    Of the former the whole model has `{prefix}{number}.{end}` for every expert, of the latter `{prefix}w1.{number}`.
+    """
+
+    name: str
+    count: int
+    fused: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its experts' parameters begin with."""
+        return f"{self.name}.experts." if self.fused else f"{self.name}.deepspeed_moe.experts.deepspeed_experts."
+
+    def split(self, name: str) -> tuple[int, str]:
+        """Of the whole model's name of an expert's parameter its number, and the rest."""
+        rest = name.removeprefix(self.prefix)
+        if self.fused:
+            end, _, number = rest.rpartition(".")
+            return int(number), end
+        number, dot, end = rest.partition(".")
+        return int(number), f"{dot}{end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A rank's own param group: the user's group that it comes from, the degree of its experts, who holds it.
+
+    `degree` is None for what every rank holds.
+    """
+
+    origin: int
+    degree: int | None
+    ranks: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +104,15 @@ class Layer:
 class Model:
     """Parameters in `named_parameters` order (their order within a group too), and persistent buffers.
 
-    `layers` make it a PipelineModule, whose names start with "<layer>." or "tied_modules.<key>.".
+    `layers` make it a PipelineModule, whose names start with "<layer>." or "tied_modules.<key>.". `experts` are the
+    layers of experts in module order; `spread` tells of the param groups of one rank's own part of such a model.
     """
 
     params: tuple[Param, ...]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     layers: tuple[Layer, ...] = ()
+    experts: tuple[ExpertLayer, ...] = ()
+    spread: tuple[Spread, ...] = ()
 
     @property
     def owners(self) -> tuple[Param, ...]:
@@ -74,6 +124,11 @@ class Model:
         """What the optimizer was given, frozen and zero-element parameters included, per group."""
         count = 1 + max((param.group for param in self.owners if param.group is not None), default=-1)
         return tuple(tuple(param for param in self.owners if param.group == index) for index in range(count))
+
+    def seat(self, group: int, topology: Topology, rank: int) -> tuple[int, int]:
+        """(partition, partitions) of a data-parallel rank in a param group."""
+        ranks = self.spread[group].ranks if self.spread else range(topology.dp)
+        return ranks.index(rank), len(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +156,9 @@ class Topology:
 
     `dp` includes the sequence-parallel degree. `placement` has the layers of each pipeline rank (None: contiguous and
     uniform). `model_axis` says whether the process topology has a model axis, which names the layer files; None: with
-    tensor parallelism only.
+    tensor parallelism only. `ep` has the degree of each layer of experts (empty: 1), `data_first` is
+    `use_data_before_expert_parallelism`, `max_group` the most elements of a group of experts; with `shuffled` odd ranks
+    have the groups of several degrees in another order, with `dealt` AutoEP deals experts like cards.
     """
 
     stage: int
@@ -116,6 +173,11 @@ class Topology:
     pp: int = 1
     placement: tuple[tuple[int, ...], ...] | None = None
     model_axis: bool | None = None
+    ep: tuple[int, ...] = ()
+    data_first: bool = False
+    max_group: int | None = None
+    shuffled: bool = False
+    dealt: bool = False
 
     def __post_init__(self) -> None:
         if self.pp > 1 and self.stage > 1:
@@ -126,6 +188,8 @@ class Topology:
             )
         if self.elastic and self.stage == 3:
             raise ValueError("DeepSpeed has no elastic_checkpoint under ZeRO 3")
+        if any(self.dp % degree for degree in self.ep):
+            raise ValueError(f"experts cannot be spread over {self.ep} of {self.dp} ranks")
 
     @property
     def kind(self) -> str:
@@ -165,8 +229,11 @@ class Topology:
     @property
     def label(self) -> str:
         """A readable test id: zero2-bf16-dp3-round_robin, zero1-fp32-tp2-pp2-dp1."""
-        options = [name for name in ("round_robin", "parameter_alignment", "elastic") if getattr(self, name)]
+        known = ("round_robin", "parameter_alignment", "elastic", "data_first", "shuffled", "dealt")
+        options = [name for name in known if getattr(self, name)]
+        options += ["ep" + ".".join(map(str, self.ep))] if self.ep else []
         sub_group = [f"sub{self.sub_group_size}"] if self.sub_group_size else []
+        sub_group += [f"max{self.max_group}"] if self.max_group else []
         kind = f"stage0-{self.kind}" if self.stage == 0 else f"zero{self.stage}" + "-bf16opt" * (self.kind == "bf16")
         degrees = [f"{axis}{degree}" for axis, degree in (("tp", self.tp), ("pp", self.pp)) if degree > 1]
         return "-".join([kind, self.precision, *degrees, f"dp{self.dp}", *options, *sub_group])
@@ -178,6 +245,8 @@ class Topology:
             config[self.precision] = {"enabled": True}
         if self.kind == "bf16" and self.stage == 1:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self.data_first:
+            config["use_data_before_expert_parallelism"] = True
         return config
 
     def _zero_config(self) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from .description import Model, Run, State, Topology
+from .expertfiles import finish_model_content, list_expert_files
+from .experts import own_models, own_state
 from .layout import Flat, partition_layout
 from .module import frozen_fragments, frozen_shapes, module_state, param_shapes, shared_params
 from .optimizer import optimizer_state, version_of
@@ -61,16 +65,23 @@ def build_local_files(
 
 def _rank_files(local: Local, topology: Topology, run: Run, mp: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The files that the data-parallel ranks of one model-parallel rank write."""
-    model, state = local.model, local.state
-    flats = partition_layout(model, topology)
-    module = module_state(model, state, topology)
+    flats = partition_layout(local.model, topology)
+    owns = [replace(local, model=own, state=own_state(local.state, own)) for own in own_models(local.model, topology)]
+    module = module_state(owns[0].model, owns[0].state, topology)
     yield from _layer_files(local, module, topology, mp % topology.tp)
+    if local.model.experts:
+        yield from list_expert_files(local.model, owns, flats, topology, run)
     for rank in range(topology.dp if topology.stage == 3 else 1):
-        yield model_file(topology, rank, mp), _model_content(local, module, topology, run, flats, (rank, mp))
+        content = _model_content(
+            owns[rank], module, topology, run, flats[rank if topology.partitions else 0], (rank, mp)
+        )
+        if local.model.experts:
+            content = clone_tensors_for_torch_save(finish_model_content(local.model, content, topology, rank))
+        yield model_file(topology, rank, mp), content
     if not topology.partitions:
         return
-    for rank in range(topology.dp):
-        optimizer = optimizer_state(model, state, topology, run, flats[rank], rank)
+    for rank, own in enumerate(owns):
+        optimizer = optimizer_state(own.model, own.state, topology, run, flats[rank], rank)
         yield optim_file(topology, rank, mp), {"optimizer_state_dict": optimizer, **_provenance(topology, run)}
 
 
@@ -110,19 +121,19 @@ def _model_content(
     module: OrderedDict[str, torch.Tensor],
     topology: Topology,
     run: Run,
-    flats: tuple[tuple[Flat, ...], ...],
+    flats: tuple[Flat, ...],
     ranks: tuple[int, int],
 ) -> dict[str, Any]:
     """`DeepSpeedEngine._common_checkpoint_state` and the client's state; `ranks` are (dp rank, mp rank)."""
     model, state = local.model, local.state
     rank = ranks[0]
-    optimizer = optimizer_state(model, state, topology, run, flats[0], rank) if topology.stage == 0 else None
+    optimizer = optimizer_state(model, state, topology, run, flats, rank) if topology.stage == 0 else None
     dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": topology.pp, "tp_degree": topology.tp}}
     return {
         "module": None if model.layers else run.nest(module) if run.nest else module,
         "buffer_names": list(model.buffers),
         "optimizer": optimizer,
-        "param_shapes": param_shapes(model, topology),
+        "param_shapes": param_shapes(topology, flats),
         "frozen_param_shapes": frozen_shapes(model, topology),
         "shared_params": shared_params(model, topology, first=ranks == (0, 0)),
         "frozen_param_fragments": frozen_fragments(model, topology, run, module, state, rank),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from .experts import own_models
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -33,8 +35,9 @@ class Slice:
 class Flat:
     """One flat buffer of one rank: `numel` elements, padding included; `padding` is what DeepSpeed records for it.
 
-    `names` are the parameters of all ranks' buffers of this group or sub-group. At stage 0 without flattening there is
-    one Flat per parameter (frozen ones too where the raw optimizer was given them).
+    `names` are the parameters of all ranks' buffers of this group or sub-group, `own` what the rank's module has of
+    them. At stage 0 without flattening there is one Flat per parameter (frozen ones too where the raw optimizer was
+    given them).
     """
 
     group: int
@@ -42,11 +45,15 @@ class Flat:
     numel: int
     padding: int
     slices: tuple[Slice, ...]
+    own: tuple[Param, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """A group's whole flat buffer (all ranks' partitions): parameters in flat order, offsets, padding after each."""
+    """A group's whole flat buffer (all ranks' partitions): parameters in flat order, offsets, padding after each.
+
+    `parts` is the number of partitions.
+    """
 
     group: int
     params: tuple[Param, ...]
@@ -54,30 +61,64 @@ class GroupLayout:
     paddings: tuple[int, ...]
     used: int
     numel: int
+    parts: int
+
+    @property
+    def own(self) -> tuple[Slice, ...]:
+        """Every parameter of the rank's module whole."""
+        pairs = zip(self.params, self.offsets, strict=True)
+        return tuple(Slice(param.name, 0, offset, param.numel) for param, offset in pairs)
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """Every parameter whole."""
-        pairs = zip(self.params, self.offsets, strict=True)
-        return tuple(Slice(param.name, 0, offset, param.numel) for param, offset in pairs)
+        """Every parameter of the whole model that is in it."""
+        pairs = zip(self.params, self.own, strict=True)
+        return tuple(part for param, whole in pairs for part in take_apart(param, whole))
 
 
 def partition_layout(model: Model, topology: Topology) -> tuple[tuple[Flat, ...], ...]:
     """The flat buffers of every rank: result[rank][i], i counting groups (sub-groups under ZeRO 3).
 
-    Stage 0 has one rank's worth, whatever dp is (but BF16_Optimizer partitions there too).
+    Stage 0 has one rank's worth, whatever dp is (but BF16_Optimizer partitions there too), and with experts every
+    rank's.
     """
+    owns = own_models(model, topology)
     if not topology.partitions:
-        return (tuple(_whole_flats(model, topology)),)
+        return tuple(tuple(_whole_flats(own, topology)) for own in (owns if model.experts else owns[:1]))
     if topology.stage == 3:
-        return tuple(tuple(_stage3_flats(model, topology, rank)) for rank in range(topology.dp))
-    groups = group_layouts(model, topology)
-    return tuple(tuple(_rank_flat(group, topology, rank) for group in groups) for rank in range(topology.dp))
+        return tuple(tuple(_stage3_flats(own, topology, rank)) for rank, own in enumerate(owns))
+    groups = {id(own): group_layouts(own, topology) for own in owns}
+    return tuple(
+        tuple(_rank_flat(group, topology, *own.seat(group.group, topology, rank)) for group in groups[id(own)])
+        for rank, own in enumerate(owns)
+    )
 
 
 def group_layouts(model: Model, topology: Topology) -> tuple[GroupLayout, ...]:
-    """The whole flat buffer of every group, for the wrappers that flatten the module's parameters."""
-    return tuple(_lay_out_group(index, trained(group), topology) for index, group in enumerate(model.groups))
+    """The whole flat buffer of every group of a rank's module, for the wrappers that flatten its parameters."""
+    return tuple(
+        _lay_out_group(index, trained(group), topology, count_parts(model, index, topology))
+        for index, group in enumerate(model.groups)
+    )
+
+
+def count_parts(model: Model, group: int, topology: Topology) -> int:
+    """Ranks that a param group is cut over."""
+    return len(model.spread[group].ranks) if model.spread else topology.dp
+
+
+def take_apart(param: Param, part: Slice) -> Iterator[Slice]:
+    """A part of a rank's own parameter as parts of the whole model's parameters that lie in it."""
+    size = param.numel // len(param.atoms)
+    for number, name in enumerate(param.atoms):
+        low, high = max(part.start, number * size), min(part.start + part.numel, (number + 1) * size)
+        if low < high or not param.parts:
+            yield Slice(name, low - number * size, part.offset + low - part.start, high - low)
+
+
+def list_atoms(params: Sequence[Param]) -> tuple[str, ...]:
+    """The whole model's names of what some of a rank's own parameters hold."""
+    return tuple(name for param in params for name in param.atoms)
 
 
 def trained(params: Sequence[Param]) -> tuple[Param, ...]:
@@ -85,10 +126,10 @@ def trained(params: Sequence[Param]) -> tuple[Param, ...]:
     return tuple(param for param in params if param.trains)
 
 
-def sub_groups(params: Sequence[Param], topology: Topology) -> list[tuple[Param, ...]]:
+def sub_groups(params: Sequence[Param], topology: Topology, parts: int) -> list[tuple[Param, ...]]:
     """ZeRO 3's cut of one group: a sub-group is closed once it holds `sub_group_size` elements of one partition."""
     limit = topology.sub_group_size
-    if not params or limit is None or limit >= sum(partition_numel(param, topology.dp) for param in params):
+    if not params or limit is None or limit >= sum(partition_numel(param, parts) for param in params):
         return [tuple(params)] if params else []
     result: list[list[Param]] = [[]]
     size = 0
@@ -97,7 +138,7 @@ def sub_groups(params: Sequence[Param], topology: Topology) -> list[tuple[Param,
             result.append([])
             size = 0
         result[-1].append(param)
-        size += partition_numel(param, topology.dp)
+        size += partition_numel(param, parts)
     return [tuple(group) for group in result]
 
 
@@ -131,16 +172,16 @@ def clip(whole: Slice, start: int, end: int) -> Slice | None:
     return Slice(whole.name, whole.start + low - whole.offset, low - start, high - low) if low < high else None
 
 
-def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology) -> GroupLayout:
+def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology, parts: int) -> GroupLayout:
     zero = topology.kind == "zero"
-    params = _round_robin(params, topology.dp) if zero and topology.round_robin else params
+    params = _round_robin(params, parts) if zero and topology.round_robin else params
     unit = _PARAMETER_ALIGNMENT // topology.dtype.itemsize if zero and topology.parameter_alignment else 1
     # Every parameter starts at a multiple of the unit, so the padding depends on its own size only.
     paddings = [-param.numel % unit for param in params[:-1]] + [0] * bool(params)
     spans = [param.numel + padding for param, padding in zip(params, paddings, strict=True)]
     used = sum(spans)
-    alignment = 1 if topology.kind == "fused" else _START_ALIGNMENT * topology.dp
-    return GroupLayout(index, params, _starts(spans), tuple(paddings), used, used + -used % alignment)
+    alignment = 1 if topology.kind == "fused" else _START_ALIGNMENT * parts
+    return GroupLayout(index, params, _starts(spans), tuple(paddings), used, used + -used % alignment, parts)
 
 
 def _round_robin(params: tuple[Param, ...], dp: int) -> tuple[Param, ...]:
@@ -151,31 +192,33 @@ def _starts(spans: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(spans, initial=0))[:-1]
 
 
-def _rank_flat(group: GroupLayout, topology: Topology, rank: int) -> Flat:
-    size = group.numel // topology.dp
-    start, end = rank * size, (rank + 1) * size
-    slices = tuple(part for whole in group.slices if (part := clip(whole, start, end)))
+def _rank_flat(group: GroupLayout, topology: Topology, part: int, parts: int) -> Flat:
+    size = group.numel // parts
+    start, end = part * size, (part + 1) * size
+    slices = tuple(piece for whole in group.slices if (piece := clip(whole, start, end)))
     padding = min(max(end - group.used, 0), size)
     if topology.kind == "bf16":  # all of it is booked on the last rank, even where it exceeds the partition
-        padding = group.numel - group.used if rank == topology.dp - 1 else 0
-    return Flat(group.group, tuple(param.name for param in group.params), size, padding, slices)
+        padding = group.numel - group.used if part == parts - 1 else 0
+    return Flat(group.group, list_atoms(group.params), size, padding, slices, group.params)
 
 
 def _stage3_flats(model: Model, topology: Topology, rank: int) -> Iterator[Flat]:
     for index, group in enumerate(model.groups):
-        for params in sub_groups(trained(group), topology):
-            sizes = [partition_numel(param, topology.dp) for param in params]
-            pairs = zip(params, _starts(sizes), strict=True)
-            slices = [stage3_slice(param, topology.dp, rank, offset) for param, offset in pairs]
-            names = tuple(param.name for param in params)
-            yield Flat(index, names, sum(sizes), 0, tuple(part for part in slices if part.numel))
+        part, parts = model.seat(index, topology, rank)
+        for params in sub_groups(trained(group), topology, parts):
+            sizes = [partition_numel(param, parts) for param in params]
+            placed = zip(params, _starts(sizes), strict=True)
+            held = [(param, stage3_slice(param, parts, part, offset)) for param, offset in placed]
+            slices = [piece for param, whole in held for piece in take_apart(param, whole)]
+            yield Flat(index, list_atoms(params), sum(sizes), 0, tuple(each for each in slices if each.numel), params)
 
 
 def _whole_flats(model: Model, topology: Topology) -> Iterator[Flat]:
     if topology.kind == "fused":
         for layout in group_layouts(model, topology):
-            yield Flat(layout.group, tuple(param.name for param in layout.params), layout.numel, 0, layout.slices)
+            yield Flat(layout.group, list_atoms(layout.params), layout.numel, 0, layout.slices, layout.params)
         return
     for index, group in enumerate(model.groups):
         for param in group if topology.kind == "raw" else trained(group):
-            yield Flat(index, (param.name,), param.numel, 0, (Slice(param.name, 0, 0, param.numel),))
+            (name,) = param.atoms
+            yield Flat(index, (name,), param.numel, 0, (Slice(name, 0, 0, param.numel),), (param,))

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .layout import Flat, GroupLayout, group_layouts, partition_layout, partition_numel, stage3_slice
+from .layout import Flat, GroupLayout, group_layouts, list_atoms, partition_numel, stage3_slice
 from .optimizer import fill
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .description import Model, Param, Run, State, Topology
 
 
@@ -26,12 +28,11 @@ def module_state(model: Model, state: State, topology: Topology) -> OrderedDict[
     return result
 
 
-def param_shapes(model: Model, topology: Topology) -> list[OrderedDict[str, torch.Size]] | None:
+def param_shapes(topology: Topology, flats: Sequence[Flat]) -> list[OrderedDict[str, torch.Size]] | None:
     """`_get_zero_param_shapes`: a dict per group in flat order (round robin's), per sub-group under ZeRO 3."""
     if topology.stage == 0:
         return None
-    shapes = {param.name: torch.Size(param.shape) for param in model.owners}
-    return [OrderedDict((name, shapes[name]) for name in flat.names) for flat in partition_layout(model, topology)[0]]
+    return [OrderedDict((param.name, torch.Size(param.shape)) for param in flat.own) for flat in flats]
 
 
 def frozen_shapes(model: Model, topology: Topology) -> OrderedDict[str, torch.Size] | None:
@@ -66,7 +67,7 @@ def shared_params(model: Model, topology: Topology, *, first: bool) -> dict[str,
     first_empty = next((param.name for param in model.owners if param.numel == 0), None)
     for param in model.params:
         owner = first_empty if param.numel == 0 and topology.stage < 3 else param.alias_of or param.name
-        if owner is not None and owner != param.name:
+        if owner is not None and owner != param.name and not param.untold:
             result[param.name] = owner
     return result
 
@@ -74,11 +75,17 @@ def shared_params(model: Model, topology: Topology, *, first: bool) -> dict[str,
 def _own_tensor(param: Param, state: State, topology: Topology) -> torch.Tensor:
     if topology.stage == 3:
         return torch.empty(0, dtype=topology.dtype)
-    return state.atoms[param.name]["fp32"].to(topology.dtype, copy=True)
+    return join_atoms(param, state).to(topology.dtype, copy=True)
+
+
+def join_atoms(param: Param, state: State) -> torch.Tensor:
+    """The value of a rank's own parameter."""
+    held = [state.atoms[name]["fp32"] for name in param.atoms]
+    return torch.stack(held) if param.parts and held[0].shape != param.shape else held[0]
 
 
 def _views(layout: GroupLayout, state: State, topology: Topology) -> dict[str, torch.Tensor]:
-    names = tuple(param.name for param in layout.params)
+    names = list_atoms(layout.params)
     whole = Flat(layout.group, names, layout.numel, 0, layout.slices)
     flat = fill(whole, {name: state.atoms[name]["fp32"] for name in names}).to(topology.dtype)
     return {

@@ -29,7 +29,7 @@ def optimizer_state(
     if topology.kind in ("fused", "unfused"):
         return _fp16_state(model, state, topology, run, flats)
     if topology.stage == 3:
-        return _stage3_state(model, state, topology, run, flats)
+        return _stage3_state(model, state, topology, run, flats, rank)
     write = _bf16_state if topology.kind == "bf16" else _stage12_state
     return write(model, state, topology, run, flats, rank)
 
@@ -86,20 +86,39 @@ def _bf16_state(
         "base_optimizer_state": _torch_state_dict(model, state, flats),
         "single_partition_of_fp32_groups": [_master(flat, state) for flat in flats],
         "group_paddings": [flat.padding for flat in flats],
-        "partition_count": [topology.dp] * len(groups),
+        "partition_count": [group.parts for group in groups],
         "ds_version": version_of(run),
-        "param_slice_mappings": [_slice_mapping(model, group, topology.dp, rank) for group in groups],
+        "param_slice_mappings": [
+            _slice_mapping(model, group, *model.seat(group.group, topology, rank)) for group in groups
+        ],
     }
 
 
-def _stage3_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat]) -> dict[str, Any]:
+def _stage3_state(
+    model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
+) -> dict[str, Any]:
     """`DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`."""
+    parted = [_partition_group(model, flat, number, rank) for number, flat in enumerate(flats if model.spread else ())]
     return {
         "zero_stage": ZeroStageEnum.weights,
         **_scaling(topology, run),
         "partition_count": topology.dp,
+        **({"ds_zero_partition_groups": parted} if parted else {}),
         "optimizer_state_dict": _torch_state_dict(model, state, flats, padding=run.garbage),
         "fp32_flat_groups": [_master(flat, state, run.garbage) for flat in flats],
+    }
+
+
+def _partition_group(model: Model, flat: Flat, number: int, rank: int) -> dict[str, Any]:
+    """`_zero3_partition_group_metadata`: who holds a sub-group."""
+    spread = model.spread[flat.group]
+    return {
+        "sub_group": number,
+        "partition_count": len(spread.ranks),
+        "partition_rank": spread.ranks.index(rank),
+        "partition_ranks": list(spread.ranks),
+        "families": ["replicated" if spread.degree is None else "autoep_expert"],
+        "group_names": ["replicated" if spread.degree is None else f"ep_size_{spread.degree}"],
     }
 
 
@@ -174,14 +193,14 @@ def _scaling(topology: Topology, run: Run) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic, "overflow": run.overflow}
 
 
-def _slice_mapping(model: Model, group: GroupLayout, dp: int, rank: int) -> OrderedDict[str, fragment_address]:
+def _slice_mapping(model: Model, group: GroupLayout, part: int, parts: int) -> OrderedDict[str, fragment_address]:
     params = trained(model.groups[group.group])
-    size = group.numel // dp
-    slices = {whole.name: whole for whole in group.slices}
+    size = group.numel // parts
+    slices = {whole.name: whole for whole in group.own}
     result = OrderedDict()
     for param, offset in zip(params, recorded_offsets(group, params), strict=True):
         whole = slices[param.name]
-        part = clip(replace(whole, offset=offset), rank * size, (rank + 1) * size)
-        if part:
-            result[param.name] = fragment_address(numel=part.numel, start=part.offset)
+        piece = clip(replace(whole, offset=offset), part * size, (part + 1) * size)
+        if piece:
+            result[param.name] = fragment_address(numel=piece.numel, start=piece.offset)
     return result

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .description import Model, State, Topology
+from .expertfiles import expert_optim_file
+from .experts import expert_rank, list_replicas
 from .files import layer_file, model_file, optim_file
 from .layout import Flat, partition_layout, stage3_slice
 from .parallel import flatten_module
@@ -37,21 +39,36 @@ def _read_rank(path: Path, model: Model, topology: Topology, mp: int) -> State:
     contents = [
         _load(path / model_file(topology, rank, mp)) for rank in range(topology.dp if topology.stage == 3 else 1)
     ]
-    optimizers = (
-        [_load(path / optim_file(topology, rank, mp))["optimizer_state_dict"] for rank in range(topology.dp)]
-        if topology.partitions
-        else [contents[0]["optimizer"]]
-    )
+    optimizers = _read_optimizers(path, model, topology, contents, mp)
     atoms = {param.name: {"fp32": torch.zeros(param.shape)} for param in model.owners}
     scalars: dict[str, dict[str, Any]] = {}
-    for flats, optimizer in zip(partition_layout(model, topology), optimizers, strict=True):
-        for index, flat in enumerate(flats):
+    layout = partition_layout(model, topology)
+    for rank, optimizer in optimizers.items():
+        for index, flat in enumerate(layout[rank]):
             _take(atoms, scalars, flat, _buffers(optimizer, topology, index))
     if topology.stage == 3:
         _take_fragments(atoms, model, topology, contents)
     else:
-        _take_module(atoms, model, topology, _read_module(path, model, topology, contents[0], mp))
-    return State(atoms, scalars, _hyper_parameters(optimizers[0], topology))
+        module = _read_module(path, model, topology, contents[0], mp)
+        for file in path.glob("layer_*_expert_*_model_states.pt"):
+            module |= _load(file)
+        _take_module(atoms, model, topology, module)
+    return State(atoms, scalars, _hyper_parameters(optimizers[0], topology)[: len(model.groups)])
+
+
+def _read_optimizers(
+    path: Path, model: Model, topology: Topology, contents: list[dict[str, Any]], mp: int
+) -> dict[int, dict[str, Any]]:
+    """What was saved of the ranks' optimizers, by data-parallel rank."""
+    if topology.partitions:
+        files = {rank: path / optim_file(topology, rank, mp) for rank in range(topology.dp)}
+        return {rank: _load(file)["optimizer_state_dict"] for rank, file in files.items()}
+    if not model.experts:
+        return {0: contents[0]["optimizer"]}
+    degree = max(topology.ep, default=1)
+    firsts = dict.fromkeys(list_replicas(topology, degree, rank)[0] for rank in range(topology.dp))
+    names = {rank: expert_optim_file(expert_rank(topology, degree, rank)) for rank in firsts}
+    return {rank: _load(path / name)["optimizer"] for rank, name in names.items()}
 
 
 def _read_module(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -14,6 +15,7 @@ from .compare import clear_garbage, differences, storage_sharing
 from .description import Model, Run, State, Topology
 from .engines import Case, save_all
 from .engines3d import Case3D, cut
+from .engines_moe import CaseMoE
 from .files import build_local_files, optim_file, write_files
 from .megatron import client_state, megatron_args, universal_info
 from .parallel import Local, local_models
@@ -70,22 +72,39 @@ CASES_3D = (
     Case3D(Topology(2, 2, "bf16", tp=2), pipeline=False, client_state=MEGATRON),
     Case3D(Topology(3, 2, "fp32", tp=2), pipeline=False),
 )
+CASES_MOE = (
+    CaseMoE(Topology(1, 4, "bf16", ep=(2, 4))),
+    CaseMoE(Topology(2, 4, "fp32", ep=(2, 2), data_first=True)),
+    CaseMoE(Topology(1, 4, "fp32", ep=(4, 2), shuffled=True)),
+    CaseMoE(Topology(1, 2, "fp32", ep=(1, 1), max_group=110)),
+    CaseMoE(Topology(2, 4, "bf16", round_robin=True, ep=(2, 1))),
+    CaseMoE(Topology(0, 4, "fp32", ep=(2, 2))),
+    CaseMoE(Topology(0, 4, "bf16", ep=(2, 2), data_first=True)),
+)
+CASES_AUTOEP = (
+    CaseMoE(Topology(1, 4, "bf16", ep=(2, 2)), fused=True),
+    CaseMoE(Topology(2, 4, "fp32", ep=(4, 4)), fused=True),
+    CaseMoE(Topology(3, 4, "bf16", ep=(2, 2), data_first=True), fused=True),
+    CaseMoE(Topology(3, 2, "fp32", ep=(2, 2), sub_group_size=100), fused=True),
+)
+if find_spec("deepspeed.module_inject.auto_ep_layer"):
+    CASES_MOE += CASES_AUTOEP
 
 
 @pytest.fixture(scope="module")
 def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per case with DeepSpeed's own save."""
     folder = tmp_path_factory.mktemp("real")
-    worlds: dict[int, list[Case | Case3D]] = {}
-    for case in (*CASES, *CASES_3D):
-        worlds.setdefault(case.topology.mp * case.topology.dp, []).append(case)
-    for size, cases in sorted(worlds.items()):
+    worlds: dict[tuple[int, bool], list[Case | Case3D | CaseMoE]] = {}
+    for case in (*CASES, *CASES_3D, *CASES_MOE):  # engines of experts take the last one's mpu for their own
+        worlds.setdefault((case.topology.mp * case.topology.dp, case in CASES_MOE), []).append(case)
+    for (size, _), cases in sorted(worlds.items(), key=lambda item: item[0]):
         ucp_worlds.get(size).run(save_all, cases, folder, timeout=500)  # DeepSpeed may have to compile an optimizer
     return folder
 
 
-@pytest.mark.parametrize("case", [*CASES, *CASES_3D], ids=lambda case: case.label)
-def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: Case | Case3D) -> None:
+@pytest.mark.parametrize("case", [*CASES, *CASES_3D, *CASES_MOE], ids=lambda case: case.label)
+def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: Case | Case3D | CaseMoE) -> None:
     folder = real_saves / case.label / f"global_step{case.steps}"
     real, models = _read_contents(folder), local_models(case.model, case.topology, cut)
     states, layers = read_locals(folder, models, case.topology), placement_of(case.model, case.topology)

@@ -1,0 +1,99 @@
+"""The invariants of a load over generated placements of experts, for every rank in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream.samples import check_samples
+from tests.expertmodels import expert_trips
+from tests.load.test_reshard import keep_what_travels
+from tests.reshard import (
+    Case,
+    Loaded,
+    check_content,
+    check_reads,
+    collect,
+    examples,
+    load,
+    make_targets,
+    open_everywhere,
+    temporary_folder,
+)
+from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, read_state, write_checkpoint
+
+
+def resume(case: Case, target: Topology, folder: Path, chunk: int = 64) -> tuple[State, list[Loaded]]:
+    """Write a case, load it into another topology, and check everything about it."""
+    path = case.write(folder)
+    saved = read_state(path, case.model, case.topology)
+    targets = make_targets(case.model, target)
+    index = open_everywhere(path, targets)
+    ranks = load(index, targets, chunk=chunk)
+    check_content(ranks, saved)
+    check_reads(index, ranks, chunk)
+    return saved, ranks
+
+
+KINDS = pytest.mark.parametrize("fused", [False, True], ids=["deepspeed", "autoep"])
+
+
+def skip_without_autoep(fused: bool) -> None:
+    if fused:
+        pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+
+
+@KINDS
+@examples(120)
+@given(data=st.data(), chunk=st.sampled_from((16, 64, 1000)))
+def test_any_placement_of_experts_loads_into_any_other(fused: bool, data: st.DataObject, chunk: int) -> None:
+    """Degrees of each layer, stages, wrappers, precisions, orders of ranks and of groups, groups cut by size."""
+    skip_without_autoep(fused)
+    case, target = data.draw(expert_trips(fused=fused))
+    note(f"{case.topology.label}→{target.label}")
+    with temporary_folder() as folder:
+        resume(case, target, folder, chunk)
+
+
+@KINDS
+@examples(30)
+@given(data=st.data())
+def test_there_and_back_again(fused: bool, data: st.DataObject) -> None:
+    """A→B→A: what B holds is saved as B would and loaded into A again; A's own state comes back, bit by bit."""
+    skip_without_autoep(fused)
+    case, there = data.draw(expert_trips(fused=fused).filter(lambda trip: trip[1].stage > 0))
+    note(f"{case.topology.label}→{there.label}→{case.topology.label}")
+    with temporary_folder() as folder:
+        saved, ranks = resume(case, there, folder / "a")
+        held = collect(ranks)
+        _, again = resume(replace(case, topology=there, state=held), case.topology, folder / "b")
+        check_content(again, keep_what_travels(saved, held, case, there))
+
+
+NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
+
+
+@pytest.mark.parametrize("round_robin", [False, True], ids=["in order", "round robin"])
+def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) -> None:
+    """By what each rank's file says that it holds; with round robin by the experts' own files."""
+    params = (Param("dense", (3,)), *(Param(f"body{NATIVE}{n}.w", (4, 3)) for n in range(4)))
+    model = Model(params, experts=(ExpertLayer("body", 4),))
+    topology = Topology(1, 4, "bf16", ep=(2,), round_robin=round_robin)
+    config = {**topology.ds_config(), "use_data_before_expert_parallelism": True}
+    state, run = random_state(model, 0, precision="bf16"), Run(ds_config=config)
+    path = write_checkpoint(tmp_path, model, state, topology, run=run)
+    told = "its fp32 weights are not those of the model states" if round_robin else "belongs to another rank, run or"
+    with pytest.raises(CheckpointError, match=told):
+        open_and_compare(path)
+
+
+def open_and_compare(path: Path) -> None:
+    index = open_checkpoint(str(path), Comm())
+    check_samples(index, index.stored.atoms.values(), Comm())
