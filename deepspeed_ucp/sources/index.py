@@ -45,7 +45,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    _refuse_engines(save)
+    _refuse_engines(save, naming)
     builder = Builder(save, save.tp)
     if any(save.shards):
         build_zero(builder)
@@ -175,17 +175,24 @@ def _name_optimizer(config: Mapping[str, Any]) -> str | None:
     return str(name) if name else None
 
 
-def _refuse_engines(save: Save) -> None:
-    """Refuse by name what no load of ours can take apart, whatever is wanted of it.
+def _refuse_engines(save: Save, naming: Naming) -> None:
+    """Refuse by name what no load of ours can take apart.
 
     Raises:
         UnsupportedError: says which engine wrote the files, and what to do.
     """
     path = save.path(save.main)
-    if save.zero.get("zenflow"):
+    if save.zero.get("zenflow") and (save.is_sharded or not naming.weights_only):
+        way = (
+            "ZeRO 3 has transposed partitions there besides: take the weights from the run itself, with "
+            "deepspeed.zero.GatheredParameters."
+            if save.is_sharded
+            else "The module's own weights are whole: load them with load_optimizer_states=False."
+        )
         raise UnsupportedError(
-            f"{path}: was saved by ZenFlow, which keeps transposed partitions and states of its own. Only DeepSpeed's "
-            "own load takes it, with ZenFlow, in the topology that saved it."
+            f"{path}: was saved by ZenFlow. The moments of the columns that it selects, which ones it selects, the "
+            "gradients that it gathers between two updates, and its step are in no file, and in the masters these "
+            f"columns are behind the weights. {way}"
         )
     autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
     if autoep and not save.model(0).placements:

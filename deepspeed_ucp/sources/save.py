@@ -367,11 +367,14 @@ def _sort(counts: Sequence[int]) -> list[int]:
 
 
 def describe_offload(zero: Mapping[str, Any]) -> str:
-    """Devices of optimizer and parameter offload in a ds_config, as ``optimizer/param``; the deprecated keys count."""
+    """Devices of optimizer and parameter offload in a ds_config, as ``optimizer/param``; the deprecated keys count.
+
+    An optimizer of SuperOffload or ZenFlow, which is more than offloaded, has their name.
+    """
     devices = []
     for section, deprecated in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         options = zero.get(section)
         device = options.get("device") if isinstance(options, dict) else None
         device = device or ("cpu" if zero.get(deprecated) else "none")
         devices.append("superoffload" if isinstance(options, dict) and options.get("super_offload") else str(device))
-    return "/".join(devices)
+    return "/".join(["zenflow" if zero.get("zenflow") else devices[0], devices[1]])

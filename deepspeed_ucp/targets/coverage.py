@@ -80,8 +80,8 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
     ),
     (
         _runs_zenflow,
-        "The engine runs ZenFlow{}, which keeps transposed partitions and states of its own: this release cannot fill "
-        "them. Resume without zero_optimization.zenflow.",
+        "The engine runs ZenFlow{}: the moments of the columns that it selects, which ones, the gradients between two "
+        "updates, and its step are in no save, and no load restores them. Resume without zero_optimization.zenflow.",
     ),
     (
         _runs_superoffload,

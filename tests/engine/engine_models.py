@@ -65,6 +65,17 @@ class Plain(Base):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Columns(Plain):
+    """`Plain` whose matrices have several rows, as ZenFlow needs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(7, 4)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x).mean(-1, keepdim=True)
+
+
 class Aligned(Plain):
     """`Plain` of which two ranks hold multiples of eight elements."""
 
@@ -192,6 +203,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
     "aligned": Aligned,
+    "columns": Columns,
     "half": lambda: Plain().to(torch.bfloat16),
     "two_dtypes": TwoDtypes,
     "renamed": Renamed,

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from engine_cases import make_engine, train_engine
+from engine_models import MODELS, param_groups
 
 from deepspeed_ucp.testing.capture import EngineState, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
@@ -70,11 +72,19 @@ def train(ds_config: dict[str, Any], stand_in: str = "", **options: Any) -> Gene
         yield from train_engine(engine)
 
 
-def save(training: Callable[[], Generator[Any, None, None]], folder: str) -> EngineState:
+def train_zenflow(ds_config: dict[str, Any]) -> Generator[Any, None, None]:
+    """ZenFlow makes its optimizers itself."""
+    module = MODELS["columns"]()
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=param_groups(module), config=ds_config)
+    yield engine
+    yield from train_engine(engine)
+
+
+def save(training: Callable[[], Generator[Any, None, None]], folder: str, count: int = 2) -> EngineState:
     """Train and save; what was held then."""
     steps = training()
     engine = next(steps)
-    train_steps(steps, 2)
+    train_steps(steps, count)
     engine.save_checkpoint(folder)
     state = capture(engine)
     steps.close()

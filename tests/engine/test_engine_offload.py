@@ -10,6 +10,7 @@ from typing import Any
 import engine_offload
 import engine_ranks
 import pytest
+import torch
 from engine_cases import Case
 from engine_ranks import Load, attempt_each, load_each
 
@@ -166,3 +167,42 @@ def test_quantized_communication(sources: Any, ucp_worlds: WorldPool) -> None:
         told = engine_ranks.differences(str(run.folder), local.state)
         assert all(", state value:" in text for text in told)  # gathered to be looked at
     assert average_losses(answers) == pytest.approx(run.losses, rel=0.05)
+
+
+ZENFLOW = {"topk_ratio": 0.3, "update_interval": 2, "select_strategy": "step", "select_interval": 4}
+
+
+def make_zenflow(stage: int) -> Case:
+    """On a CPU ZenFlow runs on one rank, under ZeRO 3 for as long as it selects nothing."""
+    zenflow = {**ZENFLOW, "full_warm_up_rounds": 10 * (stage == 3)}
+    zero = {"offload_optimizer": {"device": "cpu"}, "zenflow": zenflow}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "gradient_accumulation_steps": 2}
+    return Case(stage, 1, "bf16", zero=zero, config={**ON, **config, "train_batch_size": 120})
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", params([(1,)], [(1,), (2,), (3,)]))
+def test_columns_of_zenflow(
+    stage: int, tmp_path: Path, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
+) -> None:
+    """What it selects is ahead of the masters; of ZeRO 1 and 2 the weights come back alone."""
+    compiled_op("CPUAdamBuilder")
+    case, target = make_zenflow(stage), Case(2, 3, "bf16", config=ON)
+    own = partial(engine_offload.train_zenflow, case.ds_config)
+    (saved,) = ucp_worlds.get(1).run(engine_offload.save, own, str(tmp_path), 5)
+    (refused,) = try_each(case, own, [Load(str(tmp_path))], ucp_worlds)
+    assert refused.error == "UnsupportedError" and "runs ZenFlow" in refused.message
+    weights = Load(str(tmp_path), {"load_optimizer_states": False})
+    training = target.training(model="columns")
+    loads = [Load(str(tmp_path))] + [weights] * (stage == 3)
+    for refused in try_each(target, training, loads, ucp_worlds):
+        assert refused.error == "UnsupportedError" and "was saved by ZenFlow" in refused.message
+    if stage < 3:
+        (local,) = ucp_worlds.get(3).run(load_each, training, [weights])[0]
+        values = {name: state.value for name, state in local.state.parameters.items()}
+        assert all(torch.equal(state.value, values[name]) for name, state in saved.parameters.items())
+        masters = [state.fp32 for state in saved.parameters.values() if state.fp32 is not None]
+        assert any(
+            not torch.equal(state.value, master.bfloat16())
+            for state, master in zip(saved.parameters.values(), masters, strict=True)
+        )

@@ -37,8 +37,16 @@ def open_files(folder: Path, files: Files) -> AtomicIndex:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zenflow(stage: int, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="was saved by ZenFlow.*Only DeepSpeed's"):
-        open_files(tmp_path, make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1}))
+    """The weights of ZeRO 1 and 2 are in the model states."""
+    way = {2: "load_optimizer_states=False", 3: "transposed partitions"}[stage]
+    files = make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1})
+    with pytest.raises(UnsupportedError, match=f"was saved by ZenFlow.*behind the weights.*{way}"):
+        open_files(tmp_path, files)
+    if stage == 2:
+        assert open_checkpoint(str(tmp_path), Comm(), weights_only=True).find("a", "copy")
+    else:
+        with pytest.raises(UnsupportedError, match="was saved by ZenFlow"):
+            open_checkpoint(str(tmp_path), Comm(), weights_only=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -140,6 +148,7 @@ def test_moments_that_no_save_holds(options: dict[str, Any], told: str, offload:
         ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}, "cpu/nvme"),
         ({"offload_optimizer": {}}, "none/none"),
         ({"cpu_offload": True}, "cpu/none"),
+        ({"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}, "zenflow/none"),
         ({"cpu_offload": False, "cpu_offload_param": True}, "none/cpu"),
     ],
     ids=str,
