@@ -133,3 +133,10 @@ def test_a_model_of_several_dtypes(target: Kind, resume_each: ResumeEach) -> Non
     sources = [(each, own) for each, own in TWO if own.get("optimizer") == live.get("optimizer")]
     plain = [] if "optimizer" in live else [(Case(3, 3, "bf16"), {"model": "plain"})]
     resume_each([*sources, *plain], case, live=live, loss_tolerance=BF16)
+
+
+def test_buffers_that_stay_in_fp32(resume_each: ResumeEach) -> None:
+    """DeepSpeed casts the others to the dtype that the configuration gives."""
+    kept = {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["running"]}}
+    target = Case(3, 2, "bf16", config=kept)
+    resume_each([Case(1, 3, "bf16", config=kept), Case(2, 3, "bf16"), target], target, model="mixed")
