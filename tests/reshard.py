@@ -35,6 +35,7 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets import LiveBuffer, Target
 from deepspeed_ucp.targets.base import hold_whole
 from deepspeed_ucp.targets.parallel import HeldExperts, Instance, Place
+from deepspeed_ucp.targets.swap import SwapFiles
 from tests.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
@@ -97,6 +98,7 @@ class FakeTarget(Target):
         self.experts = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in model.experts}
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
+        self.swaps = SwapFiles()
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module())
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
         held = {name for param in self.own.owners for name in param.atoms}

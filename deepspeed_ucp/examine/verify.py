@@ -14,14 +14,14 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..sources.files import MANIFEST, is_state_file
+from ..sources.files import MANIFEST, is_state_file, read_swap_name
 from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_checkpoint
 from ..stream.batches import WorkOptions, default_workers
 from ..stream.samples import check_samples
-from ..torchsave.records import FileRecords
+from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import list_records
 from .faults import find_damage
 
@@ -98,7 +98,7 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
     for place, _, names in os.walk(folder, onerror=refuse):
         for path in (os.path.join(place, name) for name in names):
             name = os.path.relpath(path, folder)
-            if name.endswith(".pt") or is_state_file(name):
+            if name.endswith(".pt") or is_state_file(name) or read_swap_name(name):
                 sizes[name] = os.path.getsize(path) if os.path.isfile(path) else 0
             else:
                 others.append(name)
@@ -138,6 +138,7 @@ def verify_checkpoint(
     scans = [] if headers_only else _scan(folder, mine, sizes, listed, options)
     report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
     more, index = list_findings(report, groups), report.index
+    listed |= _list_swaps(folder, mine, sizes, index, scans)
     manifest, told = _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0)
     faults += told
     if against is not None:
@@ -183,7 +184,7 @@ def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
 
 
 def _list_all(folder: str, names: Sequence[str], options: WorkOptions) -> tuple[dict[str, FileRecords], list[Finding]]:
-    """The directories of files, several at once."""
+    """The directories of files, several at once; swap files have none."""
 
     def look(name: str) -> FileRecords | Finding:
         try:
@@ -192,9 +193,31 @@ def _list_all(folder: str, names: Sequence[str], options: WorkOptions) -> tuple[
             return Finding("header", name, str(error))
 
     with ThreadPoolExecutor(max_workers=options.workers or default_workers()) as pool:
-        found = list(zip(names, pool.map(look, names), strict=True))
+        named = [name for name in names if not read_swap_name(name)]
+        found = list(zip(named, pool.map(look, named), strict=True))
     listed = {name: each for name, each in found if isinstance(each, FileRecords)}
     return listed, [each for _, each in found if isinstance(each, Finding)]
+
+
+def _list_swaps(
+    folder: str, names: Iterable[str], sizes: Mapping[str, int], index: AtomicIndex | None, scans: Sequence[Scanned]
+) -> dict[str, FileRecords]:
+    """Swap files that were read, as one record each, with the checksum that a seal has of it.
+
+    In a directory's place is the checksum of all bytes, as in a seal.
+
+    Args:
+        scans: of these files, in order; empty where their bytes were not read.
+    """
+    files = {file.path: number for number, file in enumerate(index.stored.files)} if index else {}
+    sealed = {record.file: record.crc for record in index.stored.records} if index else {}
+    found = {}
+    for name, scan in zip(names, scans, strict=False):
+        if read_swap_name(name):
+            path = os.path.join(folder, name)
+            record = FileRecord("tensor", 0, sizes[name], sealed.get(files.get(path, -1)))
+            found[name] = FileRecords(path, sizes[name], (record,), scan.crcs[0] or 0, "")
+    return found
 
 
 def _scan(
@@ -209,6 +232,7 @@ def _scan(
     for name in names:
         file, path = listed.get(name), os.path.join(folder, name)
         ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
+        ranges = ((0, sizes[name]),) if read_swap_name(name) else ranges
         files.append(ScanFile(path, file.size if file else sizes[name], ranges))
     threads = options.workers or default_workers()
     with options.bar(sum(file.size for file in files)) as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +164,22 @@ def _write_durably(path: str, data: bytes) -> None:
         os.close(fd)
 
 
+def map_new_file(path: str, nbytes: int) -> memoryview:
+    """A new file as ``nbytes`` > 0 zeroed bytes of memory, which the kernel writes out as it needs the room.
+
+    Raises:
+        DiskFullError: the disk has no room for it, so that writing to the memory cannot fail later.
+        OSError: another error of the system.
+    """
+    with explain_full(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            return memoryview(mmap.mmap(fd, nbytes))
+        finally:
+            os.close(fd)
+
+
 def sync_folder(folder: str) -> None:
     """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -209,11 +226,12 @@ def _sync_filesystem(folder: str) -> bool:
 def _sync_each(tree: list[tuple[str, list[str], list[str]]]) -> None:
     files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
     with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="ucp-sync") as pool:
-        list(pool.map(_sync_file, files))
+        list(pool.map(sync_file, files))
         list(pool.map(sync_folder, [parent for parent, _, _ in tree]))
 
 
-def _sync_file(path: str) -> None:
+def sync_file(path: str) -> None:
+    """Make what was written to a file durable, by whatever means."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

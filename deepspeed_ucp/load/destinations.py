@@ -24,13 +24,14 @@ class Buffer:
         tensor: the destination, any shape and device.
         fresh: it is not part of the engine yet, so that it may be filled before all is verified.
         spans: ranges of elements [low, high) that will be filled.
+        in_file: its memory is a file's.
 
     Attributes:
         fresh: the same of ``memory``.
     """
 
-    def __init__(self, tensor: torch.Tensor, fresh: bool, spans: Iterable[Span] = ()) -> None:
-        is_flat = tensor.dim() == 1 and tensor.is_contiguous()
+    def __init__(self, tensor: torch.Tensor, fresh: bool, spans: Iterable[Span] = (), *, in_file: bool = False) -> None:
+        is_flat, self.in_file = tensor.dim() == 1 and tensor.is_contiguous(), in_file
         self.tensor, self.fresh, self.spans = tensor, fresh or not is_flat, spans
         self._memory = tensor if is_flat else None
         self._bytes: memoryview | None = None
@@ -158,6 +159,6 @@ def bind(wants: Wants, tensors: Mapping[Home, torch.Tensor]) -> Destinations:
     for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):
         known = tensors.get(spec.home)
         tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
-        buffers.append(Buffer(tensor, spec.fresh, spans))
+        buffers.append(Buffer(tensor, spec.fresh, spans, in_file=spec.in_file))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
     return Destinations(buffers, sinks, wants.blanks, wants.means)

@@ -93,6 +93,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
                 run_custom_load(job, index, target, masters_follow=not work.touched)
         with report.phase("fill"):
             again = transfer.fill()
+            comm.run(target.swaps.commit)
         with report.phase("copies"):
             if work.touched:
                 target.refresh_copies()
@@ -152,6 +153,8 @@ def _mark(engine: Any, error: BaseException, with_states: bool) -> str:
 
 def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
     parallel = max(index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp) > 1
+    if custom and target.uses_nvme:
+        raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
     if custom and (parallel or any(held.ranks for held in target.experts.values())):
         raise UnsupportedError(
             "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-import torch
-
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
@@ -19,7 +17,6 @@ from ..plan.settling import refuse_unreadable
 from ..plan.wants import (
     REPLICA,
     HeldBuffer,
-    Home,
     Layouts,
     TargetLayout,
     Wants,
@@ -140,9 +137,12 @@ def make_work(
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += tell_rounding(wants)
-    tensors: dict[Home, torch.Tensor] = {(MASTER, number): flat.data for number, flat in enumerate(target.flats)}
-    tensors.update({(MODULE, number): extra.data for number, extra in enumerate(extras)})
-    into = bind(wants, {**tensors, **list_tensors(states)})
+    tensors = list_tensors(states)
+    for spec in wants.buffers:
+        if spec.home[0] in (MASTER, MODULE):
+            held = (target.flats if spec.home[0] == MASTER else extras)[spec.home[1]]
+            tensors[spec.home] = held.make_data(match.params)
+    into = bind(wants, tensors)
     return Work(index, wants, into, states, match, touched)
 
 
@@ -173,9 +173,13 @@ def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequen
     for flat, each in zip_longest(target.flats, states):
         dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
         live = each.live if each else ()
-        flats.append(HeldBuffer(flat.buffer, flat.part, lane, dtype_name(flat.data.dtype), dtypes, live, flat.whole))
-    tensors = [HeldBuffer(extra.buffer, extra.part, lane, dtype_name(extra.data.dtype)) for extra in extras]
-    return TargetLayout(flats, tensors)
+        held = _describe_buffer(flat, lane)
+        flats.append(replace(held, states=dtypes, live=live, whole=flat.whole))
+    return TargetLayout(flats, [_describe_buffer(extra, lane) for extra in extras])
+
+
+def _describe_buffer(held: LiveBuffer, lane: int) -> HeldBuffer:
+    return HeldBuffer(held.buffer, held.part, lane, dtype_name(held.dtype), swapped=held.swap is not None)
 
 
 def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:

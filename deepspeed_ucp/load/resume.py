@@ -332,6 +332,7 @@ def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Load
     try:
         return index.run.state_file, load_direct(job, index, target)
     finally:
+        target.swaps.discard()
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
 

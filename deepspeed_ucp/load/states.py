@@ -62,7 +62,7 @@ class OptimizerMatch:
 
     def probe(self, flat: LiveBuffer) -> StateKinds | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
-        key = (flat.group, flat.data.dtype, flat.holder.dim())
+        key = (flat.group, flat.dtype, flat.holder.dim())
         if key not in self.probes:
             hyper = self.match.hyper.get(flat.group, {})
             self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.holder)
@@ -135,7 +135,7 @@ class OptimizerMatch:
         return {
             name: value
             for name, value in states.items()
-            if isinstance(value, torch.Tensor) and value.shape == flat.find_shape(name)
+            if isinstance(value, torch.Tensor) and value.shape == flat.find_shape(name) and not _is_swapped(flat, value)
         }
 
     def make_states(self, flat: LiveBuffer) -> States:
@@ -147,10 +147,9 @@ class OptimizerMatch:
         kept, live, tensors = self.probe(flat), self.find_live(flat), {}
         for state, stored in self.saved_states(flat).items():
             dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
-            shape = flat.find_shape(state)
-            fresh = partial(torch.empty, shape, device=flat.holder.device)
-            if 0 not in shape:  # padding alone
-                tensors[state] = live[state] if state in live else fresh(dtype=dtype or getattr(torch, stored))
+            fresh = partial(flat.make_state, state, dtype or getattr(torch, stored))
+            if 0 not in flat.find_shape(state):  # padding alone
+                tensors[state] = live[state] if state in live else fresh()
         lazy = kept is not None and kept.lazy
         return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 
@@ -184,6 +183,11 @@ class OptimizerMatch:
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
 
 
+def _is_swapped(flat: LiveBuffer, state: torch.Tensor) -> bool:
+    """Whether a state is in a swap file, whatever memory holds of it."""
+    return flat.swap is not None and getattr(state, "swappable", True)
+
+
 def list_tensors(states: list[States]) -> dict[Home, torch.Tensor]:
     """Their tensors as destinations."""
     return {
@@ -198,7 +202,7 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
         entry = {**each.scalars, **each.tensors}
         live = optimizer.state.get(each.flat.holder)
         if not entry:
-            if each.lazy:
+            if each.lazy or each.flat.swap is not None:
                 optimizer.state.pop(each.flat.holder, None)
             elif live is not None:
                 _begin_anew(live)

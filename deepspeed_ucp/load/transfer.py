@@ -90,7 +90,8 @@ def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
         buffers: all of this rank's.
         window: bytes of memory that reading needs besides.
     """
-    hosted = [buffer for buffer in buffers if not buffer.fresh or buffer.tensor.device.type == "cpu"]
+    in_memory = [buffer for buffer in buffers if not buffer.in_file]
+    hosted = [buffer for buffer in in_memory if not buffer.fresh or buffer.tensor.device.type == "cpu"]
     told = comm.gather((identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available()))
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}

@@ -35,6 +35,7 @@ class HeldBuffer:
         states: optimizer states that are loaded, with the dtypes that they have here.
         live: which of these are there already.
         whole: those that the rank keeps of whole parameters, wherever its partition touches one.
+        swapped: it is in files, and what is filled are others, which take their place in the end.
     """
 
     buffer: FlatBuffer
@@ -44,6 +45,7 @@ class HeldBuffer:
     states: Mapping[str, str] = field(default_factory=dict)
     live: Collection[str] = ()
     whole: Collection[str] = ()
+    swapped: bool = False
 
     def lay_state(self, state: str) -> tuple[FlatBuffer, int]:
         """How an optimizer state lies, and which part of that the rank holds."""
@@ -65,12 +67,16 @@ class TargetLayout:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """Memory that is filled: ``numel`` elements of ``dtype``; ``fresh``: it is not part of the engine yet."""
+    """Memory that is filled: ``numel`` elements of ``dtype``.
+
+    ``fresh``: it is not part of the engine yet; ``in_file``: it is a file's, of which the machine need not hold much.
+    """
 
     home: Home
     dtype: str
     numel: int
     fresh: bool
+    in_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +207,14 @@ class _Lister:
     wants: Wants = field(default_factory=Wants)
 
     def add_flat(self, number: int, held: HeldBuffer) -> None:
-        buffer = self._add_buffer((MASTER, number), held.buffer, held.dtype, fresh=False)
+        buffer = self._add_buffer((MASTER, number), held.buffer, held, held.dtype)
         cuts = self._match_cuts(held.buffer, held.part)
         weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
         self._fill(buffer, held.lane, weights)
         self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
         for state, dtype in held.states.items():
             layout, part = held.lay_state(state)
-            buffer = self._add_buffer((state, number), layout, dtype, fresh=state not in held.live)
+            buffer = self._add_buffer((state, number), layout, held, dtype, fresh=state not in held.live)
             cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
             self._fill(buffer, held.lane, filled)
@@ -224,11 +230,12 @@ class _Lister:
     def add_tensor(self, number: int, held: HeldBuffer) -> None:
         if param := self.match.params.get(held.buffer.names[0]):
             atom = pick_weight(self.index, param, False, self.with_states)
-            buffer = self._add_buffer((MODULE, number), held.buffer, held.dtype, fresh=False)
+            buffer = self._add_buffer((MODULE, number), held.buffer, held, held.dtype)
             self._fill(buffer, held.lane, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
-    def _add_buffer(self, home: Home, layout: FlatBuffer, dtype: str, *, fresh: bool) -> int:
-        return self.wants.add_buffer(BufferSpec(home, dtype, layout.partition, fresh))
+    def _add_buffer(self, home: Home, layout: FlatBuffer, held: HeldBuffer, dtype: str, *, fresh: bool = False) -> int:
+        in_file = held.swapped and home[0] not in held.live
+        return self.wants.add_buffer(BufferSpec(home, dtype, layout.partition, fresh or in_file, in_file))
 
     def _fill(self, buffer: int, lane: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
         """Let atoms fill their cuts of a buffer."""

@@ -21,6 +21,10 @@ _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
 _COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
+_SWAP = re.compile(r"offloaded_tensors/rank(\d{1,9})/(?:([^/]+)-)?(\d{1,9})_(\d{1,9})\.tensor\.swp", re.ASCII)
+
+OFFLOADED = "offloaded_tensors"
+"""Folder of a save that holds the files which an engine swaps optimizer states to, a folder for each rank."""
 
 ZERO = "zero"
 """Folder of an atomic checkpoint that holds a folder per parameter."""
@@ -38,6 +42,22 @@ NO_LAYER = -1
 """Layer of an expert's file whose name has none: older releases put an expert's parts of all layers into one file."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SwapName:
+    """What the name of a swap file tells.
+
+    Attributes:
+        rank: that wrote it, of all ranks of the run.
+        state: of the optimizer; empty of a master.
+        begin, end: DeepSpeed's numbers of the first and the last parameter of the sub-group that it is of.
+    """
+
+    rank: int
+    state: str
+    begin: int
+    end: int
+
+
 @dataclass(slots=True)
 class Listing:
     """The checkpoint files of one folder by role; paths, with sizes in bytes.
@@ -50,6 +70,7 @@ class Listing:
         experts: files of one expert each by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
         expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
         copies: files that other ranks wrote of the same (:func:`choose_copies`), and which of the above each is of.
+        swaps: swap files by what their names tell.
     """
 
     folder: str
@@ -61,6 +82,7 @@ class Listing:
     experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
+    swaps: dict[SwapName, str] = field(default_factory=dict)
 
     def path(self, name: str) -> str:
         """Full path of a file in the folder."""
@@ -76,7 +98,7 @@ class Entry:
 
 
 def list_entries(folder: str) -> dict[str, Entry]:
-    """The state files, the manifest and the subfolders in a checkpoint's folder, by name.
+    """The state files, the manifest and the subfolders in a checkpoint's folder, and its swap files, by name.
 
     Links are followed, wherever they lead: stores that keep each file once are made of them. What is no regular file
     in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.store`).
@@ -84,16 +106,40 @@ def list_entries(folder: str) -> dict[str, Entry]:
     Raises:
         CheckpointError: the folder does not exist or cannot be read.
     """
-    try:
-        with os.scandir(folder) as entries:
-            found = {entry.name: _look_at(entry.path) for entry in entries}
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
-    return {
+    found = {
         name: entry
-        for name, entry in found.items()
+        for name, entry in _scan(folder).items()
         if entry.size == FOLDER or _STATES.fullmatch(name) or name == MANIFEST
     }
+    if found.get(OFFLOADED) and found[OFFLOADED].size == FOLDER:
+        found |= _list_swaps(folder)
+    return found
+
+
+def _scan(folder: str) -> dict[str, Entry]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: _look_at(entry.path) for entry in entries}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
+
+
+def _list_swaps(folder: str) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for rank, entry in _scan(os.path.join(folder, OFFLOADED)).items():
+        place = f"{OFFLOADED}/{rank}"
+        held = _scan(os.path.join(folder, place)) if entry.size == FOLDER else {}
+        found |= {f"{place}/{name}": each for name, each in held.items() if each.size != FOLDER}
+    return {name: entry for name, entry in found.items() if read_swap_name(name)}
+
+
+def read_swap_name(name: str) -> SwapName | None:
+    """What a file's name in a checkpoint's folder tells of a swap file; None of another file's.
+
+    Names: engine.py ``save_checkpoint``, swap_tensor/optimizer_utils.py ``SwapTensorContext``.
+    """
+    match = _SWAP.fullmatch(name)
+    return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
 
 
 def _look_at(path: str) -> Entry:
@@ -132,6 +178,8 @@ def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
             listing.experts[NO_LAYER if match[1] is None else int(match[1]), int(match[2]), int(match[3])] = name
         elif match := _EXPERT_OPTIM.fullmatch(role):
             listing.expert_optim[int(match[2]), int(match[1])] = name
+        elif swap := read_swap_name(name):
+            listing.swaps.setdefault(swap, name)
     if not listing.model and not listing.model_zero3:
         raise CheckpointError(
             f"{folder}: no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
@@ -173,15 +221,10 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
 
 
 def _refuse_unsupported(folder: str, name: str) -> None:
-    kind = ""
     if _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
-        kind = "a pipeline with axes of its own"
-    elif name == "offloaded_tensors":
-        kind = "a checkpoint with optimizer states on NVMe"
-    if kind:
         raise UnsupportedError(
-            f"{folder}: {name} belongs to {kind}, which this release does not convert. "
-            "It can be resumed by DeepSpeed itself in the topology that wrote it."
+            f"{folder}: {name} belongs to a pipeline with axes of its own, which this release does not convert. "
+            'DeepSpeed\'s own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.'
         )
 
 

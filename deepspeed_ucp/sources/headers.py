@@ -167,6 +167,8 @@ class ModelHeader:
 class FileHeader:
     """One file's header: a model's, an optimizer's, or the tensors of a pipeline's layer or of an expert.
 
+    A swap file has none: ``swap`` is what has to lie in it.
+
     ``config`` are the parts of the saved ds_config that the index looks at; ``marks`` what all files of a save have
     alike (:mod:`.compare`); ``globals`` the classes and functions that its pickle names, beyond every checkpoint's.
     ``folding`` is AutoEP's word of the (tensor-parallel, expert-parallel) rank that wrote it, under AutoTP.
@@ -182,3 +184,4 @@ class FileHeader:
     optim: OptimHeader | None = None
     layer: dict[str, Piece] | None = None
     folding: tuple[int, int] | None = None
+    swap: Piece | None = None

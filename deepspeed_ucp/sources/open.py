@@ -12,6 +12,8 @@ from typing import Any
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
+from ..io.read import sum_range
+from ..io.store import StoredFile
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
 from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files
@@ -21,6 +23,7 @@ from .index import build_index, enabled
 from .naming import GroupNames, NamedGroups, Naming, Rename
 from .reading import read_file
 from .save import Save, arrange, count_ranks, expect_files, find_degrees, name_unsaved
+from .swapped import add_swapped, adopt_sums
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -126,13 +129,22 @@ def seal_folder(folder: str, comm: Comm) -> None:
 
     save, findings = read_save(folder, comm, comm.once(lambda: list_entries(folder)))
 
-    def work() -> None:
+    def check() -> list[FileHeader]:
         error = make_error(findings)
         if error is not None:
             raise error
-        write_seal(folder, save.headers if save else ())
+        return save.headers if save else []
 
-    comm.once(work)
+    headers = comm.run(check)
+    swaps = {header.name: header.size for header in headers if header.swap}
+    sums = dict(zip(swaps, comm.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name])), strict=True))
+    sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
+    comm.once(lambda: write_seal(folder, sealed))
+
+
+def _sum_file(folder: str, name: str, size: int) -> int:
+    with StoredFile(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
+        return sum_range(file, 0, size)
 
 
 def _list_everywhere(folder: str, comm: Comm) -> dict[str, Entry]:
@@ -162,17 +174,19 @@ def _survey_normal(
     """The index of a normal checkpoint and everything that is wrong with its files; collective."""
     save, findings = read_save(folder, comm, entries)
     if save is not None:
-        findings += _keep_new(comm.once(lambda: _compare_seal(folder, save)), findings)
+        faults, sums = comm.once(lambda: _compare_seal(folder, save))
+        findings += _keep_new(faults, findings)
+        adopt_sums(save, sums)
     if save is None or make_error(findings) is not None:
         return None, findings
     index, more = _build(save, naming)
     return index, [*findings, *more, *find_unsaved(save)]
 
 
-def _compare_seal(folder: str, save: Save) -> list[Finding]:
-    """Faults of files that are not those that were sealed. What checks a seal's form takes long to import."""
+def _compare_seal(folder: str, save: Save) -> tuple[list[Finding], dict[str, int]]:
+    """As :func:`.seal.compare_seal`. What checks a seal's form takes long to import."""
     if not os.path.lexists(os.path.join(folder, SEAL)):
-        return []
+        return [], {}
     from .seal import compare_seal
 
     return compare_seal(folder, save.headers)
@@ -211,7 +225,9 @@ def read_save(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[Sa
     findings = list(faults)
     for more in (unread, _find_missing(listing, first, expected), find_strangers(save)):
         findings += _keep_new(more, findings)
-    findings += _find_left(listing, expected)
+    if make_error(findings) is None:
+        findings += add_swapped(save)
+    findings += _find_left(listing, {*expected, *(header.name for header in save.headers)})
     return save, findings + comm.once(lambda: find_late_files(folder, entries, [each.name for each in headers]))
 
 

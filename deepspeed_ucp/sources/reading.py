@@ -90,7 +90,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
-    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "expert_parallel")
+    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "expert_parallel", "aio")
     found = {key: config[key] for key in kept if isinstance(config.get(key), dict) and _is_plain(config[key])}
     stage = found.get("zero_optimization", {}).get("stage")
     if stage is not None and stage not in (0, 1, 2, 3):

@@ -30,6 +30,7 @@ class Save:
         expert_optims: optimizer states of stage 0 by (model-parallel rank, expert-parallel rank).
         expert_lanes: lanes of experts' parameters: the tensor-parallel ranks where these cut them (expert tensor
             parallelism), else one, as experts are then spread over all ranks of a pipeline stage.
+        swaps: by optimizer file and sub-group the swap file of each of its states, where it has some.
     """
 
     listing: Listing
@@ -42,6 +43,7 @@ class Save:
     experts: dict[tuple[int, int, int], FileHeader] = field(default_factory=dict)
     expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
     expert_lanes: int = 1
+    swaps: dict[tuple[str, int], dict[str, FileHeader]] = field(default_factory=dict)
 
     @property
     def main(self) -> FileHeader:
@@ -55,10 +57,10 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """All headers: model states, optimizer states, layers, experts."""
-        layers = (held.values() for held in self.layers)
+        """All headers: model states, optimizer states, layers, experts, swap files."""
+        layers, swaps = (held.values() for held in self.layers), (held.values() for held in self.swaps.values())
         files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
-        return [*files, *self.experts.values(), *self.expert_optims.values()]
+        return [*files, *self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
 
     @property
     def folds_experts(self) -> bool:

@@ -19,7 +19,10 @@ from .headers import FileHeader
 
 
 class SealedFile(BaseModel):
-    """A file's bytes, and the CRC32 of its zip directory, which holds the checksums of all its records."""
+    """A file's bytes, and the CRC32 of its zip directory, which holds the checksums of all its records.
+
+    A swap file has no directory: ``crc`` is that of all of its bytes.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -92,28 +95,33 @@ def remove_seal(folder: str) -> None:
         os.unlink(os.path.join(folder, SEAL))
 
 
-def compare_seal(folder: str, headers: Iterable[FileHeader]) -> list[Finding]:
-    """Faults of files that are not those that were sealed; none where there is no seal."""
+def compare_seal(folder: str, headers: Iterable[FileHeader]) -> tuple[list[Finding], dict[str, int]]:
+    """Faults of files that are not those that were sealed, and the CRC32s of the swap files' bytes by name.
+
+    None where there is no seal.
+    """
     path = os.path.join(folder, SEAL)
     try:
         seal = read_seal(path)
     except FileNotFoundError:
-        return []
+        return [], {}
     except CheckpointError as error:
-        return [Finding("seal", SEAL, str(error))]
+        return [Finding("seal", SEAL, str(error))], {}
     faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
-    return [fault for fault in faults if fault]
+    sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
+    return [fault for fault in faults if fault], sums
 
 
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
-    """What tells a file from the one that was sealed; None where it is that one."""
+    """What tells a file from the one that was sealed; None where it is that one, as far as a known ``crc`` tells."""
     sealed, path = seal.files.get(name), os.path.join(folder, name)
     if sealed is None:
         text = f"{path}: is not in {SEAL}; another save wrote it."
-    elif (sealed.size, sealed.crc) != (size, crc or 0):
+    elif (sealed.size, sealed.crc) != (size, sealed.crc if crc is None else crc):
+        told = "" if crc is None else f" and CRC32 {crc:08x}"
         text = (
-            f"{path}: has {size} bytes and CRC32 {crc or 0:08x} of its directory, {SEAL} says {sealed.size} and "
-            f"{sealed.crc:08x}; it is not the file that was sealed."
+            f"{path}: has {size} bytes{told}, {SEAL} says {sealed.size} and {sealed.crc:08x}; it is not the file that "
+            "was sealed."
         )
     else:
         return None

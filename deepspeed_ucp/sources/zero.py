@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, count, strip_compiled
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..errors import CheckpointError, shorten
 from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
 from .builder import Builder
@@ -194,7 +194,10 @@ def _add_parts(
     if not buffer.by_parameter:
         _add_empty(builder, rank, shards[0], index, held.shapes)
     for part, shard in enumerate(shards):
-        _add_part(builder, rank, shard, index, buffer, part, held.owners)
+        if swaps := builder.save.swaps.get((shard.name, index)):
+            _add_swapped(builder, rank, shard, index, buffer, part, swaps)
+        else:
+            _add_part(builder, rank, shard, index, buffer, part, held.owners)
 
 
 def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
@@ -265,8 +268,6 @@ def _add_part(
     """What a data-parallel rank holds of a flat buffer: the master, and the optimizer's states."""
     optim, path, cuts = _get_optim(shard), builder.save.path(shard), buffer.cuts(part)
     found = _count_elements(builder, shard, index)
-    if buffer.by_parameter and buffer.partition and not found:
-        raise UnsupportedError(f"{path}: optimizer states on NVMe are not in the file.")
     if found != buffer.partition:
         what = "sub-group" if buffer.by_parameter else "partition"
         raise CheckpointError(
@@ -289,6 +290,27 @@ def _add_part(
         if _keeps_whole_momentum(builder.save, optim, index):
             states = _add_momentum(builder, rank, buffer, part, states, shard)
         builder.add_states(rank, cuts, states, stored, shard)
+
+
+def _add_swapped(
+    builder: Builder,
+    rank: SavedRank,
+    shard: FileHeader,
+    index: int,
+    buffer: FlatBuffer,
+    part: int,
+    swaps: Mapping[str, FileHeader],
+) -> None:
+    """What a data-parallel rank holds of a sub-group that is swapped; its scalars are in the state file."""
+    cuts = buffer.cuts(part)
+    for state, header in swaps.items():
+        if header.swap is not None:
+            builder.add_cuts(rank, state, cuts, header, header.swap)
+    optim = _get_optim(shard)
+    if index < len(optim.tensors):
+        held = optim.tensors[index]
+        rest = {state: piece for state, piece in held.states.items() if state not in swaps}
+        builder.add_states(rank, cuts, replace(held, states=rest), buffer.partition, shard)
 
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from ..topology import Topology
 from .coverage import name_device
 from .optimizer import to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place
+from .swap import SwapFiles, SwapPlace
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class LiveBuffer:
         holder: the live partition, in the shape in which the optimizer keeps states for it.
         is_buffer: it is a buffer of the module.
         whole: optimizer states that the rank keeps of whole parameters, wherever its partition touches one.
+        swap: where DeepSpeed swaps it to; nothing that the holder holds counts then.
     """
 
     buffer: FlatBuffer
@@ -43,15 +45,47 @@ class LiveBuffer:
     holder: torch.Tensor
     is_buffer: bool = False
     whole: frozenset[str] = frozenset()
+    swap: SwapPlace | None = None
 
     def find_shape(self, state: str) -> tuple[int, ...]:
         """Shape in which the optimizer keeps a state."""
-        return (self.buffer.join_touched(self.part).partition,) if state in self.whole else tuple(self.holder.shape)
+        if state in self.whole:
+            return (self.buffer.join_touched(self.part).partition,)
+        return tuple(self.holder.shape) if self.swap is None else (self.buffer.partition,)
 
     @property
     def data(self) -> torch.Tensor:
         """The live partition, 1-D (of masters fp32, unless the engine keeps 16-bit ones)."""
         return flatten(self.holder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype, wherever it is."""
+        return self.holder.dtype if self.swap is None else self.swap.dtype
+
+    def make_data(self, filled: Container[str]) -> torch.Tensor:
+        """Memory to fill: the live partition, or that of a file which takes the place of the swap file later.
+
+        Args:
+            filled: names of the parameters that are filled; of others the file has to hold what there is.
+
+        Raises:
+            DiskFullError: there is no room for the file.
+        """
+        if self.swap is None:
+            return self.data
+        numel = self.buffer.partition
+        return self.swap.make(numel) if all(name in filled for name in self.names) else self.swap.copy(numel)
+
+    def make_state(self, state: str, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for an optimizer state that is not there yet; swapped states have the masters' dtype.
+
+        Raises:
+            DiskFullError: there is no room for it in a file.
+        """
+        if self.swap is None:
+            return torch.empty(self.find_shape(state), dtype=dtype, device=self.holder.device)
+        return self.swap.make(self.buffer.partition, state)
 
     @property
     def group(self) -> int:
@@ -79,16 +113,20 @@ def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> L
     return LiveBuffer(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer)
 
 
-def _hold_parameter(name: str, param: Any) -> LiveBuffer:
+def _hold_parameter(name: str, param: Any, files: SwapFiles) -> LiveBuffer:
     """What this rank holds of a parameter without optimizer: with ZeRO 3 a partition."""
     held = getattr(param, "ds_tensor", None)
     if held is None:
         return hold_whole(name, param)
-    if hasattr(held, "ds_quant_scale") or held.status != PartitionedParamStatus.AVAILABLE:
-        raise UnsupportedError(f"{name}: a quantized parameter, or one on NVMe, without optimizer cannot be filled.")
+    if hasattr(held, "ds_quant_scale"):
+        raise UnsupportedError(f"{name}: a quantized parameter without optimizer cannot be filled.")
     group = param.ds_process_group
     buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
     part = ds_comm.get_rank(group=group)
+    if held.status != PartitionedParamStatus.AVAILABLE:
+        swapper = param.nvme_swapper
+        swap = SwapPlace(files, swapper.get_path(param, must_exist=True), swapper.dtype, swapper._io_aligned_numel)
+        return LiveBuffer(buffer, part, held, swap=swap)
     return LiveBuffer(buffer, part, flatten(held)[: sum(cut.numel for cut in buffer.cuts(part))])
 
 
@@ -115,6 +153,7 @@ class Target(ABC):
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.swaps = SwapFiles()
         self.place = find_place(engine)
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
@@ -173,7 +212,12 @@ class Target(ABC):
         return tuple(self.names[id(param)] for param in params), tuple(map(_find_shape, params))
 
     def add_flat(
-        self, buffer: FlatBuffer, part: int, holder: torch.Tensor, whole: frozenset[str] = frozenset()
+        self,
+        buffer: FlatBuffer,
+        part: int,
+        holder: torch.Tensor,
+        whole: frozenset[str] = frozenset(),
+        swap: SwapPlace | None = None,
     ) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
         if buffer.names and (layer := find_layer(buffer.names[0], self.experts)):
@@ -183,7 +227,7 @@ class Target(ABC):
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
         self.layout.append(buffer)
         buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
-        self.flats.append(LiveBuffer(buffer, part, holder, whole=whole))
+        self.flats.append(LiveBuffer(buffer, part, holder, whole=whole, swap=swap))
 
     @abstractmethod
     def refresh_copies(self) -> None:
@@ -208,7 +252,7 @@ class Target(ABC):
             pp=self.place.pp,
             ep=self.ep,
             undeclared=precision != "float32" and not (engine.bfloat16_enabled() or engine.fp16_enabled()),
-            master=dtype_name(self.flats[0].data.dtype) if self.flats else "float32",
+            master=dtype_name(self.flats[0].dtype) if self.flats else "float32",
             elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
             flats=tuple(self.layout),
@@ -280,7 +324,7 @@ class Target(ABC):
     def _hold_extra(self, name: str) -> LiveBuffer:
         param, place = self.params[name], self.places.get(name)
         if place is None:
-            return _hold_parameter(name, param)
+            return _hold_parameter(name, param, self.swaps)
         if hasattr(param, "ds_tensor"):
             raise UnsupportedError(f"{name}: of a frozen parameter of AutoEP's experts ZeRO 3 saves nothing.")
         return hold_whole(name, param[place])
@@ -316,6 +360,11 @@ class Target(ABC):
         for param in self.params.values():
             if getattr(param, "ds_secondary_tensor", None) is not None:
                 param.ds_secondary_tensor = None
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether trained parameters, or their optimizer states, are on NVMe: all of them, or the large ones."""
+        return False
 
     def list_lost(self) -> list[str]:
         """Optimizer states that DeepSpeed's own load does not restore in the same topology, in words."""

@@ -34,11 +34,6 @@ def check_engine(engine: Any) -> None:
             raise UnsupportedError(f"{told.format(listed)} {OWN_LOAD}")
 
 
-def _keeps_nvme(engine: Any) -> bool:
-    zero = engine._config.zero_config
-    return "nvme" in (name_device(zero.offload_optimizer), name_device(zero.offload_param))
-
-
 def name_device(section: Any) -> str:
     """Device of an offload section of the ds_config; ``none`` where there is none."""
     device = getattr(section, "device", None)
@@ -72,12 +67,6 @@ def _list_sharded_bases(engine: Any) -> list[str]:
 
 
 _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
-    (
-        _keeps_nvme,
-        "The engine keeps optimizer states or parameters on NVMe{}: this release cannot fill swapped buffers, and "
-        "DeepSpeed's own load restores neither moments nor steps nor hyper-parameters of it. Resume with the offload "
-        "device cpu or none.",
-    ),
     (
         _runs_zenflow,
         "The engine runs ZenFlow{}: the moments of the columns that it selects, which ones, the gradients between two "

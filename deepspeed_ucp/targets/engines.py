@@ -14,6 +14,7 @@ from ..flat import join_parameters, join_reserved
 from .base import Target
 from .coverage import UnknownLayoutError, check_engine
 from .optimizer import is_muon_group
+from .swap import SwapPlace
 
 
 class Zero12Target(Target):
@@ -100,19 +101,37 @@ class Zero3Target(Target):
     def dp(self) -> int:
         return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
 
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in self.topology.offload.split("/")
+
     def collect(self) -> None:
         opt = self.wrapped
         for index, params in enumerate(opt.fp16_groups):
             process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
             parts, group = ds_comm.get_world_size(group=process_group), opt.sub_group_to_group_id[index]
-            buffer = join_reserved(group, *self.describe(params), parts)
-            self.add_flat(buffer, ds_comm.get_rank(group=process_group), opt.fp32_partitioned_groups_flat[index])
+            buffer, holder = (
+                join_reserved(group, *self.describe(params), parts),
+                opt.fp32_partitioned_groups_flat[index],
+            )
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), holder, swap=self._find_swap(index, holder))
+
+    def _find_swap(self, index: int, holder: torch.Tensor) -> SwapPlace | None:
+        """Where a sub-group is swapped to; small ones stay in memory."""
+        if not self.wrapped._swappable_optimizer_subgroup(index):
+            return None
+        swapper = self.wrapped.optimizer_swapper
+        held = swapper.swap_params_info[swapper.parameter_id(holder)]
+        return SwapPlace(self.swaps, held.tensors[0].swap_path, swapper.dtype, swapper._io_aligned_numel)
 
     def refresh_copies(self) -> None:
-        opt = self.wrapped
-        for index, master in enumerate(opt.fp32_partitioned_groups_flat):
-            opt.fp16_partitioned_groups_flat[index].data.copy_(master.data)
-            opt._unflatten_partitioned_parameters(index)
+        opt, timers = self.wrapped, set[str]()
+        for index, flat in enumerate(self.flats):  # one sub-group at a time is in memory, as in a step
+            if flat.swap is not None:
+                opt._prepare_sub_group(index, timers)
+            opt._reassign_or_swap_out_partitioned_parameters(index)
+            if flat.swap is not None:
+                opt._release_sub_group(index, timers)
         self.drop_secondary_copies()
 
     @property
@@ -122,9 +141,12 @@ class Zero3Target(Target):
         return kept
 
     def list_lost(self) -> list[str]:
-        return ["Muon's momentum kept in memory"] if self.momentum_in_memory else []
+        found = ["Muon's momentum kept in memory"] if self.momentum_in_memory else []
+        return found + ["optimizer states or parameters on NVMe"] * self.uses_nvme
 
     def relink(self) -> None:
+        if any(flat.swap for flat in self.flats):
+            self._note_swapped()
         for index, kept in self.momentum_in_memory.items():
             states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
             restored = states.get(MOMENTUM)
@@ -133,6 +155,14 @@ class Zero3Target(Target):
             elif restored is not kept:
                 kept.copy_(restored)
             states[MOMENTUM] = kept
+
+    def _note_swapped(self) -> None:
+        """Let the swapper know the states that are there now, and forget what memory holds of them, as after a step."""
+        swapper = self.wrapped.optimizer_swapper
+        swapper.purge_state()
+        for flat in self.flats:
+            if flat.swap is not None:
+                swapper._get_param_swap_info(flat.holder).release_memory()
 
 
 class Fp16FusedTarget(Target):

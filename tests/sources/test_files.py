@@ -13,11 +13,13 @@ from deepspeed_ucp.sources.files import (
     NO_AXIS,
     NO_LAYER,
     SEAL,
+    SwapName,
     compare_listings,
     holds_atoms,
     list_entries,
     list_sizes,
     name_expert,
+    read_swap_name,
     sort_files,
 )
 from deepspeed_ucp.sources.latest import list_older
@@ -56,21 +58,45 @@ def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
     assert list_sizes(str(tmp_path)) == {MODEL: len(MODEL), "sub": -1}
 
 
+def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path) -> None:
+    name = "layer_00-expert_01-model_01-model_states.pt"
+    touch(tmp_path, MODEL, name)
+    with pytest.raises(UnsupportedError, match=f"{name} belongs to .*axes of its own.*DeepSpeed's own load takes it"):
+        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "told"),
     [
-        ("layer_00-expert_01-model_01-model_states.pt", "axes of its own"),
-        ("offloaded_tensors", "NVMe"),
+        ("offloaded_tensors/rank07/0_13.tensor.swp", SwapName(7, "", 0, 13)),
+        ("offloaded_tensors/rank123/exp_avg-9_3.tensor.swp", SwapName(123, "exp_avg", 9, 3)),
+        ("offloaded_tensors/rank00/a-b-2_2.tensor.swp", SwapName(0, "a-b", 2, 2)),
+        ("offloaded_tensors/rank00/0_13_gradient_0_5.tensor.swp", None),
+        ("offloaded_tensors/rank0x/0_13.tensor.swp", None),
+        ("offloaded_tensors/0_13.tensor.swp", None),
+        ("rank00/0_13.tensor.swp", None),
+        ("elsewhere/rank00/0_13.tensor.swp", None),
+        ("offloaded_tensors/rank00/1_٣.tensor.swp", None),
+        (f"offloaded_tensors/rank00/{'9' * 5000}_1.tensor.swp", None),
     ],
 )
-def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path, name: str, kind: str) -> None:
+def test_names_of_swap_files(name: str, told: SwapName | None) -> None:
+    assert read_swap_name(name) == told
+
+
+def test_swap_files_are_listed(tmp_path: Path) -> None:
     touch(tmp_path, MODEL)
-    if "." in name:
-        touch(tmp_path, name)
-    else:
-        (tmp_path / name).mkdir()
-    with pytest.raises(UnsupportedError, match=f"{name} belongs to .*{kind}"):
-        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+    folder = tmp_path / "offloaded_tensors" / "rank03"
+    folder.mkdir(parents=True)
+    touch(folder, "1_4.tensor.swp", "exp_avg-1_4.tensor.swp", "notes.txt")
+    (folder / "5_6.tensor.swp").mkdir()
+    sizes = list_sizes(str(tmp_path))
+    names = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
+    assert sizes.keys() == {MODEL, "offloaded_tensors", *names}
+    assert sort_files(str(tmp_path), sizes).swaps == {
+        SwapName(3, "", 1, 4): names[0],
+        SwapName(3, "exp_avg", 1, 4): names[1],
+    }
 
 
 def test_files_of_experts_have_roles(tmp_path: Path) -> None:

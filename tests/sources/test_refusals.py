@@ -304,14 +304,6 @@ def test_releases_without_slice_mappings_are_not_covered(tmp_path: Path) -> None
     refuse(tmp_path, files, UnsupportedError, "no param_slice_mappings; saved by a DeepSpeed release too old")
 
 
-def test_states_on_nvme_are_not_covered(tmp_path: Path) -> None:
-    files = make_files(Topology(3, 2))
-    for rank in range(2):
-        state = files[shard(rank)]["optimizer_state_dict"]
-        state["fp32_flat_groups"] = [torch.empty(0) for _ in state["fp32_flat_groups"]]
-    refuse(tmp_path, files, UnsupportedError, "optimizer states on NVMe are not in the file")
-
-
 # -- stage 0 names nothing --------------------------------------------------------------------------------------------
 
 STAGE0 = pytest.mark.parametrize(

@@ -38,14 +38,11 @@ def make_sharded_lora() -> torch.nn.Module:
 
 OFFLOADED = SimpleNamespace(offloaded_states=[SimpleNamespace(value="hp_params")])
 PARTIAL = SimpleNamespace(backup_optimizer=object(), subgroup_to_device={0: "cuda", 1: "cpu"})
-NVME = SimpleNamespace(device=SimpleNamespace(value="nvme"))
 
 
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        pytest.param(make_engine(zero={"offload_optimizer": NVME}), ("NVMe", "offload device cpu"), id="nvme"),
-        pytest.param(make_engine(zero={"offload_param": NVME}), ("NVMe", "offload device cpu"), id="nvme-params"),
         pytest.param(make_engine(ZenFlowZeroOptimizerParallel(), zenflow=True), ("ZenFlow",), id="zenflow"),
         pytest.param(make_engine(SuperOffloadOptimizer_Stage3()), ("SuperOffload", "another process"), id="super"),
         pytest.param(make_engine(OFFLOADED), ("offload_states", "(hp_params)", "reload_states()"), id="offloaded"),
@@ -70,8 +67,9 @@ def test_what_is_covered_passes() -> None:
     muon = SimpleNamespace(use_muon=True, save_muon_momentum_buffer_in_memory=True)
     held = SimpleNamespace(backup_optimizer=object(), subgroup_to_device={0: "cpu"}, offloaded_states=set())
     check_engine(make_engine(held))
-    cpu = SimpleNamespace(device=SimpleNamespace(value="cpu"))
-    check_engine(make_engine(muon, zero={"offload_optimizer": cpu, "offload_param": cpu}, zenflow=False))
+    for device in ("cpu", "nvme"):
+        place = SimpleNamespace(device=SimpleNamespace(value=device))
+        check_engine(make_engine(muon, zero={"offload_optimizer": place, "offload_param": place}, zenflow=False))
 
 
 @pytest.mark.parametrize("quantized", [True, False])

@@ -1,0 +1,151 @@
+"""What ranks do with engines that keep optimizer states or parameters on NVMe; states are read by DeepSpeed itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aio_standin
+import deepspeed
+import torch
+import torch.distributed as dist
+from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
+from torch import Tensor, nn
+
+from deepspeed_ucp.testing.capture import capture
+
+BATCH = 8
+WIDTH = 1024
+"""A matrix of that many rows and columns is 1 MiB of fp32 on each of 4 ranks, the least that DeepSpeed swaps."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine: ranks, ZeRO stage, precision, devices of optimizer and parameters.
+
+    Of swapping ``read``, or ``both``, may be pipelined; ``frozen``: one of the large matrices is.
+    """
+
+    world: int
+    stage: int = 3
+    precision: str = "bf16"
+    optimizer: str = "none"
+    params: str = "none"
+    pipelined: str = ""
+    frozen: bool = False
+    universal: bool = True
+
+    def __str__(self) -> str:
+        places = f"-{self.optimizer}-{self.params}" if (self.optimizer, self.params) != ("none", "none") else ""
+        more = f"-{self.pipelined}-pipelined" * bool(self.pipelined) + "-frozen" * self.frozen
+        return f"zero{self.stage}-{self.precision}-dp{self.world}{places}{more}"
+
+    def make_config(self, swap: str) -> dict[str, Any]:
+        """The ds_config with a folder for swap files."""
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.stage == 3:
+            zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
+            zero["stage3_prefetch_bucket_size"] = 0  # of small models DeepSpeed would fetch a parameter twice at once
+            pipeline = {"pipeline_read": bool(self.pipelined), "pipeline_write": self.pipelined == "both"}
+            buffers = {"max_in_cpu": 0, "buffer_size": 2 * WIDTH * WIDTH}
+            for key, device, more in (
+                ("offload_optimizer", self.optimizer, {**pipeline, "buffer_count": 12}),
+                ("offload_param", self.params, buffers),
+            ):
+                if device != "none":
+                    zero[key] = {"device": device, **({"nvme_path": swap, **more} if device == "nvme" else {})}
+        config: dict[str, Any] = {
+            "train_batch_size": BATCH,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.002}},
+            "zero_optimization": zero,
+            "zero_force_ds_cpu_optimizer": False,
+            "checkpoint": {"universal": self.universal},
+        }
+        if self.precision != "fp32":
+            config[self.precision] = {"enabled": True}
+        return config
+
+
+class Model(nn.Module):
+    """Three large matrices with small ones between and behind them: of these sub-groups some stay in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, WIDTH)
+        self.large = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, 16).requires_grad_(False)
+        self.middle = nn.Linear(16, WIDTH, bias=False)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.third = nn.Linear(WIDTH, WIDTH // 2, bias=False)
+        self.last = nn.Linear(WIDTH // 2, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.large, self.frozen, self.middle, self.other, self.third, self.last):
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def make(kind: Kind, seed: int, swap: str) -> Any:
+    """An engine that swaps to a folder."""
+    aio_standin.install()
+    torch.manual_seed(seed)
+    module = Model()
+    module.other.requires_grad_(not kind.frozen)
+    first, second = [], []
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            (second if name == "other.weight" or "bias" in name else first).append(param)
+    groups = [{"params": first}, {"params": second, "weight_decay": 0.1}]
+    return deepspeed.initialize(model=module, model_parameters=groups, config=kind.make_config(swap))[0]
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    """This rank's own losses."""
+    losses, dtype = [], torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    for step in steps:
+        batch = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))
+        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = (engine(own.to(dtype)).float() - own[:, :3]).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def read_states(engine: Any) -> States:
+    """Everything of every parameter, whole; swapped buffers are read by DeepSpeed."""
+    found: States = {}
+    for name, held in capture(engine).parameters.items():
+        states = {**held.tensors, **{key: torch.tensor(value) for key, value in held.scalars.items()}}
+        if held.fp32 is not None:
+            states["fp32"] = held.fp32
+        found |= {(name, state): tensor for state, tensor in {**states, "copy": held.value}.items()}
+    return found
+
+
+def save(kind: Kind, folder: str, seed: int) -> tuple[States, list[float]]:
+    return save_and_go_on(make(kind, seed, f"{folder}-swap"), folder, train, read_states, after=3)
+
+
+def load_each(kind: Kind, folders: Sequence[str], swap: str) -> list[Loaded | str]:
+    return load_and_go_on(make(kind, 77, swap), folders, train, read_states, range(3, 6))
+
+
+def load_and_save(kind: Kind, folder: str, other: str, swap: str) -> None:
+    """Load, and save at once."""
+    engine = make(kind, 78, swap)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(other)
+    engine.destroy()
+
+
+def load_by_deepspeed(kind: Kind, folder: str, swap: str) -> list[float]:
+    """The losses after DeepSpeed's own load."""
+    engine = make(replace(kind, universal=False), 79, swap)
+    engine.load_checkpoint(folder)
+    losses = train(engine, range(3, 6))
+    engine.destroy()
+    return losses

@@ -1,0 +1,131 @@
+"""Optimizer states and parameters on NVMe, under other stages, devices and ranks, and under the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import engine_nvme
+import pytest
+import torch
+from engine_going_on import States, join
+from engine_nvme import Kind
+
+from deepspeed_ucp.testing import WorldPool
+from tests.covering import params
+
+SOURCES = [
+    Kind(2, optimizer="nvme"),
+    Kind(1, optimizer="nvme", pipelined="read"),
+    Kind(2, optimizer="nvme", params="nvme"),
+    Kind(1, optimizer="cpu", params="nvme"),
+    Kind(2, 3),
+    Kind(2, 1),
+    Kind(1, 2, "fp32"),
+    Kind(4, optimizer="nvme"),
+    Kind(1, optimizer="nvme", precision="fp32"),
+]
+
+TARGETS = [
+    Kind(2, optimizer="nvme"),
+    Kind(1, optimizer="nvme", params="nvme", pipelined="both"),
+    Kind(1, 3),
+    Kind(4, 1),
+    Kind(2, optimizer="nvme", pipelined="both"),
+    Kind(4, optimizer="nvme"),
+    Kind(2, optimizer="cpu", params="nvme"),
+    Kind(2, optimizer="nvme", params="nvme"),
+    Kind(1, optimizer="nvme", precision="fp32"),
+    Kind(1, 2, "fp32"),
+    Kind(2, optimizer="cpu"),
+]
+
+CHOSEN = TARGETS[:4]
+"""The others are exhaustive."""
+
+
+def name_target(row: tuple[Kind]) -> str:
+    return str(row[0])
+
+
+Saved = dict[Kind, tuple[str, States, list[list[float]]]]
+
+
+def save(kind: Kind, folder: Path, worlds: WorldPool, seed: int = 1) -> tuple[str, States, list[list[float]]]:
+    answers = worlds.get(kind.world).run(engine_nvme.save, kind, str(folder), seed)
+    return str(folder), join([states for states, _ in answers]), [losses for _, losses in answers]
+
+
+@pytest.fixture(scope="module")
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Each source's folder, what it held at the save, and each rank's losses after it."""
+    return {
+        kind: save(kind, tmp_path_factory.mktemp("nvme"), ucp_worlds, 10 * number)
+        for number, kind in enumerate(SOURCES)
+    }
+
+
+@pytest.mark.parametrize("target", params([(each,) for each in CHOSEN], [(each,) for each in TARGETS], name_target))
+def test_every_state_comes_back(target: Kind, saved: Saved, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> None:
+    answers = ucp_worlds.get(target.world).run(
+        engine_nvme.load_each, target, [folder for folder, _, _ in saved.values()]
+    )
+    for place, (source, (_, expected, losses)) in enumerate(saved.items()):
+        with subtests.test(source=str(source)):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            states = join([states for _, states, _ in parts])
+            assert states.keys() == expected.keys()
+            for key, tensor in states.items():
+                assert torch.equal(tensor, expected[key].to(tensor.dtype)), key
+            if (source.world, source.stage, source.precision) == (target.world, target.stage, target.precision):
+                assert [losses for _, _, losses in parts] == losses
+            assert all(direct for direct, _, _ in parts)
+
+
+@pytest.mark.parametrize("kind", [Kind(2, optimizer="nvme"), Kind(1, optimizer="nvme", pipelined="read")], ids=str)
+def test_deepspeeds_own_load_loses_states(kind: Kind, saved: Saved, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """At the same topology; ours goes on as the uninterrupted run does, which is tested above."""
+    folder, _, losses = saved[kind]
+    assert ucp_worlds.get(kind.world).run(engine_nvme.load_by_deepspeed, kind, folder, str(tmp_path)) != losses
+
+
+def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(saved: Saved) -> None:
+    folder, _, _ = saved[Kind(1, optimizer="nvme", pipelined="read")]
+    (path,) = Path(folder).rglob("*optim_states.pt")
+    held = torch.load(path, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
+    swapped = [tensor.detach() for tensor in held if tensor.numel() >= 1 << 18]
+    masters = [file for file in path.parent.rglob("*.tensor.swp") if "-" not in file.name]
+    files = [torch.from_file(str(file), size=file.stat().st_size // 4) for file in masters]
+    assert len(swapped) == len(files) == 3
+    assert not all(any(file[: tensor.numel()].equal(tensor) for file in files) for tensor in swapped)
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme", pipelined="read")]
+)
+def test_a_save_right_after_a_resume(kind: Kind, saved: Saved, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """As after a step what is swapped is in swap files alone. Those of another engine beside it do no harm."""
+    folder, expected, _ = saved[Kind(2, 3)]
+    other = ucp_worlds.get(3 - kind.world)
+    for world, each in ((other, replace(kind, world=3 - kind.world)), (ucp_worlds.get(kind.world), kind)):
+        world.run(engine_nvme.load_and_save, each, folder, str(tmp_path / str(each)), str(tmp_path / "swap"))
+    again = tmp_path / str(kind)
+    for path in again.rglob("*optim_states.pt"):
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        held = state["optimizer_state_dict"]["state"].values()
+        tensors = [*state["fp32_flat_groups"], *(each["exp_avg"] for each in held)]
+        assert max(tensor.numel() for tensor in tensors) < 1 << 18
+    assert len(list(again.rglob("rank00/*.swp"))) >= 3 * 3
+    (((_, states, _),),) = ucp_worlds.get(1).run(engine_nvme.load_each, Kind(1, 3), [str(again)], str(tmp_path))
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items())
+
+
+def test_frozen_parameters_on_nvme(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """They are filled; a save of theirs has a placeholder alone, and is refused."""
+    target = Kind(1, optimizer="nvme", params="nvme", frozen=True)
+    sources = [save(kind, tmp_path / str(kind), ucp_worlds) for kind in (Kind(2, 1, frozen=True), target)]
+    folders, swap = [folder for folder, _, _ in sources], str(tmp_path / "swap")
+    (((direct, states, _), refused),) = ucp_worlds.get(1).run(engine_nvme.load_each, target, folders, swap)
+    assert direct and all(torch.equal(tensor, sources[0][1][key]) for key, tensor in states.items())
+    assert "other.weight" in refused and "placeholder" in refused

@@ -1,0 +1,198 @@
+"""Targets in swap files: filled beside DeepSpeed's, which change at once and together, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import AtomKey
+from deepspeed_ucp.errors import CheckpointError, DiskFullError
+from deepspeed_ucp.load import transfer
+from deepspeed_ucp.targets.base import LiveBuffer
+from deepspeed_ucp.targets.guard import BROKEN
+from deepspeed_ucp.targets.swap import SwapPlace
+from tests.load.test_direct import FakeEngine, run_load
+from tests.load.test_reshard import flip
+from tests.ranks import run_ranks
+from tests.reshard import SENTINEL, FakeTarget, make_targets, open_for
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model(
+    (Param("a", (7, 13)), Param("frozen", (50, 3), frozen=True), Param("b", (90,)), Param("small", (5,), group=1))
+)
+ALIGNED = 32
+LEAST = 20
+"""Elements of a partition from which on it is swapped."""
+
+
+class SwappedTarget(FakeTarget):
+    """One rank of an engine on NVMe: what DeepSpeed swaps is in files, the optimizer holds empty tensors."""
+
+    def __init__(self, folder: Path, topology: Topology, rank: int = 0) -> None:
+        self.folder = folder / f"rank{rank}"
+        self.folder.mkdir(parents=True)
+        super().__init__(MODEL, topology, rank)
+
+    def add_flat(self, buffer: Any, part: int, holder: torch.Tensor, *more: Any, **swap: Any) -> None:
+        if buffer.partition >= LEAST:
+            place = self.write(f"{len(self.flats)}_9.tensor.swp", buffer.partition, torch.float32)
+            super().add_flat(buffer, part, torch.empty(0).requires_grad_(), swap=place)
+        else:
+            super().add_flat(buffer, part, holder)
+
+    def write(self, name: str, numel: int, dtype: torch.dtype) -> SwapPlace:
+        path = self.folder / name
+        aligned = -(-numel // ALIGNED) * ALIGNED
+        path.write_bytes(torch.full((aligned,), SENTINEL, dtype=dtype).view(torch.uint8).numpy().tobytes())
+        return SwapPlace(self.swaps, str(path), dtype, lambda count: -(-count // ALIGNED) * ALIGNED)
+
+    def _extra(self, param: Param) -> LiveBuffer:
+        held = super()._extra(param)
+        if held.buffer.partition < LEAST:
+            return held
+        place = self.write(f"{param.name}_param.tensor.swp", held.buffer.partition, self.kind.dtype)
+        return LiveBuffer(held.buffer, held.part, torch.tensor(1).half(), swap=place)
+
+    def look(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}
+
+
+def write(folder: Path, topology: Topology | None = None) -> Path:
+    topology = topology or Topology(1, 3)
+    state = random_state(MODEL, 0, precision=topology.precision)
+    return write_checkpoint(folder, MODEL, state, topology)
+
+
+def take(data: bytes, tensor: torch.Tensor) -> None:
+    """The file holds the tensor, and zeros behind it."""
+    own = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    assert data == own + bytes(-len(own) % (ALIGNED * tensor.element_size()))
+
+
+@pytest.mark.parametrize("steps", [0, 4], ids=["fresh", "trained"])
+@pytest.mark.parametrize("target", [Topology(3, 1), Topology(3, 2, "bf16", sub_group_size=40)], ids=lambda t: t.label)
+def test_swap_files_hold_what_memory_would(target: Topology, steps: int, tmp_path: Path) -> None:
+    path = write(tmp_path, Topology(1, 3, target.precision))
+    plain = make_targets(MODEL, target)
+    swapped = [SwappedTarget(tmp_path / "swap", target, rank) for rank in range(target.dp)]
+    for held in (plain, swapped):
+        run_ranks(
+            target.dp,
+            lambda rank, comm, held=held: run_load(
+                open_for(path, held[rank], comm), held[rank], comm, engine=FakeEngine(held[rank], steps)
+            ),
+        )
+    for one, other in zip(plain, swapped, strict=True):
+        files, names = other.look(), set()
+        for number, (flat, own) in enumerate(zip(one.flats, other.flats, strict=True)):
+            states = one.wrapped.state[flat.holder]
+            assert other.wrapped.state[own.holder].keys() == states.keys()
+            if own.swap is None:
+                assert own.data.equal(flat.data)
+                continue
+            for prefix, tensor in (("", flat.data), *((f"{key}-", states[key]) for key in ("exp_avg", "exp_avg_sq"))):
+                names.add(name := f"{prefix}{number}_9.tensor.swp")
+                take(files[name], tensor)
+            assert float(other.wrapped.state[own.holder]["step"]) == float(states["step"])
+        take(files["frozen_param.tensor.swp"], one.extras()[0].data)
+        assert files.keys() == {*names, "frozen_param.tensor.swp"}
+        other.swaps.discard()
+        assert [each.name for each in (tmp_path / "swap").iterdir() if each.suffix == ".ucp"] == [
+            f"rank{rank}.ucp" for rank in range(other.rank + 1, target.dp)
+        ]
+
+
+def test_weights_alone_leave_the_states(tmp_path: Path) -> None:
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    states = target.folder / "exp_avg-0_9.tensor.swp"
+    states.write_bytes(b"as it was")
+    path = write(tmp_path)
+    run_load(open_for(path, target), target, load_optimizer_states=False)
+    assert states.read_bytes() == b"as it was"
+    assert target.look()["0_9.tensor.swp"][:4] != np.float32(SENTINEL).tobytes()
+
+
+def test_parameters_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path) -> None:
+    fewer = Model(tuple(param for param in MODEL.params if param.name in ("a", "small")))
+    path = write_checkpoint(tmp_path, fewer, state := random_state(fewer, 0), Topology(1, 2))
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    before = target.look()
+    run_load(open_for(path, target), target, load_module_strict=False)
+    after = np.frombuffer(target.look()["0_9.tensor.swp"], np.float32)
+    assert torch.from_numpy(after[:91].copy()).equal(state.atoms["a"]["fp32"].view(-1))
+    assert (after[91 : 91 + 90] == SENTINEL).all()
+    assert target.look()["frozen_param.tensor.swp"] == before["frozen_param.tensor.swp"]
+
+
+def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    before, index = target.look(), open_for(path, target)
+    fragment = index.stored.atoms[AtomKey("b", "exp_avg_sq")].shards[0].fragments[0]
+    record = index.stored.records[fragment.record]
+    flip(index.stored.files[record.file].path, record.offset + fragment.offset)
+    with pytest.raises(CheckpointError, match="the file is damaged. Nothing was changed"):
+        run_load(index, target)
+    target.swaps.discard()
+    assert target.look() == before
+    assert not target.wrapped.state
+    assert [each.name for each in (tmp_path / "swap").iterdir()] == ["rank0"]
+
+
+def test_a_full_disk_is_told_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = write(tmp_path)
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    before = target.look()
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    with pytest.raises(DiskFullError, match=r"rank0.ucp/.*: disk full.*Make room"):
+        run_load(open_for(path, target), target)
+    assert target.look() == before
+
+
+def test_what_a_load_that_was_killed_left_is_removed(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    left = tmp_path / "swap" / "rank0.ucp"
+    left.mkdir()
+    (left / "0_9.tensor.swp").write_bytes(b"half")
+    (left / "other").write_bytes(b"")
+    run_load(open_for(path, target), target)
+    assert list(left.iterdir()) == []
+
+
+def test_an_error_while_files_are_put_in_place_marks_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path)
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    replace, done = os.replace, []
+
+    def fail(old: str, new: str) -> None:
+        if done:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), new)
+        done.append(new)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", fail)
+    engine = FakeEngine(target)
+    with pytest.raises(Exception, match=r"tensor.swp: .*\(EIO\).*must not be used"):
+        run_load(open_for(path, target), target, engine=engine)
+    assert getattr(engine, BROKEN)
+
+
+def test_swapped_buffers_need_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are in memory are filled apart where these alone fit."""
+    path = write(tmp_path)
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    monkeypatch.setattr(transfer, "measure_available", lambda: (256 << 20) * 4 // 3 + 200)
+    _, report, _ = run_load(open_for(path, target), target, engine=FakeEngine(target, 2))
+    assert report.bytes_again == 0

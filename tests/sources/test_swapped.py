@@ -1,0 +1,300 @@
+"""Optimizer states in swap files: which file is of what is derived from the order of the parameters, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.examine.verify import verify_checkpoint
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.files import SEAL
+from deepspeed_ucp.sources.open import seal_folder, survey_checkpoint
+from tests.ranks import run_ranks
+from tests.reshard import Case
+from tests.sources.test_index import check_index
+from tests.synth import Model, Param, Run, State, Topology, build_files, random_state
+from tests.synth.swap import model_order, number_parameters, swap_out, write_swapped
+
+MODEL = Model(
+    (
+        Param("pos", (4, 6)),
+        Param("layer.0.weight", (9, 5)),
+        Param("layer.0.bias", (5,), group=1),
+        Param("layer.0.base", (8, 8), frozen=True),
+        Param("layer.1.weight", (9, 5)),
+        Param("layer.1.bias", (6,), group=1),
+        Param("head", (9, 5)),
+    ),
+    {"n": torch.arange(3)},
+)
+TOPOLOGY = Topology(3, 2, sub_group_size=24)
+"""Sub-groups: pos and layer.0.weight; layer.1.weight and head; the biases."""
+
+Files = dict[str, dict[str, Any]]
+RANK1 = "offloaded_tensors/rank01"
+
+
+def make(topology: Topology = TOPOLOGY, seed: int = 0, model: Model = MODEL, **options: Any) -> tuple[Files, State]:
+    state = random_state(model, seed, **options)
+    return build_files(model, state, topology, Run(garbage=float("nan"))), state
+
+
+def open_folder(folder: Path, size: int = 1) -> AtomicIndex:
+    if size == 1:
+        return open_checkpoint(str(folder), Comm())
+    return run_ranks(size, lambda _rank, comm: open_checkpoint(str(folder), comm))[0]
+
+
+def check(index: AtomicIndex, state: State, model: Model = MODEL, topology: Topology = TOPOLOGY) -> None:
+    check_index(index, Case(model, topology, state, legacy=False), state)
+
+
+def write(folder: Path, chosen: tuple[int, ...] = (0, 1), seed: int = 0, **options: Any) -> State:
+    """Swapped as an engine does that numbers its parameters in the order of the module."""
+    files, state = make(seed=seed)
+    write_swapped(folder, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), chosen, **options))
+    return state
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("first", [0, 40])
+def test_swapped_states_are_atoms_as_others(tmp_path: Path, chosen: tuple[int, ...], first: int) -> None:
+    files, state = make()
+    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL), first), chosen))
+    check(open_folder(tmp_path, 2), state)
+
+
+def test_a_save_before_the_first_step(tmp_path: Path) -> None:
+    files, state = make(step=None)
+    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0, 1)))
+    check(open_folder(tmp_path), state)
+
+
+def test_files_are_padded_for_as_many_threads_as_write_them(tmp_path: Path) -> None:
+    state = write(tmp_path, threads=3)
+    check(open_folder(tmp_path), state)
+
+
+LARGE = Model((Param("a", (600, 900)), Param("b", (7,), group=1)))
+
+
+def test_what_memory_holds_of_pipelined_swapping_is_not_believed(tmp_path: Path) -> None:
+    """DeepSpeed leaves swapped sub-groups the buffers, which others have used since: the size tells what is swapped."""
+    topology = Topology(3, 2)
+    files, state = make(topology, model=LARGE)
+    numbers = number_parameters(model_order(LARGE))
+    write_swapped(tmp_path, files, swap_out(files, topology, numbers, (0,), pipelined=True))
+    check(open_folder(tmp_path), state, LARGE, topology)
+
+
+# -- which file is of what --------------------------------------------------------------------------------------------
+
+
+def construct_order() -> list[str]:
+    """As ``zero.Init`` numbers the parameters: those of the modules inside in front of a module's own."""
+    own = [name for name in model_order(MODEL) if "." not in name]
+    return [*(name for name in model_order(MODEL) if "." in name), *own]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param(number_parameters(construct_order(), 3), id="as constructed"),
+        pytest.param(number_parameters(model_order(MODEL), 3, 5), id="with gaps"),
+        pytest.param(number_parameters(construct_order(), 0, 2), id="as constructed with gaps"),
+        pytest.param(
+            number_parameters(sorted(model_order(MODEL), key=lambda name: name != "layer.0.base")), id="frozen first"
+        ),
+    ],
+)
+def test_orders_in_which_parameters_are_numbered(tmp_path: Path, numbers: dict[str, int]) -> None:
+    files, state = make()
+    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, numbers, (0, 1, 2)))
+    check(open_folder(tmp_path), state)
+
+
+def test_files_of_another_engine_are_left_over(tmp_path: Path) -> None:
+    """DeepSpeed copies all of the folder that it swaps to, where an engine with other sub-groups has been before."""
+    other = Topology(3, 2, sub_group_size=60)
+    files, _ = make(other, seed=1)
+    write_swapped(tmp_path, files, swap_out(files, other, number_parameters(model_order(MODEL)), (0,)))
+    state = write(tmp_path)
+    report = survey_checkpoint(str(tmp_path), Comm())
+    left = [finding.file for finding in report.findings if finding.kind == "leftover"]
+    assert left == [
+        f"offloaded_tensors/rank0{rank}/{state}0_6.tensor.swp"
+        for rank in (0, 1)
+        for state in ("", "exp_avg-", "exp_avg_sq-")
+    ]
+    check(report.require(), state)
+    assert verify_checkpoint(str(tmp_path)).whole
+
+
+def test_files_that_could_be_of_two_engines_are_refused(tmp_path: Path) -> None:
+    """The same model twice in one process."""
+    for first in (0, 7):
+        files, _ = make(seed=first)
+        write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL), first), (0, 1)))
+    with pytest.raises(CheckpointError, match="could be 0_1, 4_6 or 7_8, 11_13.*remove the files of the others"):
+        open_folder(tmp_path)
+
+
+def test_their_sizes_tell_two_engines_apart(tmp_path: Path) -> None:
+    wide = Model(tuple(Param(p.name, (40, *p.shape[1:]), p.group, p.frozen) for p in MODEL.params), MODEL.buffers)
+    topology = Topology(3, 2, sub_group_size=100)
+    files, _ = make(topology, model=wide)
+    write_swapped(tmp_path, files, swap_out(files, topology, number_parameters(model_order(MODEL), 7), (0, 1, 2)))
+    state = write(tmp_path)
+    check(open_folder(tmp_path), state)
+
+
+def test_an_order_that_is_none_is_refused(tmp_path: Path) -> None:
+    files, _ = make()
+    numbers = number_parameters(reversed(model_order(MODEL)))
+    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, numbers, (0, 1, 2)))
+    with pytest.raises(CheckpointError, match="no choice of them follows the order.*3 swapped sub-groups"):
+        open_folder(tmp_path)
+
+
+# -- files that are wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / RANK1 / "exp_avg-0_1.tensor.swp").unlink()
+    with pytest.raises(CheckpointError, match=rf"{RANK1}/exp_avg-0_1.tensor.swp is missing; it holds exp_avg of pos, "):
+        open_folder(tmp_path, 2)
+    (finding,) = [each for each in survey_checkpoint(str(tmp_path), Comm()).findings if not each.warning]
+    assert (finding.kind, finding.file) == ("missing", f"{RANK1}/exp_avg-0_1.tensor.swp")
+    assert main(["verify", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 1023])
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path, nbytes: int) -> None:
+    write(tmp_path)
+    path = tmp_path / RANK1 / "4_6.tensor.swp"
+    path.write_bytes(path.read_bytes()[:nbytes])
+    text = rf"{path}: has {nbytes} bytes, fp32 of layer.1.weight, head .*1024"
+    with pytest.raises(CheckpointError, match=text):
+        open_folder(tmp_path)
+
+
+def test_a_file_that_was_longer_before_is_told(tmp_path: Path) -> None:
+    """DeepSpeed does not cut the file of an earlier engine when it writes over it."""
+    state = write(tmp_path)
+    for name in ("4_6.tensor.swp", "exp_avg-0_1.tensor.swp"):
+        with open(tmp_path / RANK1 / name, "ab") as stream:
+            stream.write(b"x" * 1024)
+    report = survey_checkpoint(str(tmp_path), Comm())
+    check(report.require(), state)
+    (told,) = [finding for finding in report.findings if finding.kind == "inconsistent"]
+    assert told.warning and told.names == (f"{RANK1}/4_6.tensor.swp", f"{RANK1}/exp_avg-0_1.tensor.swp")
+    seal_folder(str(tmp_path), Comm())
+    check(open_folder(tmp_path), state)
+    assert verify_checkpoint(str(tmp_path)).whole
+
+
+def test_no_files_at_all(tmp_path: Path) -> None:
+    files, _ = make()
+    swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0, 1))
+    write_swapped(tmp_path, files, {})
+    with pytest.raises(CheckpointError, match="holds swap files of parameters none; no choice of them"):
+        open_folder(tmp_path)
+
+
+def test_states_that_are_nowhere(tmp_path: Path) -> None:
+    """The ds_config tells of no swapping."""
+    files, _ = make()
+    swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0,))
+    for tree in files.values():
+        del tree["ds_config"]["zero_optimization"]["offload_optimizer"]
+    write_swapped(tmp_path, files, {})
+    with pytest.raises(CheckpointError, match="sub-group 0 has 0 elements, 35 are expected"):
+        open_folder(tmp_path)
+
+
+def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
+    topology = Topology(3, 1, tp=2)
+    files = build_files(MODEL, random_state(MODEL, 0), topology, cut=lambda name, value, tp, rank: value)
+    for tree in files.values():
+        tree["ds_config"]["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+        if "optimizer_state_dict" in tree:
+            tree["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.empty(0)
+    write_swapped(tmp_path, files, {})
+    with pytest.raises(UnsupportedError, match="with tensor parallelism nothing tells which of its folders"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("aio", [{"block_size": "auto"}, {"block_size": -1, "intra_op_parallelism": True}, 7, None])
+def test_whatever_the_configuration_says_of_asynchronous_reading(tmp_path: Path, aio: Any) -> None:
+    files, state = make()
+    swaps = swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0, 1))
+    for tree in files.values():
+        tree["ds_config"]["aio"] = aio
+    write_swapped(tmp_path, files, swaps)
+    check(open_folder(tmp_path), state)
+
+
+# -- seals, and what is done with an index ----------------------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # in the padding
+    path.write_bytes(data)
+
+
+def test_a_seal_has_the_checksums_that_swap_files_lack(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "tag", tmp_path / "kept.json"
+    write(folder)
+    assert {r.crc is None for r in open_folder(folder).stored.records} == {True, False}
+    assert verify_checkpoint(str(folder)).unchecked == 2 * 2 * 3 * 1024
+    run_ranks(2, lambda _rank, comm: seal_folder(str(folder), comm))
+    kept.write_bytes((folder / SEAL).read_bytes())
+    assert all(record.crc is not None for record in open_folder(folder).stored.records)
+    assert verify_checkpoint(str(folder), against=str(kept)).faults == ()
+    assert verify_checkpoint(str(folder)).unchecked == 0
+    damage(folder / RANK1 / "exp_avg-0_1.tensor.swp")
+    found = verify_checkpoint(str(folder)).faults
+    assert [(fault.kind, fault.file) for fault in found] == [("crc", f"{RANK1}/exp_avg-0_1.tensor.swp")]
+    assert "pos (exp_avg)" in found[0].names
+    (folder / SEAL).unlink()
+    assert verify_checkpoint(str(folder)).whole
+    found = verify_checkpoint(str(folder), against=str(kept)).faults
+    assert [(fault.kind, fault.file) for fault in found] == [("seal", f"{RANK1}/exp_avg-0_1.tensor.swp")]
+    (folder / RANK1 / "exp_avg-0_1.tensor.swp").unlink()
+    assert {fault.kind for fault in verify_checkpoint(str(folder), against=str(kept)).faults} == {"missing"}
+
+
+def test_a_sealed_swap_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    folder, name = tmp_path / "tag", f"{RANK1}/0_1.tensor.swp"
+    write(folder)
+    seal_folder(str(folder), Comm())
+    write(tmp_path / "other", seed=1)
+    (folder / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    with pytest.raises(CheckpointError, match=f"{name}: the 1024 bytes at 0 have CRC32 .* the file is damaged"):
+        convert_checkpoint(str(folder), str(tmp_path / "out"))
+
+
+def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The states are those of the same save without swapping."""
+    swapped, plain = tmp_path / "swapped", tmp_path / "plain"
+    write(swapped)
+    files, _ = make()
+    write_swapped(plain, files, {})
+    assert main(["diff", str(swapped), str(plain)]) == 0
+    for folder in (swapped, plain):
+        assert main(["convert", str(folder), f"{folder}-atomic"]) == 0
+        assert main(["export", str(folder), f"{folder}-exported"]) == 0
+    assert main(["diff", f"{swapped}-atomic", f"{plain}-atomic"]) == 0
+    assert main(["verify", f"{swapped}-atomic"]) == 0
+    for command in (["inspect"], ["verify"], ["plan", "--target", "zero=1,dp=3"]):
+        assert main([command[0], str(swapped), *command[1:]]) == 0, capsys.readouterr()
