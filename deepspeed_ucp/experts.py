@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from .atoms import strip_compiled
@@ -23,6 +24,9 @@ DATA_FIRST = "use_data_before_expert_parallelism"
 _PART = re.compile(r"((?:^|.*\.)experts\.)(w[123])\.(\d{1,9})", re.ASCII)
 
 _LAYER = re.compile(r"(?:deepspeed_moe\.)?experts\.(?:deepspeed_experts\.)?$")
+
+MOST_EXPERTS = 1 << 14
+"""Of a layer, as far as files are believed."""
 
 Held = Mapping[str, Sequence[int]]
 """By what the names of a layer's own parameters begin with: the numbers, in the whole layer, of the experts that a rank
@@ -95,6 +99,11 @@ def find_block(name: str) -> str | None:
     """
     found = find_place(name)
     return None if found is None else _LAYER.sub("", found[0])
+
+
+def holds_experts(shape: Shape, experts: int) -> bool:
+    """Whether a tensor may hold the parameters of so many experts, one behind the other."""
+    return 0 < experts <= MOST_EXPERTS and shape[:1] == (experts,) and prod(shape) > 0
 
 
 def is_expert(name: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import fold_names
-from ..experts import find_block, find_place
+from ..experts import find_block, find_expert, find_place
 from .settling import Shapes
 
 _DOCUMENT = "docs/patterns.md"
@@ -66,15 +66,11 @@ class ExpertCounts:
     def advise(self) -> str:
         """What to do where the experts of the two sides are not the same; empty where they are."""
         for block, (have, want) in self.differing.items():
-            name = self.saved[block][0]
-            found = find_place(name)
-            layer = found[0] if found else ""
             number = f"e % {have}" if want > have else f"e * {have // want}"
-            rest = re.sub(r"\d+", "", name[len(layer) :])
-            saved, live = (r"(?P<w>.*)\.", "{w}.") if rest.endswith(".") else ("", "")
-            end, tail = ("", "") if rest.endswith(".") else (r"\.(?P<rest>.*)", ".{rest}")
-            saved = rf"(?P<x>.*{re.escape(layer[len(block) :])}){saved}{{{number}}}{end}"
-            rule = json.dumps({"from": saved, "to": f"{{x}}{live}{{e}}{tail}"})
+            saved, live = rf"(?P<x>.*\.experts\.w[123])\.{{{number}}}", "{x}.{e}"
+            if find_expert(self.saved[block][0]):
+                saved, live = rf"(?P<x>.*\.deepspeed_experts)\.{{{number}}}\.(?P<rest>.*)", "{x}.{e}.{rest}"
+            rule = json.dumps({"from": saved, "to": live})
             return (
                 f" Which saved expert feeds which new one a rename rule tells, such as {rule}; a router is left out by "
                 f"one as well ({_DOCUMENT})."

@@ -9,9 +9,8 @@ from math import prod
 from typing import Any
 
 from ..atoms import strip_compiled
+from ..experts import MOST_EXPERTS
 from .headers import ModelHeader, Piece, Placement
-
-_MOST = 1 << 14  # experts of a layer
 
 _VERSION = 1
 
@@ -48,7 +47,7 @@ def read_folding(told: Any) -> tuple[int, int] | None:
 
 def _read_placement(layer: Mapping[str, Any]) -> Placement:
     told, count = layer.get("expert_placement"), int(layer["num_experts"])
-    if not 0 < count <= _MOST:
+    if not 0 < count <= MOST_EXPERTS:
         raise ValueError(f"{count} experts in a layer")
     if told is None:  # older releases: contiguous
         local = count // int(layer["ep_size"])
@@ -74,7 +73,7 @@ def _read_map(told: Mapping[str, Any]) -> Placement:
     shape = tuple(told["logical_shape"])
     strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
     ranks = {int(rank): held for rank, held in told["ranks"].items()}
-    placement, free = [], min(shape[0], _MOST)
+    placement, free = [], min(shape[0], MOST_EXPERTS)
     for rank in range(len(ranks)):
         held: dict[int, int] = {}
         for piece in ranks[rank]["pieces"]:

@@ -183,6 +183,18 @@ def load_each(form: Form, folders: Sequence[str], checkpoint: Any = None, **argu
     return load_and_go_on(engine, folders, engine_autoep.train, read_states, range(3, 5), **arguments)
 
 
+def load_weights(form: Form, folder: str, checkpoint: Any) -> States:
+    """The model's own parameters after a load without optimizer states."""
+    engine = make(form, 77, checkpoint)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    states: States = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            states.update({(_rename(part), "copy"): each for part, each in _take_apart(name, param.detach().clone())})
+    engine.destroy()
+    return states
+
+
 def load_and_tell(form: Form, folder: str, checkpoint: Any, again: str, **arguments: Any) -> tuple[list[str], States]:
     """Load, save once more; what was logged, and what was held."""
     import logging

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from engine_going_on import States, join
 
+from deepspeed_ucp.cli import main
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
@@ -85,6 +87,36 @@ def test_experts_change_their_form(
                 assert parts[0][2] == pytest.approx(losses, abs=1e-6)
 
 
+def test_weights_alone_and_atomic_checkpoints_change_their_form(
+    saved: dict[Form, Any], ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
+    folder, expected, _ = saved[SOURCES[2]]
+    atomic = {"universal": {**ANY["universal"], "mode": "atomic", "atomic_dir": str(tmp_path)}}
+    world, target = ucp_worlds.get(2), Form(2, 3, "fused")
+    parts = world.run(engine_fused.load_each, target, [folder], atomic)
+    check_same(join([states for ((_, states, _),) in parts]), expected)
+    weights = join(world.run(engine_fused.load_weights, target, folder, ANY))
+    check_same(weights, {key: tensor for key, tensor in expected.items() if key[1] == "copy"})
+
+
+@pytest.mark.parametrize(("source", "target"), [(SOURCES[2], Form(2, 3, "fused")), (SOURCES[1], TARGETS[4])], ids=str)
+def test_what_changed_its_form_is_the_same_to_the_command_line(
+    source: Form,
+    target: Form,
+    saved: dict[Form, Any],
+    ucp_worlds: WorldPool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rules = {"family": "autoep", "rename": RENAMES}
+    ucp_worlds.get(2).run(engine_fused.load_and_tell, target, saved[source][0], ANY, str(tmp_path / "again"))
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    paths = [saved[source][0], str(tmp_path / "again")]
+    options = ["--patterns", str(tmp_path / "rules.json"), "--only", "", "--states", "fp32,exp_avg,exp_avg_sq"]
+    assert main(["diff", *paths, *options]) == 0, capsys.readouterr().out
+    assert main(["diff", *paths]) == 1
+
+
 def check_same(states: States, expected: States) -> None:
     assert states.keys() == expected.keys()
     for key, tensor in states.items():
@@ -129,7 +161,7 @@ def test_other_numbers_of_experts_take_a_rule(
     (refused, *_), *_ = world.run(engine_fused.load_each, target, [folder])
     numbers = f"{source.experts} experts in the checkpoint, {target.experts} in the model"
     assert "model.layers.{0-1}.mlp: " + numbers in refused
-    assert r'"from": "(?P<x>.*experts\\.)(?P<w>.*)\\.{e ' in refused
+    assert r'"from": "(?P<x>.*\\.experts\\.w[123])\\.{e ' in refused
     assert "model.layers.0.mlp.router.gate.weight: shape" in refused and '"to": null' in refused
     rule = {"from": rf"(?P<x>.*\.experts\.w[123])\.{{{expression}}}", "to": "{x}.{e}"}
     told, _ = load(world, target, folder, [rule], tmp_path / "refused")
@@ -223,6 +255,18 @@ def test_upstream_loads_what_we_write(
             parts = [answer[place] for answer in answers]
             assert not isinstance(parts[0], str), parts[0]
             check_loaded(join([states for _, states, _ in parts]), expected, buffers=False)
+
+
+def test_the_command_line_knows_both_writers(autoep: dict[Spread, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for spread, (folder, _, _) in autoep.items():
+        tag = str(folder / (folder / "latest").read_text().strip())
+        for by in ("ours", "theirs"):
+            universal = str(folder / by / "step_universal")
+            assert main(["diff", tag, universal, "--states", "fp32,exp_avg,exp_avg_sq"]) == 0, (spread, by)
+            assert main(["verify", universal]) == 0, (spread, by)
+            capsys.readouterr()
+            assert main(["inspect", universal, "--param", "model.layers.0.mlp.experts.w1.3"]) == 0
+            assert "5, 6" in capsys.readouterr().out.replace("×", ",").replace(" x ", ", ")
 
 
 def check_loaded(states: States, expected: States, *, buffers: bool = True) -> None:

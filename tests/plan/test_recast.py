@@ -10,9 +10,11 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Fragment, GroupInfo, ParamKey, Record, Shard
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.patterns import parse_renames
+from deepspeed_ucp.patterns import from_config, parse_renames
+from deepspeed_ucp.plan import locate
 from deepspeed_ucp.plan.feeds import Recast, recast_experts
 from deepspeed_ucp.plan.recast import Block, Made, fuse_experts, recast, split_experts
+from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
 from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -101,6 +103,48 @@ def test_one_parameter_is_cut_into_experts_and_joined_again(fused: tuple[int, ..
     for (_, state, lane), tensor in after.items():
         parts = [before[name, state, lane] for name in experts]
         assert np.array_equal(tensor, np.stack(parts).reshape(fused))
+
+
+def lay_shards(lanes: Sequence[Mapping[str, np.ndarray]]) -> tuple[AtomicIndex, np.ndarray]:
+    """Tensor-parallel shards of masters, one behind the other in a record."""
+    places: dict[str, list[Shard]] = {name: [] for name in lanes[0]}
+    position = 0
+    for name, tensor in ((name, tensor) for held in lanes for name, tensor in held.items()):
+        places[name].append(Shard(tensor.shape, (Fragment(0, tensor.size, 0, 4 * position),)))
+        position += tensor.size
+    atoms = [Atom(name, MASTER, "float32", tuple(shards)) for name, shards in places.items()]
+    data = np.concatenate([tensor.reshape(-1) for held in lanes for tensor in held.values()])
+    return planning.make_index(atoms, [Record(0, 0, 4 * position, None)], tp=len(lanes)), data
+
+
+def read_united(united: UnitedAtom, data: np.ndarray) -> np.ndarray:
+    found = np.full(united.numel, -1)
+    for run in (extent.run for extent in locate(united.want(0, united.numel, 0))):
+        for number in range(run.count):
+            src, dst = run.src + number * run.src_step, run.dst + number * run.dst_step
+            found[dst : dst + run.width] = data[src : src + run.width]
+    return found.reshape(united.shape)
+
+
+def test_what_is_cut_out_of_tensor_parallel_shards_is_united_by_rules_of_its_own() -> None:
+    """Experts fused as [experts × (gate; up), in] and [experts × out, in], of which each rank has its share of each."""
+    both, out = np.arange(96).reshape(2, 2, 6, 4), np.arange(48).reshape(8, 6)
+    names = "mlp.experts.weight1", "mlp.experts.w2"
+    cuts = [slice(0, 3), slice(3, 6)]
+    index, data = lay_shards([{names[0]: both[:, :, cut].reshape(12, 4), names[1]: out[:, cut]} for cut in cuts])
+    rename: list[Any] = [
+        {"from": r"mlp\.experts\.weight1", "to": "mlp.experts.w1.{e}", "part": "1/2"},
+        {"from": r"mlp\.experts\.weight1", "to": "mlp.experts.w3.{e}", "part": "2/2"},
+        {"from": r"mlp\.experts\.w2", "to": "mlp.experts.w2.{e}"},
+    ]
+    rules = from_config({"family": "mixtral-moe", "rename": rename})
+    wanted = {f"mlp.experts.{w}.{e}": both[e, k] for k, w in enumerate(("w1", "w3")) for e in range(2)}
+    wanted |= {f"mlp.experts.w2.{e}": out.reshape(2, 4, 6)[e] for e in range(2)}
+    live = {name: (tensor.shape,) for name, tensor in wanted.items()}
+    made = recast_experts(index, live, [each for one in rules for each in one.renames])
+    found = {key.name: read_united(united, data) for key, united in unite_atoms(made.index, rules).atoms.items()}
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 PARTS = [{"from": "up", "to": "w1.{e}", "part": "1/2"}, {"from": "up", "to": "w3.{e}", "part": "2/2"}]

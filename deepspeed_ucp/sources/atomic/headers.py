@@ -16,6 +16,7 @@ from typing import Any
 from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
+from ...experts import holds_experts
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
@@ -167,7 +168,7 @@ def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> in
     count = tree.get(EXPERTS)
     if not tree.get(IS_EXPERT):
         return 0
-    if type(count) is not int or count < 1 or piece.shape[:1] != (count,):
+    if type(count) is not int or not holds_experts(piece.shape, count):
         raise CheckpointError(f"{file.path}: is of {count!r} experts and holds {piece.shape}; the file is damaged.")
     return count
 

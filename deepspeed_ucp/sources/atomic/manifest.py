@@ -14,6 +14,7 @@ from typing_extensions import Required, TypedDict
 
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
+from ...experts import holds_experts
 from ...io.store import open_regular
 from ...patterns import Pattern, record_pattern
 from ...topology import Topology
@@ -207,7 +208,7 @@ def _check_entries(found: Manifest, path: str) -> None:
     if found.state_file not in {state.name for state in found.states}:
         raise CheckpointError(f"{path}: lists no state file {found.state_file}.")
     fused = [(atom, found.fused[atom.name]) for atom in found.atoms if atom.name in found.fused]
-    if unfit := [f"{atom.name} ({atom.state})" for atom, experts in fused if atom.shape[:1] != (experts,)]:
+    if unfit := [f"{atom.name} ({atom.state})" for atom, experts in fused if not holds_experts(atom.shape, experts)]:
         raise CheckpointError(f"{path}: holds other numbers of experts than it says: {shorten(unfit)}.")
     if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
         raise CheckpointError(f"{path}: aliases of aliases: {shorten(loops)}.")

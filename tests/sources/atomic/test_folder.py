@@ -152,9 +152,9 @@ def copy_stray(folder: Path) -> None:
     shutil.copytree(folder / "zero" / "one", folder / "zero" / "other")
 
 
-def mark_expert(folder: Path) -> None:
+def mark_expert(folder: Path, number: object) -> None:
     path = folder / "zero" / "one" / "fp32.pt"
-    torch.save({**torch.load(path), "is_expert_param": True}, path)
+    torch.save({**torch.load(path), "is_expert_param": True, "ep_num_experts": number}, path)
 
 
 def reshape(folder: Path) -> None:
@@ -200,9 +200,10 @@ def test_half_made_and_damaged_folders_are_refused(damage: str, folder: Path) ->
         open_alone(folder)
 
 
-def test_experts_without_a_number_are_refused(folder: Path) -> None:
-    mark_expert(folder)
-    with pytest.raises(CheckpointError, match="zero/one/fp32.pt: is of None experts"):
+@pytest.mark.parametrize("number", [None, 0, 2, 1 << 20, "1"])
+def test_other_numbers_of_experts_than_there_are_rows_are_refused(number: object, folder: Path) -> None:
+    mark_expert(folder, number)
+    with pytest.raises(CheckpointError, match=rf"zero/one/fp32.pt: is of {number!r} experts and holds \(1,\)"):
         open_alone(folder)
 
 

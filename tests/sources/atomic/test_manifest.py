@@ -250,6 +250,13 @@ def test_files_outside_of_the_folder_are_refused(name: str) -> None:
             round_trip(manifest)
 
 
+@pytest.mark.parametrize(("experts", "shape"), [(0, ATOM.shape), (7, ATOM.shape), (1 << 20, (1 << 20, 0))])
+def test_other_numbers_of_experts_than_there_are_rows_are_refused(experts: int, shape: tuple[int, ...]) -> None:
+    index = INDEX.change(fused={"w": experts})
+    with pytest.raises(CheckpointError, match=r"other numbers of experts than it says: w \(fp32\)"):
+        round_trip(make_manifest(index, [replace(ATOM, shape=shape)], {}, {}, STATES))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"nbytes": 25}, {"offset": -1}, {"shape": (3, 3)}, {"shape": (-3, -2)}, {"dtype": "float16"}, {"dtype": "blob"}],
