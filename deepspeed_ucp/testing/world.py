@@ -11,6 +11,7 @@ import copy
 import faulthandler
 import gc
 import importlib
+import io
 import itertools
 import multiprocessing as mp
 import os
@@ -36,9 +37,19 @@ DEFAULT_TIMEOUT = 180.0
 
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
-# The last two: every torch optimizer and every ZeRO engine import them when the first one is made, which costs two
-# seconds per process. What a release does not have is passed over.
-_PRELOAD = ["torch", "torch.distributed", "deepspeed", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
+# Beside torch and deepspeed what every torch optimizer, every ZeRO engine and every load import when the first one is
+# made, which costs three seconds per process. What a release does not have is passed over.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "deepspeed",
+    "torch._dynamo",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed_ucp.hook",
+    "deepspeed_ucp.testing.ranks",
+]
 
 
 class WorldFailure(RuntimeError):
@@ -226,6 +237,7 @@ class _Answer:
 
 def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float) -> None:
     """The life of a rank: join the group, then answer calls until the other end goes away."""
+    gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
     os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
     os.environ.clear()
     os.environ.update(variables)
@@ -251,11 +263,40 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
 def _answer(call: bytes) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(call)
-        return pickle.dumps(_Answer(fn(*args, **kwargs)))
+        return _pickle_answer(_Answer(fn(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - whatever ended the function is the answer
         text = traceback.format_exc()
         traceback.print_exc()
         return pickle.dumps(_Answer(error=text, exception=_pickled(error)))
+
+
+def _pickle_answer(answer: _Answer) -> bytes:
+    data = io.BytesIO()
+    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(answer)
+    return data.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Plain tensors as their bytes: torch's own way writes and reads a whole file for each of them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout is not torch.strided:
+            return NotImplemented
+        if obj.requires_grad or vars(obj) or obj.is_quantized or obj.is_conj() or obj.is_neg():
+            return NotImplemented
+        return _make_tensor, (
+            obj.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+            obj.dtype,
+            tuple(obj.shape),
+        )
+
+
+def _make_tensor(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -280,6 +321,7 @@ def _join_group(folder: str, timeout: float) -> None:
     # no 69 MB per rank left in /dev/shm.
     if hasattr(backend, "build_shm_op"):
         vars(backend)["build_shm_op"] = lambda: None
+    _share_device()
     deepspeed.init_distributed(
         dist_backend="gloo",
         init_method=f"file://{folder}/store",
@@ -291,11 +333,31 @@ def _join_group(folder: str, timeout: float) -> None:
     _share_groups()
 
 
+def _share_device() -> None:
+    """Let all gloo groups of this process go through one device.
+
+    Each group would have one of its own, with a thread that looks a hundred times a second whether there is anything to
+    do: worlds that do nothing would take a fifth of a core.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+    device, made = gloo.create_default_device(), list[Any]()
+
+    class SharedGloo(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+            options = gloo._Options()
+            options._timeout, options._devices = timeout, [device]
+            super().__init__(store, rank, size, options)
+            made.append(self)  # as long as it lives torch gives this object back, which knows its class
+
+    vars(distributed_c10d)["ProcessGroupGloo"] = SharedGloo
+
+
 def _share_groups() -> None:
     """Let `torch.distributed.new_group` give the same group for the same ranks.
 
-    An engine makes a dozen groups and never destroys them, and a gloo group's threads keep polling: after twenty
-    engines the groups of a world that does nothing take a whole core.
+    An engine makes a dozen groups and never destroys them, and each has threads and connections.
     """
     import torch.distributed
 

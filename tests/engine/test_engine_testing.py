@@ -157,16 +157,46 @@ def test_several_calls_on_one_world() -> None:
 
 
 @pytest.mark.parametrize("hang", [False, True], ids=["others-return", "others-wait"])
-def test_an_error_is_raised_here(hang: bool) -> None:
+def test_an_error_is_raised_here(hang: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_ucp.testing.world._GRACE", 1.0)
     with pytest.raises(ValueError, match="rank 1 cannot go on") as caught, World(2) as world:
         world.run(fail_on, 1, hang)
     assert isinstance(caught.value.__cause__, WorldFailure)
     assert "fail_on" in caught.value.__cause__.errors[1]
 
 
+def make_tensors() -> list[Any]:
+    import torch
+
+    strided = torch.arange(12, dtype=torch.int16).view(3, 4)
+    return [
+        torch.tensor(1.5),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        strided.t(),
+        strided[0, ::2],
+        strided.to(torch.bfloat16),
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([[0.0, 1.0]]).to_sparse(),
+    ]
+
+
+def test_tensors_come_back_as_they_are(ucp_worlds: WorldPool) -> None:
+    import torch
+
+    for wanted, tensor in zip(make_tensors(), ucp_worlds.get(1).run(make_tensors)[0], strict=True):
+        assert type(tensor) is type(wanted)
+        assert tensor.requires_grad is wanted.requires_grad
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0)
+
+
 def test_a_rank_that_hangs() -> None:
     begin = time.monotonic()
-    with pytest.raises(WorldTimeout) as caught, World(2, timeout=8) as world:
+    with pytest.raises(WorldTimeout) as caught, World(2) as world:
+        world.run(rank)
+        world.timeout = 1.0  # now that it has come up
         world.run(hang_on, 1)
     assert list(caught.value.errors) == [1]
     assert "hang_on" in caught.value.errors[1]  # where it was
