@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -322,6 +323,7 @@ def _join_group(folder: str, timeout: float) -> None:
     if hasattr(backend, "build_shm_op"):
         vars(backend)["build_shm_op"] = lambda: None
     _share_device()
+    _ask_for_the_processor_once()
     deepspeed.init_distributed(
         dist_backend="gloo",
         init_method=f"file://{folder}/store",
@@ -331,6 +333,13 @@ def _join_group(folder: str, timeout: float) -> None:
         verbose=False,
     )
     _share_groups()
+
+
+def _ask_for_the_processor_once() -> None:
+    """DeepSpeed's CPU optimizers have py-cpuinfo start processes of its own for each answer, a second every time."""
+    with suppress(ImportError, AttributeError):
+        cpuinfo = vars(importlib.import_module("cpuinfo.cpuinfo"))
+        cpuinfo["get_cpu_info_json"] = functools.cache(cpuinfo["get_cpu_info_json"])
 
 
 def _share_device() -> None:
