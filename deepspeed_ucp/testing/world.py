@@ -350,10 +350,10 @@ def _share_device() -> None:
     """
     from torch.distributed import distributed_c10d
 
-    gloo = distributed_c10d.ProcessGroupGloo
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     device, made = gloo.create_default_device(), list[Any]()
 
-    class SharedGloo(gloo):  # type: ignore[misc, valid-type]
+    class SharedGloo(gloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
             options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
