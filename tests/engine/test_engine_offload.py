@@ -36,6 +36,7 @@ def test_from_secondary_partitions(resume_each: ResumeEach) -> None:
     resume_each([HPZ], Case(2, 3, "bf16"), model="mixed")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_partial_offload(resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
     """On a CPU all of it is offloaded."""
