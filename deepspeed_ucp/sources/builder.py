@@ -18,6 +18,9 @@ from .save import Save
 TOLD = 16
 """Faults that one error tells."""
 
+_COMPRESSION_ERRORS = ("worker_error", "server_error")
+"""States of 1-bit optimizers (to DeepSpeed 0.18). They may have as many elements as the parameter."""
+
 
 class Builder:
     """Grows an index piece by piece; :meth:`finish` validates the result.
@@ -160,6 +163,8 @@ class Builder:
         for state, piece in held.states.items():
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
+            elif state in _COMPRESSION_ERRORS:
+                odd[state] = "a compression error of rank 0's own; no other rank's is saved"
             elif piece.fault or piece.numel != numel:
                 expected = f"shape {piece.shape} where the parameter's part has {numel} elements"
                 odd[state] = piece.fault or expected

@@ -96,9 +96,17 @@ _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 """What is refused at any topology: how it is found (True, or the modules' names), and what the message says of it."""
 
 
+_ONE_BIT = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
+"""Of DeepSpeed up to 0.18 (``runtime/fp16/onebit/``)."""
+
+
 def list_unsaved(engine: Any) -> list[str]:
     """State that no save holds and that is the live engine's own after a load, in words."""
     found = []
+    if type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ in _ONE_BIT:
+        found.append(
+            "1-bit optimizers: DeepSpeed saves rank 0's compression errors alone, and a load resets all of them"
+        )
     if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
         found.append(
             "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales; they come back "

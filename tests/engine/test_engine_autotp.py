@@ -9,6 +9,12 @@ import pytest
 from engine_parallel import Launch, Route, Runs, check, compare_joined, mean_losses
 from packaging.version import Version
 
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.patterns import from_universal_info
+from deepspeed_ucp.patterns.affine import Mapped
+from deepspeed_ucp.patterns.facts import Facts
+from deepspeed_ucp.plan.wants import list_states
+from deepspeed_ucp.sources import check_tag, open_checkpoint, read_latest
 from tests.covering import turns
 
 pytestmark = pytest.mark.skipif(
@@ -64,3 +70,19 @@ def widths(runs: Runs, model: str, launch: Launch) -> list[int]:
     """Rows of a query projection, by tensor-parallel rank."""
     found = {local.place.tp_rank: len(local.state.parameters[Q_PROJ].value) for local in runs.saved(model, launch)}
     return [found[rank] for rank in sorted(found)]
+
+
+def test_the_saved_maps_outrank_the_saved_lists(runs: Runs) -> None:
+    """Whatever the lists beside them say: the maps name every parameter, and none of them scales a piece."""
+    launch = AutoTP(2, stage=3, precision="bf16")
+    runs.saved("uneven", launch)
+    folder = runs.folder("uneven", launch)
+    index = open_checkpoint(check_tag(folder, str(read_latest(folder))), Comm())
+    info = dict(index.model.hints["universal_checkpoint_info"])
+    maps = info["affine_map"]["params"]
+    pieces = [piece for told in maps.values() for held in told["ranks"].values() for piece in held["pieces"]]
+    assert {piece.get("scale", 1.0) for piece in pieces} == {1.0}
+    info |= {"parameter_with_row_parallelism_patterns": [".*"], "tp_replicated_parameter_patterns": [".*"]}
+    names = {key.name for key in list_states(index)}
+    assert len(names) > 20
+    assert {name for name in names if not isinstance(from_universal_info(info).find(name, Facts()), Mapped)} == set()

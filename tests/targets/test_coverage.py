@@ -78,6 +78,12 @@ def test_the_scales_of_quantized_frozen_weights_are_in_no_save(*, quantized: boo
     assert [text.partition(":")[0] for text in told] == ["zero_quantized_nontrainable_weights"] * quantized
 
 
+def test_compression_errors_that_a_load_resets_are_told() -> None:
+    one_bit = type("OnebitAdam", (), {})()
+    assert "compression errors" in list_unsaved(make_engine(SimpleNamespace(optimizer=one_bit)))[0]
+    assert len(list_unsaved(make_engine(one_bit))) == 1
+
+
 def test_copies_of_zero_plus_plus_are_dropped_of_frozen_parameters_too() -> None:
     """DeepSpeed's own ``invalidate_secondary_tensor`` looks at trained parameters alone."""
     target = FakeTarget(Model((Param("a", (2, 3)), Param("frozen", (4,), frozen=True))), Topology(3), 0)
