@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import iter_modules, walk_packages
 from typing import Any
 
 import deepspeed
@@ -85,6 +85,29 @@ def _resolve(node: ast.AST, scope: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return scope.get(node.id)
     return getattr(_resolve(node.value, scope), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def test_every_engine_pipeline_and_wrapper(page: dict[str, set[str]]) -> None:
+    """Subclasses too, which another class makes."""
+    import_all("deepspeed.runtime", "deepspeed.pipe")
+    bases = (
+        importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine,
+        importlib.import_module("deepspeed.pipe").PipelineModule,
+        importlib.import_module("deepspeed.runtime.base_optimizer").DeepSpeedOptimizer,
+    )
+    names = {kind.__name__ for base in bases for kind in list_subclasses(base)} - {"ZeROOptimizer"}
+    names = {re.sub("(ZenFlowZeroOptimizer)(Sequential|Parallel)", r"…\2", name) for name in names}
+    assert {"PipelineEngine", "SuperOffloadOptimizer_Stage3"} <= names
+    assert names - page[""] == set()
+
+
+def import_all(*packages: str) -> None:
+    """Every module of some packages that can be imported here."""
+    for package in packages:
+        path = importlib.import_module(package).__path__
+        for module in walk_packages(path, f"{package}.", onerror=lambda _: None):
+            with suppress(Exception):  # of an accelerator or a package that is not there
+                importlib.import_module(module.name)
 
 
 def test_every_checkpoint_engine_and_writer(page: dict[str, set[str]]) -> None:
