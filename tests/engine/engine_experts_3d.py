@@ -49,6 +49,8 @@ class Spread:
     Attributes:
         cut: expert tensor parallelism; without it experts are spread over the tensor-parallel ranks too.
         fp32_grads: gradients are summed in fp32, which makes DeepSpeed take BF16_Optimizer.
+        second: expert-parallel degree of the second layer, where it is another one; odd ranks have the param groups of
+            the two in another order then.
     """
 
     world: int
@@ -61,7 +63,7 @@ class Spread:
     data_first: bool = False
     fp32_grads: bool = False
     pipeline: bool = False
-    rules: bool = True
+    second: int = 0
 
     @property
     def dp(self) -> int:
@@ -71,6 +73,7 @@ class Spread:
         marks = ["cut"] * self.cut + ["data-first"] * self.data_first + ["fp32grads"] * self.fp32_grads
         marks += ["pipeline"] * (self.pipeline and self.pp == 1)
         degrees = f"dp{self.dp}-tp{self.tp}" + f"-pp{self.pp}" * (self.pp > 1) + f"-ep{self.ep}"
+        degrees += f".{self.second}" * (self.second > 0)
         return "-".join([f"zero{self.stage}-{self.precision}-{degrees}", *marks])
 
 
@@ -110,11 +113,11 @@ class Block(nn.Module):
 class Sparse(nn.Module):
     """A layer of experts; tokens depend on no other token, and none is dropped."""
 
-    def __init__(self, line: Line | None, spread: Spread):
+    def __init__(self, line: Line | None, spread: Spread, degree: int):
         super().__init__()
         expert = Block(line if spread.cut else None)
         self.moe = MoE(
-            FEATURES, expert, EXPERTS, ep_size=spread.ep, capacity_factor=EXPERTS, min_capacity=0, use_rts=False,
+            FEATURES, expert, EXPERTS, ep_size=degree, capacity_factor=EXPERTS, min_capacity=0, use_rts=False,
             enable_expert_tensor_parallelism=spread.cut,
         )  # fmt: skip
 
@@ -154,7 +157,7 @@ def make(spread: Spread, seed: int) -> Any:
         "train_batch_size": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": spread.stage},
-        "checkpoint": {"universal": {"patterns": RULES} if spread.rules else True},
+        "checkpoint": {"universal": {"patterns": RULES}},
         "use_data_before_expert_parallelism": spread.data_first,
         "steps_per_print": 1 << 30,
     }
@@ -165,7 +168,8 @@ def make(spread: Spread, seed: int) -> Any:
     state = ParallelState(spread.tp, spread.pp)
     line = state.tensor if spread.tp > 1 else None
     torch.manual_seed(seed)
-    specs = [LayerSpec(Block, line), *[LayerSpec(Sparse, line, spread)] * 2, LayerSpec(Block, line)]
+    sparse = [LayerSpec(Sparse, line, spread, degree) for degree in (spread.ep, spread.second or spread.ep)]
+    specs = [LayerSpec(Block, line), *sparse, LayerSpec(Block, line)]
     mpu = None
     if spread.pipeline or spread.pp > 1:
         topology = PipeModelDataParallelTopology(num_pp=spread.pp, num_mp=spread.tp, num_dp=spread.dp)
@@ -180,6 +184,9 @@ def make(spread: Spread, seed: int) -> Any:
         mpu = state.make_mpu() if spread.tp > 1 else None
     vary_experts(module, seed, state.data.rank if spread.cut else dist.get_rank())
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
+    params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
+    if spread.second and dist.get_rank() % 2:
+        params[1:] = params[:0:-1]
     return deepspeed.initialize(model=module, model_parameters=params, config=config, mpu=mpu)[0]
 
 

@@ -29,6 +29,8 @@ SOURCES = [
     Spread(4, 3, "bf16", 2, tp=2),
     Spread(4, 0, "fp32", 4, tp=2),
     Spread(4, 0, "bf16", 2),
+    Spread(4, 1, "bf16", 2, tp=4),  # every expert has files of two tensor-parallel ranks
+    Spread(4, 0, "fp32", 2, tp=4),
 ]
 
 TARGETS = [
@@ -162,14 +164,16 @@ MUON = [
 ]
 
 
-@pytest.mark.parametrize(
-    "target", params([(MUON[0],)], [(each,) for each in [*MUON, Spread(1, 2, "bf16", 1, muon=True)]], name_target)
-)
+MUON_CHOSEN = [(MUON[0], (MUON[1],))]
+MUON_ROWS = [(each, tuple(MUON)) for each in [*MUON, Spread(1, 2, "bf16", 1, muon=True)]]
+
+
+@pytest.mark.parametrize(("target", "sources"), params(MUON_CHOSEN, [*MUON_CHOSEN, *MUON_ROWS], name_row))
 def test_momentum_of_experts_comes_back(
-    target: Spread, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Spread, sources: tuple[Spread, ...], tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
 ) -> None:
     """ZeRO 1 and 2 keep that of a rank's whole tensor where its partition touches one of the experts in it."""
-    for source in MUON:
+    for source in sources:
         folder = str(tmp_path / str(source))
         answers = ucp_worlds.get(source.world).run(engine_autoep.save, source, folder, 1)
         expected = join([states for states, _ in answers], source)

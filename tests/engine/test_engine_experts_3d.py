@@ -29,6 +29,7 @@ SOURCES = [
     Spread(4, 2, 2, 1, pp=2, cut=False),
     Spread(4, 2, 1, 1, "bf16", pp=2, cut=True, fp32_grads=True),
     Spread(2, 1, 2, 1),
+    Spread(4, 2, 2, 1, "bf16", second=4),
 ]
 
 TARGETS = [
@@ -44,6 +45,7 @@ TARGETS = [
     Spread(4, 2, 1, 0, pp=2, cut=True),
     Spread(2, 1, 2, 2, "bf16"),
     Spread(1, 1, 1, 1),
+    Spread(4, 2, 4, 2, second=2),
 ]
 
 SOME = tuple(SOURCES[place] for place in (0, 3, 6, 9, 12))
@@ -80,6 +82,9 @@ def test_every_expert_comes_back(
     for place, source in enumerate(sources):
         with subtests.test(source=str(source)):
             (_, expected, losses), parts = saved[source], [answer[place] for answer in answers]
+            if source.stage == 0 and target.second:  # the param groups differ, and it names none
+                assert all("the param groups differ" in part for part in parts)
+                continue
             assert not isinstance(parts[0], str), parts[0]
             assert all(direct == (source != target) for direct, _, _ in parts)
             states = join([states for _, states, _ in parts], target)
@@ -130,7 +135,7 @@ def test_an_experts_copy_of_another_save_is_found(tmp_path: Path, ucp_worlds: Wo
         assert isinstance(told, str) and "its fp32 weights are not those of the model states" in told, told
 
 
-@pytest.mark.parametrize("source", [SOURCES[1], SOURCES[9], SOURCES[12]], ids=str)
+@pytest.mark.parametrize("source", params([(SOURCES[9],)], [(SOURCES[each],) for each in (1, 9, 12)], name_target))
 def test_older_releases_do_not_tell_the_degrees(
     source: Spread, tmp_path: Path, saved: Saves, ucp_worlds: WorldPool
 ) -> None:
