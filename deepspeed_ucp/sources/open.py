@@ -324,8 +324,8 @@ def _look_at_stages(listing: Listing, first: FileHeader, find_first: FindFirst) 
     if model is None or model.module is None or not model.experts:
         return []
     pp, tp = find_degrees(listing, model)
-    names = ([listing.model[mp]] if (mp := stage * tp) in listing.model else [] for stage in range(1, pp))
-    return [header for each in names if (header := find_first(each))]
+    names = [name for mp, name in sorted(listing.model.items()) if 0 < mp < pp * tp and mp % tp == 0]
+    return [header for name in names if (header := find_first([name]))]
 
 
 def _choose(listing: Listing, find_first: FindFirst) -> list[FileHeader]:

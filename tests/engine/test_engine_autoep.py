@@ -57,10 +57,6 @@ CHOSEN = [(TARGETS[place], SOME) for place in (0, 4, 8, 11)]
 EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]
 
 
-def name_target(row: tuple[Spread]) -> str:
-    return str(row[0])
-
-
 def name_row(row: tuple[Spread, tuple[Spread, ...]]) -> str:
     return f"{row[0]}-from-{len(row[1])}"
 
