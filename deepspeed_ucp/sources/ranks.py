@@ -8,7 +8,7 @@ from typing import Any
 
 from ..atoms import AtomKey, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError
-from ..experts import cut_number, find_expert
+from ..experts import cut_number, find_expert, find_layer
 from ..flat import FlatBuffer
 from .headers import FileHeader, Shape
 from .save import Save
@@ -101,17 +101,19 @@ def fill_param_shapes(save: Save) -> None:
     for mp, models in enumerate(save.models):
         model = save.model(mp)
         if model.param_shapes is None:
-            slices = [shard.optim.slices for shard in save.shards[mp] if shard.optim]
-            groups = tuple(_read_group(save, mp, slices, group) for group in range(max(map(len, slices), default=0)))
+            groups_held = max((len(shard.optim.slices) for shard in save.shards[mp] if shard.optim), default=0)
+            groups = tuple(_read_group(save, mp, group) for group in range(groups_held))
             models[0] = replace(models[0], model=replace(model, param_shapes=groups, optim=None))
 
 
-def _read_group(
-    save: Save, mp: int, slices: Sequence[Sequence[Sequence[tuple[str, int, int]]]], group: int
-) -> tuple[tuple[str, Shape], ...]:
+def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
+    """Parameters of a param group in flat order; those of folded experts lie in the files of all the stage's ranks."""
+    shards, first = save.shards[mp], save.shards[mp][0].optim
+    if save.folds_experts and first and group < len(first.groups) and first.groups[group].get("moe"):
+        shards = [save.shard(mp // save.tp, rank) for rank in range(save.dp * save.tp)]
     numels: dict[str, int] = {}
-    for shard in slices:
-        for name, _, numel in sorted(shard[group] if group < len(shard) else (), key=lambda entry: entry[1]):
+    for slices in (shard.optim.slices for shard in shards if shard.optim):
+        for name, _, numel in sorted(slices[group] if group < len(slices) else (), key=lambda entry: entry[1]):
             numels[name] = numels.get(name, 0) + numel
     return tuple((name, _find_shape(save, mp, name, numels)) for name in numels)
 
@@ -121,11 +123,9 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
     module = save.model(mp).module
     if module is None:
         found = _look_into_layers(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
-    elif find_expert(name):
-        found = _look_into_experts(save, mp, name)
     else:
         found = {module[name].shape} if name in module else set()
-    fitting = {shape for shape in found if count(shape) == numels[raw]}
+    fitting = {shape for shape in found if count(shape) == numels[raw]} or _look_into_experts(save, mp, name)
     if len(fitting) == 1:
         return fitting.pop()
     raise CheckpointError(
@@ -146,10 +146,18 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
 
 
 def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
-    """Shapes that a rank's own parameter of an expert has in the files of single experts, whichever it is of."""
+    """Shapes that a rank's own parameter of experts has by the files of single experts, whichever these are of.
+
+    AutoEP's holds several, one behind the other.
+    """
     files = [header for (_, _, held), header in save.experts.items() if held in save.list_lanes(mp)]
+    pieces = {key: piece for header in files for key, piece in (header.layer or {}).items()}
+    placements = {strip_compiled(layer): experts for layer, experts in save.model(mp).placements.items()}
+    if layer := find_layer(name, placements):
+        fused = [piece for key, piece in pieces.items() if key.rpartition(".")[0] == name]
+        return {(len(held), *piece.shape) for held in placements[layer] for piece in fused}
     wanted = cut_number(name)
-    return {piece.shape for header in files for key, piece in (header.layer or {}).items() if cut_number(key) == wanted}
+    return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
 
 def merge_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:

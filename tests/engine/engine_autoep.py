@@ -13,6 +13,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ class Spread:
     Attributes:
         tp: ranks over which AutoTP cuts the dense layers; experts are spread over these too.
         muon: it trains the matrices, those of the experts included.
+        pp: stages of a pipeline.
     """
 
     world: int
@@ -41,11 +44,13 @@ class Spread:
     options: tuple[tuple[str, Any], ...] = ()
     tp: int = 1
     muon: bool = False
+    pp: int = 1
 
     def __str__(self) -> str:
         order = "-data-first" if self.data_first else ""
         more = "".join(f"-{key}={value}" for key, value in self.options) + "-muon" * self.muon
-        degrees = f"dp{self.world // self.tp}" + f"-tp{self.tp}" * (self.tp > 1)
+        degrees = f"dp{self.world // self.tp // self.pp}" + f"-tp{self.tp}" * (self.tp > 1)
+        degrees += f"-pp{self.pp}" * (self.pp > 1)
         return f"zero{self.stage}-{self.precision}-{degrees}-ep{self.ep}{order}{more}"
 
 
@@ -125,7 +130,43 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = N
         config["zero_force_ds_cpu_optimizer"] = False
     torch.manual_seed(seed)
     module = Model(frozen=frozen)
+    if spread.pp > 1:
+        config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
+        config["steps_per_print"] = 1 << 30
+        config["checkpoint"] = {"universal": {"patterns": {"rename": RENAME}}}
+        module = make_pipeline(module, spread)
+    elif config["checkpoint"] == {"universal": True}:
+        config["checkpoint"] = {"universal": {"patterns": {"rename": RENAME}}}
     return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+RENAME = [
+    {"from": r"(?P<n>[12])\.(?P<rest>.+)", "to": "model.layers.{n-1}.{rest}"},
+    {"from": r"3\.(?P<rest>.+)", "to": "head.{rest}"},
+    {"from": r"model\.layers\.(?P<n>\d+)\.(?P<rest>.+)", "to": "{n+1}.{rest}"},
+    {"from": r"head\.(?P<rest>.+)", "to": "3.{rest}"},
+]
+
+
+def make_pipeline(model: Model, spread: Spread) -> Any:
+    """The same layers, each under its number; every stage has one with experts, as DeepSpeed wants it."""
+    degrees = {"num_pp": spread.pp, "num_mp": 1, "num_dp": spread.world // spread.pp}
+    module = PipelineModule(
+        [nn.Identity(), *model.model.layers, model.head],
+        topology=PipeModelDataParallelTopology(**degrees),
+        loss_fn=lambda outputs, _: outputs.float().pow(2).mean(),
+        partition_method="uniform",
+    )
+    module.config = model.config
+    return module
+
+
+def find_name(name: str) -> str:
+    """What a pipeline's parameter is called in the model."""
+    number, _, rest = name.partition(".")
+    if not number.isdigit():
+        return name
+    return f"head.{rest}" if number == "3" else f"model.layers.{int(number) - 1}.{rest}"
 
 
 def train(engine: Any, steps: range) -> list[float]:
@@ -134,7 +175,11 @@ def train(engine: Any, steps: range) -> list[float]:
     for step in steps:
         batch = torch.randn(BATCH, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
         own = batch.chunk(dist.get_world_size(engine.seq_data_parallel_group))[place]
-        loss = engine(own.to(engine.module.head.weight.dtype)).float().pow(2).mean()
+        own = own.to(next(engine.module.parameters()).dtype)
+        if isinstance(engine.module, PipelineModule):
+            losses.append(float(engine.train_batch(iter([(own, own)]))))
+            continue
+        loss = engine(own).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
         total = loss.detach().clone()
@@ -147,8 +192,8 @@ def read_states(engine: Any) -> States:
     """Everything that this rank and its replicas hold, of experts by their number in the whole layer."""
     held = {f"{name}.experts": module for name, module in engine.module.named_modules() if _is_layer(module)}
     found: States = {(name, "buffer"): buffer.clone() for name, buffer in engine.module.named_buffers()}
-    readers = {0: _read_whole, 1: _read_partitions, 2: _read_partitions}
-    masters = readers.get(engine.zero_optimization_stage(), lambda wrapped: {})(engine.optimizer)
+    reader = _read_partitions if hasattr(engine.optimizer, "partition_count") else _read_whole
+    masters = {} if engine.zero_optimization_stage() == 3 else reader(engine.optimizer)
     for name, param in engine.module.named_parameters():
         states = _read_parameter(param) | masters.get(id(param), {})
         layer = held.get(name.rpartition(".")[0])
@@ -158,7 +203,8 @@ def read_states(engine: Any) -> States:
         for place in range(layer.num_local_experts):
             expert = layer.ep_rank * layer.num_local_experts + place
             found.update({(f"{name}.{expert}", state): tensor[place] for state, tensor in states.items()})
-    return {key: tensor for key, tensor in found.items() if "tokens_per_expert" not in key[0]}
+    kept = {key: tensor for key, tensor in found.items() if "tokens_per_expert" not in key[0]}
+    return {(find_name(name), state): tensor for (name, state), tensor in kept.items()}
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -166,10 +212,11 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _read_partitions(wrapped: Any) -> dict[int, dict[str, Tensor]]:
-    """Masters and moments of ZeRO 1 and 2, gathered over each group's own ranks."""
+    """Masters and moments of ZeRO 1 and 2 and BF16_Optimizer, gathered over each group's own ranks."""
     found: dict[int, dict[str, Tensor]] = {}
-    for group, params in enumerate(wrapped.round_robin_bit16_groups):
-        part = wrapped.single_partition_of_fp32_groups[group]
+    groups_held = getattr(wrapped, "round_robin_bit16_groups", None) or wrapped.bf16_groups
+    masters = getattr(wrapped, "single_partition_of_fp32_groups", None) or wrapped.fp32_groups_flat_partition
+    for group, (params, part) in enumerate(zip(groups_held, masters, strict=True)):
         states = {"fp32": part.data, **wrapped.optimizer.state[part]}
         if "momentum_buffer" in states:  # of whole parameters
             held = wrapped.params_in_partition[group]
@@ -179,7 +226,8 @@ def _read_partitions(wrapped: Any) -> dict[int, dict[str, Tensor]]:
         for state, tensor in states.items():
             if not torch.is_tensor(tensor) or not tensor.dim():
                 continue
-            parts = [torch.empty_like(tensor) for _ in range(wrapped.partition_count[group])]
+            ranks = dist.get_world_size(wrapped.real_dp_process_group[group])
+            parts = [torch.empty_like(tensor) for _ in range(ranks)]
             dist.all_gather(parts, tensor, group=wrapped.real_dp_process_group[group])
             whole = torch.cat(parts)
             for param in params:

@@ -31,6 +31,9 @@ SOURCES = [
     Spread(4, 0, "bf16", 2),
     Spread(4, 1, "bf16", 2, tp=4),  # every expert has files of two tensor-parallel ranks
     Spread(4, 0, "fp32", 2, tp=4),
+    Spread(4, 1, "fp32", 2, pp=2),
+    Spread(4, 0, "bf16", 2, pp=2),
+    Spread(4, 0, "fp32", 2, pp=2),
 ]
 
 TARGETS = [
@@ -47,10 +50,12 @@ TARGETS = [
     Spread(4, 0, "bf16", 2, tp=2),
     Spread(2, 0, "fp32", 2),
     Spread(4, 2, "fp32", 4, tp=4),
+    Spread(4, 1, "fp32", 1, pp=2),
+    Spread(4, 0, "bf16", 2, pp=2),
 ]
 
 
-SOME = tuple(SOURCES[place] for place in (0, 1, 4, 8, 10))
+SOME = tuple(SOURCES[place] for place in (0, 4, 8, 10, 14))
 CHOSEN = [(TARGETS[place], SOME) for place in (0, 4, 8, 11)]
 """One of each kind; the others are exhaustive."""
 
