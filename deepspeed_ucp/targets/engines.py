@@ -91,6 +91,11 @@ class Bf16Target(Zero12Target):
     def _list_whole(self, group: int) -> frozenset[str]:
         return frozenset()
 
+    def list_lost(self) -> list[str]:
+        # DeepSpeed's load gives the wrapper the file of an expert-parallel rank, which it does not take.
+        unloadable = bool(self.experts) and self.engine.zero_optimization_stage() == 0
+        return [*super().list_lost(), *["experts under BF16_Optimizer without ZeRO"] * unloadable]
+
 
 class Zero3Target(Target):
     """DeepSpeedZeroOptimizer_Stage3: per sub-group a flat buffer of each parameter's ``ceil(numel / dp)`` elements."""

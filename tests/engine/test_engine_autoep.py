@@ -86,7 +86,8 @@ def test_every_expert_comes_back(
         with subtests.test(source=str(source)):
             (_, expected, losses), parts = saved[source], [answer[place] for answer in answers]
             assert not isinstance(parts[0], str), parts[0]
-            assert all(direct == (source != target) for direct, _, _ in parts)
+            lost = target.stage == 0 and target.precision == "bf16" and target.pp > 1  # BF16_Optimizer, without ZeRO
+            assert all(direct == (source != target or lost) for direct, _, _ in parts)
             states = join([states for _, states, _ in parts], target)
             assert states.keys() == expected.keys()
             for (name, state), tensor in states.items():

@@ -12,7 +12,7 @@ from engine_experts_3d import Spread, join
 from engine_going_on import Saves, States
 
 from deepspeed_ucp.convert import convert_checkpoint
-from deepspeed_ucp.testing import LOSS_TOLERANCE, WorldPool
+from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
 
 SOURCES = [
@@ -91,14 +91,15 @@ def test_every_expert_comes_back(
                 assert all(isinstance(part, str) and "in another order" in part for part in parts), parts[0]
                 continue
             assert not isinstance(parts[0], str), parts[0]
-            assert all(direct == (source != target) for direct, _, _ in parts)
+            lost = target.stage == 0 and target.precision == "bf16" and target.pp > 1  # BF16_Optimizer, without ZeRO
+            assert all(direct == (source != target or lost) for direct, _, _ in parts)
             states = join([states for _, states, _ in parts], target)
             assert states.keys() == expected.keys()
             for (name, state), tensor in states.items():
                 wanted = expected[name, "fp32"].to(tensor.dtype) if state == "copy" else expected[name, state]
                 assert torch.equal(tensor, wanted), (name, state)
             if source.precision == target.precision == "fp32":
-                assert parts[0][2] == pytest.approx(losses, rel=LOSS_TOLERANCE["fp32"])
+                assert parts[0][2] == pytest.approx(losses, rel=1e-5)
 
 
 def test_ranks_whose_model_states_deepspeed_does_not_save(tmp_path: Path, ucp_worlds: WorldPool) -> None:
