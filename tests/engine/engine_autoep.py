@@ -133,19 +133,25 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = N
     if spread.pp > 1:
         config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
         config["steps_per_print"] = 1 << 30
-        config["checkpoint"] = {"universal": {"patterns": {"rename": RENAME}}}
+        config["checkpoint"] = {"universal": {"patterns": PATTERNS}}
         module = make_pipeline(module, spread)
     elif config["checkpoint"] == {"universal": True}:
-        config["checkpoint"] = {"universal": {"patterns": {"rename": RENAME}}}
+        config["checkpoint"] = {"universal": {"patterns": PATTERNS}}
     return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
 
 
-RENAME = [
+PIPELINE = [
     {"from": r"(?P<n>[12])\.(?P<rest>.+)", "to": "model.layers.{n-1}.{rest}"},
     {"from": r"3\.(?P<rest>.+)", "to": "head.{rest}"},
     {"from": r"model\.layers\.(?P<n>\d+)\.(?P<rest>.+)", "to": "{n+1}.{rest}"},
     {"from": r"head\.(?P<rest>.+)", "to": "3.{rest}"},
 ]
+CUTS = [
+    {"match": r"\d+\.dense\.0\..+", "pattern": "shard-v"},
+    {"match": r"\d+\.dense\.1\.weight", "pattern": "shard-h"},
+]
+PATTERNS = {"rename": PIPELINE, "rules": CUTS}
+"""A pipeline's names, of which AutoTP's own description does not know."""
 
 
 def make_pipeline(model: Model, spread: Spread) -> Any:
