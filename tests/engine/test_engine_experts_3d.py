@@ -50,6 +50,8 @@ TARGETS = [
     Spread(1, 1, 1, 1),
     Spread(4, 2, 4, 2, second=2),
     Spread(4, 2, 2, 0, "bf16", pp=2),
+    Spread(4, 1, 2, 0, pp=2),
+    Spread(4, 1, 2, 1, "bf16", pp=2),
 ]
 
 SOME = tuple(SOURCES[place] for place in (0, 3, 6, 9, 12))
