@@ -60,7 +60,7 @@ demo: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py demo --out demo_out
 
 figures: $(STAMP)
-	for figure in fig7a fig7b fig8 fig9; do \
+	for figure in fig7a fig7b fig8 fig9 experts; do \
 	    $(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py $$figure || exit 1; \
 	done
 

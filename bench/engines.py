@@ -79,10 +79,15 @@ def build_model(params_m: float) -> GPTShapes:
     with torch.device("meta"):
         model = GPTShapes(width, layers)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
+    fill_parameters(model)
+    return model
+
+
+def fill_parameters(model: nn.Module) -> None:
+    """Give every parameter the value that no load writes."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    return model
 
 
 def _initialise(topology: Engine, model: nn.Module) -> Any:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import engines
+import experts
 import megatron
 from engines import Engine
+from experts import ExpertEngine
 from megatron import RENAME, Topology
 from offline import CONVERT, EXPORT, VERIFY, Job
 from report import Case
@@ -122,7 +124,30 @@ rule says which.""",
     patterns=("--patterns", "megatron-gpt"),
 )
 
-SUITES = (DATA_PARALLEL, PARALLEL)
+EXPERTS = Suite(
+    name="moe",
+    title="Other expert-parallel degree",
+    short="EP4, ZeRO-1",
+    about="""A GPT
+whose feed-forward layers have 8 experts each (`deepspeed.moe`), {size_m:.0f} M parameters in all, two param groups,
+AdamW, saved by 4 ranks with expert-parallel degree 4 under ZeRO-1 in bf16: {state_gib:.2f} GiB of state. The target is
+degree 2 on 2 ranks. Upstream has no way there: its conversion fails on experts that are spread over ranks.""",
+    source=ExpertEngine(4, 1, ep=4),
+    topologies={
+        "deepspeed": ExpertEngine(4, 1, ep=4),
+        "ours-ep2": ExpertEngine(2, 1, OURS, ep=2),
+    },
+    floors={"floor-2": 2},
+    cases=(
+        Case("floor-2", "floor, 2 processes"),
+        Case("deepspeed", "DeepSpeed's own, 4 ranks EP4"),
+        Case("ours-ep2", "ours, 2 ranks EP2", floor="floor-2"),
+    ),
+    save_body=experts.save_body,
+    load_body=experts.load_body,
+)
+
+SUITES = (DATA_PARALLEL, PARALLEL, EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -140,7 +165,7 @@ class Offline:
 
 
 OFFLINE = (
-    Offline("convert", CONVERT, SUITES),
+    Offline("convert", CONVERT, (DATA_PARALLEL, PARALLEL)),
     Offline("export", EXPORT, (DATA_PARALLEL,)),
     Offline("verify", VERIFY, (DATA_PARALLEL,)),
 )

@@ -81,7 +81,7 @@ def expert_trips(draw: st.DrawFn, *, fused: bool) -> tuple[Case, Topology]:
     """
     model = draw(expert_models(fused=fused))
     frozen = any(param.frozen for param in model.params if "experts" in param.name)
-    stages = ((1, 2) if frozen else (1, 2, 3)) if fused else (0, 1, 2)
+    stages = (0, 1, 2, 3) if fused and not frozen else (0, 1, 2)
     source = draw(placements(model, stages))
     several = source.stage > 0
     if not several:

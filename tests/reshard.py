@@ -58,6 +58,7 @@ from tests.synth.expertfiles import expert_optim_file
 from tests.synth.experts import degree_of, expert_rank, list_held, list_replicas
 from tests.synth.files import model_file, optim_file
 from tests.synth.layout import count_parts, stage3_slice
+from tests.synth.optimizer import fill
 from tests.synth.reader import _buffers
 
 SENTINEL = -8.25
@@ -119,7 +120,7 @@ class FakeTarget(Target):
                 continue
             holder = torch.full((flat.numel,), SENTINEL)
             if kind in ("raw", "unfused"):
-                holder = holder.view(_find(self.model, flat.names[0]).shape)
+                holder = holder.view(flat.own[0].shape)
             part = self.own.seat(flat.group, self.kind, self.rank)[0] if self.kind.partitions else 0
             self.add_flat(lay_flat(self.own, self.kind, flat), part, holder.requires_grad_())
             cuts = self.flats[-1].buffer.cuts(part)
@@ -375,7 +376,8 @@ def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[
     entries = [dict(_buffers(optimizer, topology, i)) for i in range(len(flats))]
     if topology.kind == "raw":
         pairs = zip(flats, entries, strict=True)
-        entries = [{"fp32": expected.atoms[flat.names[0]]["fp32"], **entry} for flat, entry in pairs]
+        whole = {name: held["fp32"] for name, held in expected.atoms.items()}
+        entries = [{"fp32": fill(flat, {n: whole[n] for n in flat.names}), **entry} for flat, entry in pairs]
         return [e for flat, e in zip(flats, entries, strict=True) if _find(model, flat.names[0]).trains]
     return entries
 

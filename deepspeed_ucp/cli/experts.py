@@ -9,7 +9,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex
 from ..errors import fold_names
-from ..experts import Placement, place_experts, read_name
+from ..experts import Placement, find_block, place_experts, read_name
 from .printing import format_table
 
 _OFTEN = 4
@@ -21,7 +21,7 @@ class ExpertLayer:
     """A layer of experts.
 
     Attributes:
-        name: the module's; the names of its experts' parameters begin so.
+        name: of the block that they are in.
         experts: how many it has.
         held: ranks of its pipeline stage → experts that they hold; None where the files do not tell.
     """
@@ -48,12 +48,14 @@ class ExpertLayer:
 def list_layers(index: AtomicIndex) -> dict[str, ExpertLayer]:
     """All layers, by what the names of their experts' parameters begin with; empty for a model without experts."""
     counts: dict[str, int] = {}
+    names: dict[str, str] = {}
     for key in index.stored.atoms:
         if read := read_name(key.name):
             counts[read.layer] = max(counts.get(read.layer, 0), read.number + 1)
+            names[read.layer] = (find_block(key.name) or read.layer).rstrip(".")
     dp = index.run.counters.get("dp_world_size") or index.run.topology.dp
     placed = place_experts(chain(*index.run.flats.values()), dp)
-    return {layer: ExpertLayer(layer.rstrip("."), count, placed.get(layer)) for layer, count in counts.items()}
+    return {layer: ExpertLayer(names[layer], count, placed.get(layer)) for layer, count in counts.items()}
 
 
 def describe_expert(layers: dict[str, ExpertLayer], name: str) -> dict[str, Any] | None:
@@ -70,7 +72,7 @@ def write_layers(layers: Iterable[ExpertLayer]) -> list[str]:
     """The table; layers whose names differ in numbers only share a line where all else is the same."""
     folded = fold_names([(layer.name, layer) for layer in layers], lambda layer: repr(layer.to_data() | {"layer": ""}))
     rows = [(name, str(held[0].experts), _write_degree(held[0]), _write_held(held[0].held)) for name, held in folded]
-    header = ("layer of experts", "experts", "ep", "ranks (of a stage): experts that they hold")
+    header = ("layer of experts", "experts", "ep", "ranks: experts that they hold")
     return format_table(rows, header, right=(1, 2))
 
 

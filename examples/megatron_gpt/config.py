@@ -19,6 +19,8 @@ class GPTConfig:
         swiglu, rmsnorm, rotary, untied: instead of GELU, LayerNorm, learned positions, an output tied to the embedding.
         bias: whether linear layers have biases.
         experts: feed-forward experts of each layer, of which a token uses `top_k`; 0: one feed-forward layer.
+        deepspeed_moe: the experts are those of `deepspeed.moe`, which expert-parallel ranks share out, instead of lying
+            in one tensor, which tensor-parallel ranks cut.
         seed: of the initial weights.
     """
 
@@ -37,6 +39,7 @@ class GPTConfig:
     bias: bool = True
     experts: int = 0
     top_k: int = 2
+    deepspeed_moe: bool = False
     seed: int = 1
 
     init_std = 0.02
@@ -73,6 +76,7 @@ class Degrees:
 
     Attributes:
         tp, pp, sp: tensor-parallel ranks, pipeline stages, sequence-parallel ranks.
+        ep: expert-parallel ranks, some of the data-parallel ones.
         pipeline: build a PipelineModule, also where pp is 1.
         partition_method: DeepSpeed's, of layers over stages.
     """
@@ -80,6 +84,7 @@ class Degrees:
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    ep: int = 1
     pipeline: bool = True
     partition_method: str = "type:transformer"
 
@@ -91,6 +96,10 @@ class Degrees:
             raise ValueError(f"pp {self.pp} needs the pipeline build")
         if config.heads % (self.tp * self.sp) or config.key_heads % self.tp:
             raise ValueError(f"{config.heads}/{config.key_heads} heads cannot be cut by tp {self.tp} × sp {self.sp}")
+        if config.deepspeed_moe and (self.pipeline or stage > 2 or self.tp * self.sp > 1):
+            raise ValueError("experts of deepspeed.moe go with the plain build and ZeRO 0 to 2, without tp and sp")
+        if self.ep > 1 and (not config.deepspeed_moe or config.experts % self.ep):
+            raise ValueError(f"ep {self.ep} has to divide the experts of deepspeed.moe ({config.experts})")
         if config.context % self.sp:
             raise ValueError(f"a context of {config.context} cannot be cut by sp {self.sp}")
 
@@ -101,6 +110,7 @@ PRESETS: dict[str, GPTConfig] = {
     "tiny": GPTConfig(),  # 0.2 million parameters
     "tiny-llama": GPTConfig(kv_heads=4, **LLAMA),  # type: ignore[arg-type]
     "tiny-moe": GPTConfig(kv_heads=4, experts=4, ffn=64, **LLAMA),  # type: ignore[arg-type]
+    "tiny-moe-ep": GPTConfig(kv_heads=4, experts=4, ffn=64, deepspeed_moe=True, **LLAMA),  # type: ignore[arg-type]
     "small": GPTConfig(layers=8, hidden=256, heads=8, context=256),  # 6 million
     "gpt3-small": GPTConfig(layers=12, hidden=768, heads=12, context=1024, vocabulary_divisor=128),  # 85 million
     "gpt3-medium": GPTConfig(layers=24, hidden=1024, heads=16, context=1024, vocabulary_divisor=128),  # 303 million

@@ -4,6 +4,7 @@
     python examples/megatron_gpt/figures.py fig7b      many sources, one target
     python examples/megatron_gpt/figures.py fig8       dense with a padded vocabulary, and GQA with SwiGLU
     python examples/megatron_gpt/figures.py fig9       mixture of experts
+    python examples/megatron_gpt/figures.py experts    DeepSpeed's own experts, expert-parallel degrees 1, 2 and 4
     python examples/megatron_gpt/figures.py demo       a short one: 4 ranks with TP2 PP2 go on as 2 ranks, three ways
 
 Each trains the source to step 100, saves, and lets it go on to step 200; each target resumes from the checkpoint and
@@ -64,10 +65,11 @@ class Place:
     dp: int = 1
     sp: int = 1
     stage: int = 1
+    ep: int = 0  # none: no experts of DeepSpeed's
 
     @property
     def plain(self) -> bool:
-        return self.stage > 1 or self.sp > 1
+        return self.stage > 1 or self.sp > 1 or self.ep > 0
 
     @property
     def ranks(self) -> int:
@@ -76,7 +78,8 @@ class Place:
     @property
     def label(self) -> str:
         sp = f" SP{self.sp}" if self.sp > 1 else ""
-        return f"TP{self.tp} PP{self.pp}{sp} DP{self.dp} ZeRO-{self.stage}"
+        ways = f"EP{self.ep}" if self.ep else f"TP{self.tp} PP{self.pp}{sp}"
+        return f"{ways} DP{self.dp} ZeRO-{self.stage}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,13 @@ SOURCES = (
     Place(tp=2, dp=2, stage=2),
     Place(tp=2, dp=2, stage=3),
 )
+EXPERTS = (
+    Place(ep=1),
+    Place(dp=2, ep=2, stage=2),
+    Place(dp=4, ep=1),
+    Place(dp=4, ep=4, stage=2),
+    Place(dp=4, ep=2, stage=0),
+)
 FEW = (Place(dp=2), Place(tp=4), Place(tp=2, dp=2, stage=3))
 
 
@@ -165,6 +175,8 @@ def make_plans(figure: str) -> list[Plan]:
         return [Plan("dense", tiny, SOURCE, TARGETS)]
     if figure == "fig7b":
         return [Plan("dense", tiny, source, [Place(tp=2, pp=2)]) for source in SOURCES]
+    if figure == "experts":
+        return [Plan("DeepSpeed's experts", PRESETS["tiny-moe-ep"], Place(dp=4, ep=2), EXPERTS)]
     source = Place(tp=2, pp=2)
     if figure == "demo":
         return [Plan("dense", tiny, source, (Place(dp=2, stage=3), Place(tp=2), Place(sp=2, stage=2)))]
@@ -203,7 +215,7 @@ class Experiment:
 
     def make_job(self, plan: Plan, place: Place, precision: str) -> Job:
         config = replace(plan.config, vocabulary_divisor=plan.divisors.get(place.tp, plan.config.vocabulary_divisor))
-        degrees = Degrees(place.tp, place.pp, place.sp, pipeline=not place.plain)
+        degrees = Degrees(place.tp, place.pp, place.sp, max(place.ep, 1), pipeline=not place.plain)
         return Job(config, degrees, place.ranks, make_ds_config(place, precision), self.steps)
 
     def make_controls(self, job: Job, reruns: int, forget: bool) -> dict[str, Job]:
@@ -230,7 +242,8 @@ def make_ds_config(place: Place, precision: str) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
         "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 1e-3}},
-        "gradient_clipping": 1.0,
+        # DeepSpeed clips by a mean of the expert-parallel ranks' norms, which changes with their number.
+        "gradient_clipping": 0.0 if place.ep else 1.0,
         "zero_optimization": {"stage": place.stage, "stage3_param_persistence_threshold": 0},
         "checkpoint": {"universal": {"patterns": str(HERE / "names.yaml")}},
         **PRECISIONS[precision],
@@ -251,7 +264,7 @@ def make_table(panels: Sequence[Panel]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=("fig7a", "fig7b", "fig8", "fig9", "demo"))
+    parser.add_argument("figure", choices=("fig7a", "fig7b", "fig8", "fig9", "experts", "demo"))
     parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="of the demo fp32, else both")
     parser.add_argument("--steps", type=int, help=f"{DEMO_STEPS} for the demo, else {STEPS}")
     parser.add_argument("--save-at", type=int, help="half of the steps")

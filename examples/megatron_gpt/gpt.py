@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import deepspeed.moe.layer
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -24,6 +25,7 @@ from layers import (
     VocabParallelEmbedding,
     draw_weight,
     make_parameter,
+    mark_parameter,
     vocab_parallel_cross_entropy,
 )
 from parallel import copy_to, exchange, reduce_from
@@ -190,6 +192,57 @@ class MoE(nn.Module):
         return reduce_from(partial_sum, self.line).view_as(x)
 
 
+class Expert(nn.Module):
+    """One feed-forward expert, whole; [gate; up] are fused in one weight for SwiGLU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        rows = config.ffn_width * (2 if config.swiglu else 1)
+        self.weight1 = nn.Parameter(torch.empty(rows, config.hidden))
+        self.weight2 = nn.Parameter(torch.empty(config.hidden, config.ffn_width))
+
+    def draw(self, name: str) -> None:
+        """Give it the weights of the expert of that name."""
+        weights = {"weight1": (self.weight1, self.config.init_std), "weight2": (self.weight2, self.config.output_std)}
+        for kind, (weight, std) in weights.items():
+            weight.data.copy_(draw_weight(self.config.seed, f"{name}.{kind}", weight.shape, std))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(activate(F.linear(x, self.weight1), self.config.swiglu), self.weight2)
+
+
+class SpreadMoE(nn.Module):
+    """A feed-forward layer of DeepSpeed's experts, of which each expert-parallel rank holds its share.
+
+    No capacity, no chance, no balancing loss: which expert a token goes to depends on the token alone.
+    """
+
+    def __init__(self, config: GPTConfig, parallel: ParallelState, name: str) -> None:
+        super().__init__()
+        self.moe = deepspeed.moe.layer.MoE(
+            config.hidden,
+            Expert(config),
+            config.experts,
+            ep_size=parallel.experts.size,
+            k=config.top_k,
+            drop_tokens=False,
+            min_capacity=0,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
+        held = self.moe.deepspeed_moe.experts.deepspeed_experts
+        for place, expert in enumerate(held):
+            expert.draw(f"{name}.experts.{parallel.experts.rank * len(held) + place}")
+        router = self.moe.deepspeed_moe.gate.wg.weight
+        router.data.copy_(draw_weight(config.seed, f"{name}.router", router.shape, config.init_std))
+        for parameter in self.parameters():
+            mark_parameter(parameter, parallel.tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x)[0]
+
+
 class ParallelTransformerLayer(nn.Module):
     """Attention and feed-forward layer, each on a normalised copy of the residual stream."""
 
@@ -199,7 +252,7 @@ class ParallelTransformerLayer(nn.Module):
         self.input_layernorm = Norm(config, parallel)
         self.self_attention = SelfAttention(config, parallel, f"{name}.self_attention")
         self.post_attention_layernorm = Norm(config, parallel)
-        feed_forward = MoE if config.experts else MLP
+        feed_forward = MLP if not config.experts else SpreadMoE if config.deepspeed_moe else MoE
         self.mlp = feed_forward(config, parallel, f"{name}.mlp")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

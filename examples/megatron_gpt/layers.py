@@ -58,12 +58,17 @@ def make_parameter(
     unequal widths have no such number, so their local widths are in `partition_sizes` (as Megatron's Mamba has them).
     """
     parameter = nn.Parameter(whole if dim is None else cut_weight(whole, line, dim, blocks))
+    mark_parameter(parameter, line, dim, blocks)
+    return parameter
+
+
+def mark_parameter(parameter: nn.Parameter, line: Line, dim: int | None = None, blocks: Sequence[int] = ()) -> None:
+    """Give a parameter of this rank the attributes that tell how it is cut."""
     attributes = {"tensor_model_parallel": dim is not None, "partition_dim": -1 if dim is None else dim}
     attributes["partition_stride"] = len(blocks) if len(set(blocks)) == 1 else 1
     if len(set(blocks)) > 1:
         attributes["partition_sizes"] = [width // line.size for width in blocks]
     vars(parameter).update(attributes)
-    return parameter
 
 
 class ColumnParallelLinear(nn.Module):

@@ -35,9 +35,9 @@ def fused_widths(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     kinds = (".weight", ".bias") if config.bias else (".weight",)
     fused = {f"self_attention.query_key_value{kind}": (query, key, key) for kind in kinds}
     gate_up = (config.ffn_width,) * (2 if config.swiglu else 1)
-    if config.experts:
+    if config.experts and not config.deepspeed_moe:
         fused["mlp.experts.weight1"] = gate_up * config.experts
-    elif config.swiglu:
+    elif config.swiglu and not config.experts:
         fused |= {f"mlp.dense_h_to_4h{kind}": gate_up for kind in kinds}
     return fused
 

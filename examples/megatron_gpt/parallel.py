@@ -37,21 +37,23 @@ class ParallelState:
 
     Attributes:
         tensor, sequence, data, pipe, sequence_data: this rank's lines through the grid.
+        experts: the data-parallel ranks that share out the experts, neighbours as DeepSpeed has them by default.
 
     Raises:
-        ValueError: tp · pp · sp does not divide the number of ranks.
+        ValueError: tp · pp · sp, or ep, does not divide the number of ranks.
     """
 
-    def __init__(self, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
+    def __init__(self, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) -> None:
         world = dist.get_world_size()
-        if world % (tp * pp * sp):
-            raise ValueError(f"{world} ranks cannot be divided into tp {tp} × pp {pp} × sp {sp}")
+        if world % (tp * pp * sp) or world % ep:
+            raise ValueError(f"{world} ranks cannot be divided into tp {tp} × pp {pp} × sp {sp}, ep {ep}")
         grid = torch.arange(world).view(pp, -1, sp, tp)
         self.tensor = _find_line(grid)
         self.sequence = _find_line(grid.transpose(2, 3))
         self.data = _find_line(grid.movedim(1, 3))
         self.pipe = _find_line(grid.movedim(0, 3))
         self.sequence_data = _find_line(grid.permute(0, 3, 1, 2).flatten(2))
+        self.experts = _find_line(torch.arange(world).view(-1, ep))
 
     def make_mpu(self) -> SimpleNamespace:
         """The object from which DeepSpeed learns of the groups where there is no pipeline module to ask.

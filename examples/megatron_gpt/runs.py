@@ -114,8 +114,30 @@ def gather_atoms(trainer: Trainer) -> dict[str, State]:
         whole = {key: join_parts(value, parameters[name], parallel.tensor) for key, value in tensors.items()}
         atoms[name] = {key: (value.float() + 0.0).numpy() for key, value in whole.items()}
         atoms[name] |= {key: np.array([value], dtype=np.float32) for key, value in found.scalars.items()}
-    first = parallel.tensor.rank == parallel.sequence_data.rank == 0
-    return {plain_name(name, trainer.config.layers): state for name, state in atoms.items()} if first else {}
+    return {
+        plain_name(number_expert(name, trainer), trainer.config.layers): state
+        for name, state in atoms.items()
+        if is_first(trainer, is_expert=EXPERT in name)
+    }
+
+
+EXPERT = ".deepspeed_experts."
+
+
+def is_first(trainer: Trainer, *, is_expert: bool) -> bool:
+    """Whether a rank is the first of those that hold the same: of experts every expert-parallel one's."""
+    parallel = trainer.parallel
+    ranks = parallel.experts.size if is_expert else 1
+    return parallel.tensor.rank == 0 and parallel.sequence_data.rank < ranks
+
+
+def number_expert(name: str, trainer: Trainer) -> str:
+    """A rank counts its own experts from 0; here they have their numbers in the whole layer."""
+    before, found, rest = name.partition(EXPERT)
+    number, _, end = rest.partition(".")
+    line = trainer.parallel.experts
+    own = trainer.config.experts // line.size
+    return f"{before}{found}{line.rank * own + int(number)}.{end}" if found else name
 
 
 def join_parts(part: torch.Tensor, parameter: Any, line: Line) -> torch.Tensor:

@@ -32,6 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     topology.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     topology.add_argument("--pp", type=int, default=1, help="pipeline stages")
     topology.add_argument("--sp", type=int, default=1, help="sequence-parallel ranks (Ulysses)")
+    topology.add_argument("--ep", type=int, default=1, help="expert-parallel ranks (with --deepspeed-moe --plain)")
     topology.add_argument("--plain", action="store_true", help="no PipelineModule, as ZeRO 2 and 3 and --sp need it")
     topology.add_argument("--partition-method", default=Degrees.partition_method, help="of layers over stages")
     run = parser.add_argument_group("run")
@@ -89,7 +90,7 @@ def main() -> None:
     args = parse_arguments()
     deepspeed.init_distributed()
     ds_config = hjson.loads(Path(args.ds_config).read_text())
-    degrees = Degrees(args.tp, args.pp, args.sp, not args.plain, args.partition_method)
+    degrees = Degrees(args.tp, args.pp, args.sp, args.ep, not args.plain, args.partition_method)
     trainer = Trainer(make_config(args), degrees, ds_config)
     if args.load and trainer.load(args.load):
         report(f"resumed at step {trainer.step}; {trainer.engine.ucp_report.reason}")

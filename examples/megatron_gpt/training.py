@@ -38,8 +38,8 @@ class Trainer:
         stage = ds_config.get("zero_optimization", {}).get("stage", 0)
         degrees.check(config, stage)
         self.config, self.degrees = config, degrees
-        self.parallel = ParallelState(degrees.tp, degrees.pp, degrees.sp)
-        mpu = None if degrees.pipeline else self.parallel.make_mpu()
+        self.parallel = ParallelState(degrees.tp, degrees.pp, degrees.sp, degrees.ep)
+        mpu = None if degrees.pipeline or config.deepspeed_moe else self.parallel.make_mpu()
         if degrees.pipeline:
             model: torch.nn.Module = make_pipeline(config, self.parallel, degrees.partition_method)
         else:
@@ -103,12 +103,14 @@ class Trainer:
 
     def make_client_state(self) -> dict[str, Any]:
         """What Megatron-DeepSpeed's `checkpointing.py` puts beside DeepSpeed's own state."""
-        return {
+        state = {
             "args": megatron_arguments(self.config, self.degrees),
             "iteration": self.step,
             "checkpoint_version": 3.0,
-            "universal_checkpoint_info": universal_checkpoint_info(self.config, self.degrees),
         }
+        if not self.config.deepspeed_moe:  # DeepSpeed keeps the key for itself there, and no tensor is cut
+            state["universal_checkpoint_info"] = universal_checkpoint_info(self.config, self.degrees)
+        return state
 
 
 def zero_init(stage: int, ds_config: Mapping[str, Any], mpu: Any) -> Any:
@@ -120,12 +122,15 @@ def zero_init(stage: int, ds_config: Mapping[str, Any], mpu: Any) -> Any:
 
 
 def group_parameters(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Megatron's two groups: biases and norms are not decayed. A stage without any has one group."""
+    """Megatron's two groups: biases and norms are not decayed. A stage without any has one group.
+
+    They have names, by which DeepSpeed takes experts out of them.
+    """
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         groups[len(getattr(parameter, "ds_shape", parameter.shape)) > 1].append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay if wide else 0.0}
+        {"params": parameters, "weight_decay": decay if wide else 0.0, "name": "matrices" if wide else "vectors"}
         for wide, parameters in groups.items()
         if parameters
     ]

@@ -16,7 +16,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
+from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on
 from torch import Tensor, nn
 
 EXPERTS = 4
@@ -295,3 +295,7 @@ def load_each(
 ) -> list[Loaded | str]:
     engine = make(spread, seed=77, frozen=frozen, checkpoint=checkpoint)
     return load_and_go_on(engine, folders, train, read_states, range(3, 5))
+
+
+def load_planned(spread: Spread, folder: str) -> tuple[int, int, int]:
+    return load_and_report(make(spread, seed=77), folder)

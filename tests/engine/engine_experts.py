@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
+from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on
 from torch import Tensor, nn
 
 EXPERTS = 4
@@ -147,3 +147,7 @@ def fill(src: States, dst: nn.Module) -> None:
 
 def load_each(spread: Spread, folders: Sequence[str], tag: str | None = None, **arguments: Any) -> list[Loaded | str]:
     return load_and_go_on(make(spread, seed=77), folders, train, read_states, range(3, 5), tag, **arguments)
+
+
+def load_planned(spread: Spread, folder: str) -> tuple[int, int, int]:
+    return load_and_report(make(spread, seed=77), folder)

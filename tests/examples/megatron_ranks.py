@@ -15,7 +15,8 @@ BATCH, STEPS = 4, 3
 
 def train(config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float], dict[str, Any]]:
     """Losses of STEPS steps, and this rank's stage of the state after them."""
-    trainer = Trainer(config, degrees, make_ds_config(stage))
+    clipping = {"gradient_clipping": 0.0} if config.deepspeed_moe else {}  # its norm depends on the degree
+    trainer = Trainer(config, degrees, {**make_ds_config(stage), **clipping})
     losses = [trainer.train_step() for _ in range(STEPS)]
     return losses, {name: state["fp32"] for name, state in gather_atoms(trainer).items()}
 

@@ -22,6 +22,7 @@ from deepspeed_ucp.testing import WorldPool
 
 LLAMA_MOE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)
 GPT = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, context=16, vocabulary=250)
+SPREAD = replace(PRESETS["tiny-moe-ep"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)
 RANKS = 4
 PLACES = {
     "tp2-pp2-zero1": (Degrees(tp=2, pp=2), 1),
@@ -58,6 +59,18 @@ def test_every_topology_trains_the_same_model(
     np.testing.assert_allclose(found_losses, losses, rtol=0, atol=4e-6)
     for name, value in weights.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.engine
+def test_experts_train_alike_however_they_are_spread(ucp_worlds: WorldPool) -> None:
+    losses, weights = train(ucp_worlds, SPREAD, Degrees(pipeline=False), 1)
+    for ep, stage in ((2, 1), (4, 2)):
+        found_losses, found = train(ucp_worlds, SPREAD, Degrees(ep=ep, pipeline=False), stage)
+        assert found.keys() == weights.keys()
+        assert sum(".deepspeed_experts.3." in name for name in found) == 2 * SPREAD.layers
+        np.testing.assert_allclose(found_losses, losses, rtol=0, atol=4e-6)
+        for name, value in weights.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-5, err_msg=f"ep {ep}: {name}")
 
 
 @pytest.mark.engine
@@ -128,6 +141,7 @@ def test_the_vocabulary_is_padded_for_the_ranks(tp: int, rows: int) -> None:
         (Degrees(pp=2), 2, "a pipeline goes with ZeRO 0 and 1"),
         (Degrees(sp=2), 1, "without sp"),
         (Degrees(pp=2, pipeline=False), 1, "pp 2 needs the pipeline build"),
+        (Degrees(ep=2, pipeline=False), 1, "ep 2 has to divide the experts of deepspeed.moe"),
         (Degrees(tp=8), 1, "8/4 heads cannot be cut by tp 8"),
         (Degrees(sp=3, pipeline=False), 1, "8/4 heads cannot be cut by tp 1 × sp 3"),
     ],

@@ -90,10 +90,11 @@ def from_another_step(path: Path, source: Source, root: Path) -> bool | None:
 
 
 def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
-    """Of a run on one rank more."""
+    """Of a run on one rank more, or as many more as experts are spread over."""
     if not source.topology.partitions:
         return False
-    other = replace(source, topology=replace(source.topology, dp=source.topology.dp + 1))
+    dp = source.topology.dp + max(source.topology.ep, default=1)
+    other = replace(source, topology=replace(source.topology, dp=dp))
     return swap_in(
         path, write_other(root / "size", lambda root: other.write(root, seed=1)) / path.relative_to(find_folder(path))
     )

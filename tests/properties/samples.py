@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.samples import check_samples
 from tests.reshard import check_content, load, make_targets, open_for
-from tests.synth import Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
+from tests.synth import ExpertLayer, Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 TAG = "global_step3"
 PLAIN = Model(
@@ -43,6 +44,20 @@ PIPE = Model(
     ),
     {"1.count": torch.arange(3)},
     (Layer("embed"), Layer(), Layer(), Layer("embed", file=False)),
+)
+EXPERTS = Model(
+    (
+        Param("dense", (30, 17)),
+        Param("gate", (4, 5), group=1),
+        *(Param(f"mlp.deepspeed_moe.experts.deepspeed_experts.{n}.w", (12, 7), group=1) for n in range(4)),
+    ),
+    {"count": torch.arange(3)},
+    experts=(ExpertLayer("mlp", 4),),
+)
+FUSED = Model(
+    (Param("dense", (30, 17)), *(Param(f"mlp.experts.{w}.{n}", (12, 7)) for w in ("w1", "w2") for n in range(4))),
+    {"count": torch.arange(3)},
+    experts=(ExpertLayer("mlp", 4, fused=True),),
 )
 RULES = [
     {"match": r"\d+\.up", "pattern": "shard-v"},
@@ -96,7 +111,10 @@ SOURCES = [
     Source("zero3-legacy-bf16", Topology(3, 2, "bf16"), legacy=True),
     Source("pipeline", Topology(1, 2, "bf16", tp=2, pp=2), PIPE),
     Source("atomic", Topology(2, 2, "bf16"), atomic=True),
+    Source("experts", Topology(1, 4, "bf16", ep=(2,)), EXPERTS),
 ]
+if find_spec("deepspeed.module_inject.auto_ep_layer"):
+    SOURCES.append(Source("autoep-zero3", Topology(3, 4, "bf16", ep=(2,), dealt=True), FUSED))
 
 
 # -- ways to look at a checkpoint -------------------------------------------------------------------------------------

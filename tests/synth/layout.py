@@ -220,5 +220,5 @@ def _whole_flats(model: Model, topology: Topology) -> Iterator[Flat]:
         return
     for index, group in enumerate(model.groups):
         for param in group if topology.kind == "raw" else trained(group):
-            (name,) = param.atoms
-            yield Flat(index, (name,), param.numel, 0, (Slice(name, 0, 0, param.numel),), (param,))
+            slices = tuple(take_apart(param, Slice(param.name, 0, 0, param.numel)))
+            yield Flat(index, param.atoms, param.numel, 0, slices, (param,))

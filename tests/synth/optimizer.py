@@ -163,7 +163,7 @@ def _flat_state(flat: Flat, state: State, shaped: bool, padding: float) -> dict[
     for key in keys:
         sources = {name: state.atoms[name][key] for name in flat.names if key in state.atoms[name]}
         tensor = fill(flat, sources, padding)
-        entry[key] = tensor.view(state.atoms[flat.names[0]]["fp32"].shape) if shaped else tensor
+        entry[key] = tensor.view(flat.own[0].shape) if shaped else tensor
     return entry
 
 
@@ -180,7 +180,7 @@ def _master(flat: Flat, state: State, padding: float = 0.0) -> torch.Tensor:
 
 
 def _whole_master(flat: Flat, state: State) -> torch.Tensor:
-    return state.atoms[flat.names[0]]["fp32"].clone().requires_grad_()
+    return fill(flat, {name: state.atoms[name]["fp32"] for name in flat.names}).view(flat.own[0].shape).requires_grad_()
 
 
 def _lean(tensor: torch.Tensor, flat: Flat) -> torch.Tensor:

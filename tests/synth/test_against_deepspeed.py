@@ -82,6 +82,7 @@ CASES_MOE = (
     CaseMoE(Topology(0, 4, "bf16", ep=(2, 2), data_first=True)),
 )
 CASES_AUTOEP = (
+    CaseMoE(Topology(0, 4, "bf16", ep=(2, 2)), fused=True),
     CaseMoE(Topology(1, 4, "bf16", ep=(2, 2)), fused=True),
     CaseMoE(Topology(2, 4, "fp32", ep=(4, 4)), fused=True),
     CaseMoE(Topology(3, 4, "bf16", ep=(2, 2), data_first=True), fused=True),
