@@ -263,7 +263,7 @@ class Planner:
     def relate(self, index: AtomicIndex, target: Target, comm: Comm) -> tuple[Match, Layouts]:
         census = take_census(target, [], comm)
         rules = from_config(self.grid.patterns)
-        live = replace(census, renamed=find_renamed(index, census, rules, tell=False))
+        live = replace(census, renamed=find_renamed(index, census, rules))
         match = match_parameters(index, live, strict=True, with_states=True)
         check_alike(live, target, [])
         match_groups(index, target.group_members(), match)
