@@ -18,6 +18,8 @@ OLDEST_STAMP := $(OLDEST)/.deepspeed_ucp
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 export DS_ACCELERATOR ?= cpu
+# Empty: the tests start hundreds of processes, and what these import is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 # torch first and under the constraint, so that nothing else chooses another build. DeepSpeed is a source package:
 # no operator is compiled ahead.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
