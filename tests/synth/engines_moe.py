@@ -99,16 +99,20 @@ def describe_native() -> Model:
 def describe_autoep() -> Model:
     """As the module is once AutoEP has replaced the blocks; its router has a second name."""
     from engine_autoep import EXPERTS, HIDDEN, INNER
+    from engine_autoep import Model as Module
 
     params, layers = [], []
-    for number in range(2):
-        block = f"model.layers.{number}"
-        layer = ExpertLayer(f"{block}.mlp", EXPERTS, fused=True)
+    for name, param in Module().named_parameters():
+        if ".mlp.experts." in name:
+            continue
+        if not name.endswith(".mlp.gate.weight"):
+            params.append(Param(name, tuple(param.shape)))
+            continue
+        layer = ExpertLayer(name.removesuffix(".gate.weight"), EXPERTS, fused=True)
         shapes = {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}
         router = Param(f"{layer.name}.router.gate.weight", (EXPERTS, HIDDEN))
-        params += [Param(f"{block}.dense.weight", (HIDDEN, HIDDEN)), Param(f"{block}.dense.bias", (HIDDEN,)), router]
-        params += [Param(f"{layer.prefix}{w}.{n}", shape) for w, shape in shapes.items() for n in range(EXPERTS)]
-        params.append(Param(f"{layer.name}.gate.gate.weight", router.shape, alias_of=router.name, untold=True))
+        experts = [Param(f"{layer.prefix}{w}.{n}", shape) for w, shape in shapes.items() for n in range(EXPERTS)]
+        alias = Param(f"{layer.name}.gate.gate.weight", router.shape, alias_of=router.name, untold=True)
+        params += [router, *experts, alias]
         layers.append(layer)
-    params += [Param("head.weight", (1, HIDDEN)), Param("head.bias", (1,))]
     return Model(tuple(params), experts=tuple(layers))
