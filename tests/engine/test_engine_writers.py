@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import engine_writers
+import pytest
 from engine_cases import Case, training
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.resume import resume_each, save_run
+
+pytest.importorskip("deepspeed.io", reason="DeepSpeed before its fast writer")
+import engine_writers
 
 PLAIN = {"model": "plain"}
 
