@@ -198,11 +198,9 @@ class _Feeds:
             raise MismatchError(
                 f"rename: {made.blocks[0].name} and {self.made[new].blocks[0].name} both feed {new}; one rule only may."
             )
-        lanes = range(len(self.saved[made.blocks[0].name]))
+        here, lanes = self.live[new], range(len(self.saved[made.blocks[0].name]))
         shapes = tuple(self._find_shape(made, lane) for lane in lanes)
-        if (len(shapes) == len(self.live[new]) and shapes != self.live[new]) or _count(shapes) != _count(
-            self.live[new]
-        ):
+        if _count(shapes) != _count(here) or (len(shapes) == len(here) and shapes != here):
             raise MismatchError(
                 f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.blocks])} "
                 f"{self.saved[made.blocks[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"

@@ -14,7 +14,7 @@ from math import prod
 from typing import TypeVar
 
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, GroupInfo, ParamKey, Shard
-from ..errors import MismatchError
+from ..errors import MismatchError, shorten
 from ..flat import Shape
 
 T = TypeVar("T")
@@ -84,9 +84,15 @@ def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] 
         dropped: saved parameters that are left out.
 
     Raises:
-        MismatchError: what one parameter is made of has different states, dtypes, step counts or hyper-parameters.
+        MismatchError: a parameter that is made is there already; what one is made of has different states, dtypes, step
+            counts or hyper-parameters.
     """
     used = {block.name for each in made.values() for block in each.blocks} | set(dropped)
+    if twice := sorted({key.name for key in index.stored.atoms} & made.keys() - used):
+        feeding = shorten([block.name for block in made[twice[0]].blocks])
+        raise MismatchError(
+            f"The checkpoint has {shorten(twice)} itself, which {feeding} is to feed; leave one of them out."
+        )
     heads: dict[str, list[str]] = defaultdict(list)
     for name, each in made.items():
         heads[each.blocks[0].name].append(name)

@@ -257,6 +257,19 @@ def test_upstream_loads_what_we_write(
             check_loaded(join([states for _, states, _ in parts]), expected, buffers=False)
 
 
+def test_experts_beside_tensor_parallelism_are_converted(ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """Upstream's converter takes none."""
+    source, target = Spread(4, 1, "fp32", 2, tp=2), Spread(2, 3, "fp32", 2)
+    answers = ucp_worlds.get(4).run(engine_autoep.save, source, str(tmp_path), 5)
+    expected, losses = engine_autoep.join([states for states, _ in answers], source), answers[0][1]
+    tag = tmp_path / (tmp_path / "latest").read_text().strip()
+    convert_checkpoint(str(tag), str(tmp_path / "ours" / "step_universal"))
+    answers = ucp_worlds.get(2).run(engine_autoep.load_each, target, [str(tmp_path / "ours")])
+    assert not isinstance(answers[0][0], str), answers[0][0]
+    check_loaded(join([states for ((_, states, _),) in answers]), expected)
+    assert answers[0][0][2] == pytest.approx(losses, abs=1e-6)
+
+
 def test_the_command_line_knows_both_writers(autoep: dict[Spread, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for spread, (folder, _, _) in autoep.items():
         tag = str(folder / (folder / "latest").read_text().strip())

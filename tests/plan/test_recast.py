@@ -227,6 +227,11 @@ def test_two_rules_that_feed_the_same() -> None:
         carry_out({"a": (4,), "b": (4,)}, {"x.0": (2,), "x.1": (2,)}, rules)
 
 
+def test_what_the_checkpoint_has_itself_is_not_made() -> None:
+    with pytest.raises(MismatchError, match=r"has x.0, x.1 itself, which a is to feed"):
+        carry_out({"a": (2,), "x.0": (2,), "x.1": (2,)}, {"x.0": (2,), "x.1": (2,)}, [{"from": "a", "to": "x.{e}"}])
+
+
 @pytest.mark.parametrize("what", ["states", "step counts", "hyper-parameters"])
 def test_experts_that_do_not_go_together(what: str) -> None:
     keys = ParamKey("a.0"), ParamKey("a.1")
