@@ -65,6 +65,17 @@ class Plain(Base):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Table(Plain):
+    """`Plain` with a frozen table that is large enough for ZeRO++ to quantize it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1024, 512) * 0.1, requires_grad=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) + x @ self.table[: x.shape[1], :1]
+
+
 class Columns(Plain):
     """`Plain` whose matrices have several rows, as ZenFlow needs them."""
 
@@ -204,6 +215,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
     "aligned": Aligned,
     "columns": Columns,
+    "table": Table,
     "half": lambda: Plain().to(torch.bfloat16),
     "two_dtypes": TwoDtypes,
     "renamed": Renamed,

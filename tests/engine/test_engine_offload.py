@@ -170,6 +170,21 @@ def test_quantized_communication(sources: Any, ucp_worlds: WorldPool) -> None:
     assert average_losses(answers) == pytest.approx(run.losses, rel=0.05)
 
 
+@pytest.mark.exhaustive
+def test_quantized_frozen_weights(sources: Any, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """ZeRO++ saves them without their scales."""
+    options = {"model": "table"}
+    case = Case(3, 2, "fp16", zero={"zero_quantized_nontrainable_weights": True}, config=ON)
+    own = partial(engine_offload.train, case.ds_config, stand_in="quantized", **options)
+    ucp_worlds.get(2).run(engine_offload.save, own, str(tmp_path))
+    whole = Load(str(sources.get(Case(1, 3, "fp16"), **options).folder))
+    (refused,) = try_each(case, own, [whole], ucp_worlds)
+    assert refused.error == "UnsupportedError" and "table: a quantized parameter" in refused.message
+    target = Case(2, 3, "fp16", config=ON)
+    (refused,) = try_each(target, target.training(**options), [Load(str(tmp_path))], ucp_worlds)
+    assert refused.error == "UnsupportedError" and "table: a frozen parameter saved quantized" in refused.message
+
+
 ZENFLOW = {"topk_ratio": 0.3, "update_interval": 2, "select_strategy": "step", "select_interval": 4}
 
 
