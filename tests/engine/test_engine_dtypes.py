@@ -16,6 +16,8 @@ from deepspeed_ucp.testing.ranks import saved_state
 from deepspeed_ucp.testing.resume import LOSS_TOLERANCE
 from tests.covering import params
 
+pytest.importorskip("deepspeed.runtime.keep_in_fp32", reason="DeepSpeed before masters in bf16 for all stages")
+
 ResumeEach = Callable[..., None]
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

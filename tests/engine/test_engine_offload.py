@@ -18,6 +18,8 @@ from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.compare import compare
 from tests.covering import params
 
+pytest.importorskip("deepspeed.runtime.zenflow", reason="DeepSpeed before ZenFlow, SuperOffload and torch_autocast")
+
 ResumeEach = Callable[..., None]
 
 ON = {"checkpoint": {"universal": True}}
