@@ -205,9 +205,13 @@ def _cut_pieces(
 def find_moved_experts(index: AtomicIndex, degrees: Degrees) -> list[str]:
     """Layers whose experts lie on other ranks of a target than in the checkpoint, in words.
 
+    Over tensor-parallel ranks only the live model spreads them: there nothing is told.
+
     Raises:
         MismatchError: as of :func:`spread_layers`.
     """
+    if degrees.tp > 1:
+        return []
     names = [key.name for key in index.stored.atoms if key.state == MASTER]
     saved = place_experts(chain(*index.run.flats.values()), degrees.shards)
     found = []

@@ -17,6 +17,8 @@ from deepspeed_ucp.cli.experts import write_numbers
 from deepspeed_ucp.cli.parameters import list_parameters
 from deepspeed_ucp.cli.plot import MASTERS, make_map
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.forecast.degrees import Degrees
+from deepspeed_ucp.forecast.experts import find_moved_experts
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.sources import open_checkpoint
 from tests.synth import ExpertLayer, Model, Param, State, Topology, random_state, write_checkpoint
@@ -155,6 +157,14 @@ def test_a_plan_of_the_saved_placement_is_left_to_deepspeed(tmp_path: Path, run_
     assert told["loader"] == "deepspeed_ucp"
     assert [text.split(".")[0] for text in told["differences"]] == ["experts of h"] * 2
     assert run_json("plan", path, "--target", "dp=4,ep=2.4,data_first=1")[1]["loader"] == "deepspeed_ucp"
+
+
+def test_experts_over_tensor_parallel_ranks_are_the_live_models_to_spread(tmp_path: Path) -> None:
+    """A plan of the saved topology is left to DeepSpeed all the same."""
+    path, _ = write(tmp_path, Topology(1, 4, "bf16", ep=(2, 4)))
+    index = open_checkpoint(str(path), Comm())
+    assert find_moved_experts(index, Degrees(4, zero=1, ep=(4,)))
+    assert find_moved_experts(index, Degrees(2, 2, zero=1, ep=(4,))) == []
 
 
 @pytest.mark.parametrize(
