@@ -96,7 +96,7 @@ def _list_swapped(save: Save) -> list[SubGroup]:
     for index, (master, group) in enumerate(zip(first.masters, save.model(0).param_shapes or (), strict=False)):
         names, numel = tuple(name for name, _ in group), sum(reserve(prod(shape), save.dp) for _, shape in group)
         swapped = SubGroup(index, tuple(map(strip_compiled, names)), numel, master.dtype)
-        if numel and (swapped.nbytes >= least or not master.numel):
+        if numel and not master.fault and (swapped.nbytes >= least or not master.numel):
             found.append(swapped)
     return found
 

@@ -352,8 +352,13 @@ class Target(ABC):
             refresh()
 
     def prepare(self) -> None:
-        """Called before the buffers are filled."""
-        return
+        """Called before the buffers are filled, when ZeRO 3 has partitioned all parameters."""
+        for param in self.params.values():
+            held: Any = getattr(param, "ds_tensor", None)
+            if getattr(held, "final_location", None) == "nvme" and held.status != PartitionedParamStatus.NOT_AVAILABLE:
+                # fetched ahead: it would hide what is filled, and never be written back
+                param.nvme_swapper.synchronize_reads()
+                param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def drop_secondary_copies(self) -> None:
         """Forget ZeRO++ hpZ's copies of the parameters, which the next forward would take for their values."""

@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.reshard import Case
 from tests.sources.test_index import check_index
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state
+from tests.synth.files import optim_file
 from tests.synth.swap import model_order, number_parameters, swap_out, write_swapped
 
 MODEL = Model(
@@ -216,6 +217,17 @@ def test_states_that_are_nowhere(tmp_path: Path) -> None:
     swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0,))
     for tree in files.values():
         del tree["ds_config"]["zero_optimization"]["offload_optimizer"]
+    write_swapped(tmp_path, files, {})
+    with pytest.raises(CheckpointError, match="sub-group 0 has 0 elements, 35 are expected"):
+        open_folder(tmp_path)
+
+
+def test_masters_of_a_dtype_that_is_not_covered(tmp_path: Path) -> None:
+    files, _ = make()
+    swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0,))
+    for rank in range(2):
+        held = files[optim_file(TOPOLOGY, rank)]["optimizer_state_dict"]["fp32_flat_groups"]
+        held[0] = torch.empty(0, dtype=torch.complex32)
     write_swapped(tmp_path, files, {})
     with pytest.raises(CheckpointError, match="sub-group 0 has 0 elements, 35 are expected"):
         open_folder(tmp_path)
