@@ -309,7 +309,10 @@ def foresee_experts(trip: tuple[Case, Topology], case: int) -> None:
         targets = make_targets(source.model, target)
         index, ranks = load(source.write(folder), targets, options)
         virtual = foretell_target(index, degrees_of(target))
-        compare(index, ranks, predict(index, virtual, options), virtual, options)
+        run = predict(index, virtual, options)
+        compare(index, ranks, run, virtual, options)
+    assert run.totals is not None
+    assert run.totals.needed == sum(rank.needed for rank in run.ranks)
 
 
 @examples(60)
