@@ -90,8 +90,11 @@ def test_every_state_comes_back(
             assert not isinstance(parts[0], str), parts[0]
             states = join([states for _, states, _ in parts])
             assert states.keys() == expected.keys()
-            for key, tensor in states.items():
-                assert torch.equal(tensor, expected[key].to(tensor.dtype)), key
+            for (name, state), tensor in states.items():
+                value = expected[name, state]
+                if state == "copy" and source.precision != target.precision:  # made of the master, where there is one
+                    value = expected.get((name, "fp32"), value)
+                assert torch.equal(tensor, value.to(tensor.dtype)), (name, state)
             if (source.world, source.stage, source.precision) == (target.world, target.stage, target.precision):
                 assert [losses for _, _, losses in parts] == losses
             on_nvme = "nvme" in (target.optimizer, target.params)
