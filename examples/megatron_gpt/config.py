@@ -76,17 +76,17 @@ class Degrees:
 
     Attributes:
         tp, pp, sp: tensor-parallel ranks, pipeline stages, sequence-parallel ranks.
-        ep: expert-parallel ranks, some of the data-parallel ones.
         pipeline: build a PipelineModule, also where pp is 1.
         partition_method: DeepSpeed's, of layers over stages.
+        ep: expert-parallel ranks, some of the data-parallel ones.
     """
 
     tp: int = 1
     pp: int = 1
     sp: int = 1
-    ep: int = 1
     pipeline: bool = True
     partition_method: str = "type:transformer"
+    ep: int = 1
 
     def check(self, config: GPTConfig, stage: int) -> None:
         """Raise ValueError where DeepSpeed or the model cannot do this."""
