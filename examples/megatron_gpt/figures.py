@@ -215,7 +215,7 @@ class Experiment:
 
     def make_job(self, plan: Plan, place: Place, precision: str) -> Job:
         config = replace(plan.config, vocabulary_divisor=plan.divisors.get(place.tp, plan.config.vocabulary_divisor))
-        degrees = Degrees(place.tp, place.pp, place.sp, max(place.ep, 1), pipeline=not place.plain)
+        degrees = Degrees(place.tp, place.pp, place.sp, ep=max(place.ep, 1), pipeline=not place.plain)
         return Job(config, degrees, place.ranks, make_ds_config(place, precision), self.steps)
 
     def make_controls(self, job: Job, reruns: int, forget: bool) -> dict[str, Job]:

@@ -90,7 +90,7 @@ def main() -> None:
     args = parse_arguments()
     deepspeed.init_distributed()
     ds_config = hjson.loads(Path(args.ds_config).read_text())
-    degrees = Degrees(args.tp, args.pp, args.sp, args.ep, not args.plain, args.partition_method)
+    degrees = Degrees(args.tp, args.pp, args.sp, not args.plain, args.partition_method, args.ep)
     trainer = Trainer(make_config(args), degrees, ds_config)
     if args.load and trainer.load(args.load):
         report(f"resumed at step {trainer.step}; {trainer.engine.ucp_report.reason}")
