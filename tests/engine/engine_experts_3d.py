@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import engine_experts
 import torch
 import torch.distributed as dist
 from deepspeed.moe import mappings
@@ -219,13 +220,8 @@ def train(engine: Any, steps: range) -> list[float]:
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:
-    names = {id(param): name for name, param in module.named_parameters()}
-    for name, layer in module.named_modules():
-        if isinstance(layer, MoE):
-            first = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
-            for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-                head = f"{name}.deepspeed_moe.experts.deepspeed_experts.{first + number}"
-                names.update({id(param): f"{head}.{rest}" for rest, param in expert.named_parameters()})
+    """Without what a model that is no pipeline has in front."""
+    names = engine_experts.name_parameters(module)
     return {number: name.removeprefix("layers.") for number, name in names.items()}
 
 
