@@ -1,37 +1,61 @@
-"""Attaches the hook to DeepSpeed's classes as soon as they exist; DeepSpeed itself is not imported for that.
+"""Attaches the hook to the classes of DeepSpeed, and of the trainers around it, as soon as they exist; no library is
+imported for that.
 
-Methods are wrapped at class level (:mod:`deepspeed_ucp.hook`). The wrappers import the hook when they are first
-called: by then DeepSpeed and torch are there, whichever was imported first.
+Methods are wrapped at class level, functions in the module that calls them (:data:`TABLE`). The wrappers import what
+takes their place when they are first called: by then the library and torch are there, whichever was imported first.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _ENGINE = "deepspeed.runtime.engine"
-"""The module whose import brings all classes that are wrapped."""
+"""The module whose import brings all of DeepSpeed's classes that are wrapped."""
 
-_METHODS = (
-    (_ENGINE, "DeepSpeedEngine", "load_checkpoint", "_load_checkpoint"),
-    ("deepspeed.runtime.config", "DeepSpeedConfig", "_configure_train_batch_size", "_configure_train_batch_size"),
-    (_ENGINE, "DeepSpeedEngine", "_check_for_duplicates", "_check_for_duplicates"),
-    (_ENGINE, "DeepSpeedEngine", "save_checkpoint", "_save_checkpoint"),
-    (_ENGINE, "DeepSpeedEngine", "_commit_decoupled_checkpoint", "_commit_decoupled_checkpoint"),
-    (_ENGINE, "DeepSpeedEngine", "_take_model_step", "_take_model_step"),
-)
-"""Module, class, method, and the hook's function that takes its place."""
 
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+class Wrapped(NamedTuple):
+    """What is wrapped, and with what.
+
+    Attributes:
+        after: module after whose import it is wrapped.
+        module: where it is; ``after`` has imported it.
+        name: of a method, as ``Class.method``, or of a function. What a release lacks is left out.
+        room: module of this package that has what takes its place.
+        replacement: a function there; called with the original, and what that is called with.
+    """
+
+    after: str
+    module: str
+    name: str
+    room: str
+    replacement: str
+
+
+TABLE = [
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.load_checkpoint", "hook", "_load_checkpoint"),
+    Wrapped(
+        *(_ENGINE, "deepspeed.runtime.config", "DeepSpeedConfig._configure_train_batch_size"),
+        *("hook", "_configure_train_batch_size"),
+    ),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._check_for_duplicates", "hook", "_check_for_duplicates"),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_decoupled_checkpoint"),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
+]
+"""All that is wrapped."""
+
+_originals: dict[tuple[Any, str], Any] = {}
+"""By owner (a class or a module) and name what was there itself; None where it was inherited."""
+
 _settings = {"default_on": False}
 
 
@@ -47,19 +71,24 @@ def install(*, default_on: bool | None = None) -> None:
     if default_on is not None:
         _settings["default_on"] = default_on
     _attach(importlib.import_module(_ENGINE))
+    install_when_imported()
 
 
 def install_when_imported() -> None:
-    """Wrap DeepSpeed's methods now if it has been imported, else as soon as it is."""
-    module = sys.modules.get(_ENGINE)
-    if module is None:
-        _watcher.awake = True
-        if _watcher not in sys.meta_path:  # it stays: to remove it would make other threads' imports skip a finder
-            sys.meta_path.insert(0, _watcher)
-    elif _is_initializing(importlib.import_module(_ENGINE)):  # another thread's import has ended here, our own has not
-        logger.warning("deepspeed_ucp was imported by DeepSpeed's own import: call deepspeed_ucp.install() after it.")
-    else:
-        _attach(module)
+    """Wrap now what libraries that have been imported hold of the table, else as soon as they are."""
+    _watcher.awake = True
+    if _watcher not in sys.meta_path:  # it stays: to remove it would make other threads' imports skip a finder
+        sys.meta_path.insert(0, _watcher)
+    for name in dict.fromkeys(each.after for each in TABLE):
+        if name not in sys.modules:
+            continue
+        module = importlib.import_module(name)  # of another thread's import this waits for the end
+        if not _is_initializing(module):
+            _attach(module)
+        else:
+            library = name.partition(".")[0]
+            told = "deepspeed_ucp was imported by %s's own import: call deepspeed_ucp.install() after it."
+            logger.warning(told, "DeepSpeed" if name == _ENGINE else library)
 
 
 def _is_initializing(module: ModuleType) -> bool:
@@ -67,19 +96,16 @@ def _is_initializing(module: ModuleType) -> bool:
 
 
 class _Watcher:
-    """Finds the engine's module as the other finders do, and attaches to it right after it has run."""
+    """Finds the table's modules as the other finders do, and attaches to each right after it has run."""
 
     def __init__(self) -> None:
         self.awake = False
 
-    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        if name != _ENGINE or not self.awake:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not self.awake or all(name != each.after for each in TABLE):
             return None
-        self.awake = False
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.awake = True
+        finders = [each.find_spec for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(_execute, spec.loader)  # type: ignore[method-assign]
         return spec
@@ -96,10 +122,13 @@ def _execute(loader: Any, module: ModuleType) -> None:
 
 
 def uninstall() -> None:
-    """Put DeepSpeed's own methods back; if it has not been imported yet, leave it alone."""
+    """Put back what libraries had themselves; those that have not been imported yet are left alone."""
     _watcher.awake = False
     for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
     _originals.clear()
     _settings["default_on"] = False
 
@@ -110,21 +139,24 @@ def is_default_on() -> bool:
 
 
 def _attach(module: ModuleType) -> None:
-    for home, owner, name, replacement in _METHODS:
-        _wrap(getattr(importlib.import_module(home), owner), name, replacement)
-    if not hasattr(module.DeepSpeedEngine, "ucp_report"):
+    for each in TABLE:
+        if each.after == module.__name__:
+            kind, _, name = each.name.rpartition(".")
+            home = importlib.import_module(each.module)
+            _wrap(getattr(home, kind, None) if kind else home, name, each)
+    if module.__name__ == _ENGINE and not hasattr(module.DeepSpeedEngine, "ucp_report"):
         module.DeepSpeedEngine.ucp_report = None
 
 
-def _wrap(owner: type, name: str, replacement: str) -> None:
+def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
     if (owner, name) in _originals or not hasattr(owner, name):
         return
-    original = getattr(owner, name)
+    original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hook = importlib.import_module(f"{__package__}.hook")
-        return getattr(hook, replacement)(original, self, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        room = importlib.import_module(f"{__package__}.{wrapped.room}")
+        return getattr(room, wrapped.replacement)(original, *args, **kwargs)
 
-    _originals[owner, name] = original
+    _originals[owner, name] = vars(owner).get(name)
     setattr(owner, name, wrapper)

@@ -66,7 +66,8 @@ hooks.early = hooks.inner = hooks.late = lambda: None
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name in SOURCES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=name in ("deepspeed", "deepspeed.runtime"))
+            package = name in ("library", "deepspeed", "deepspeed.runtime")
+            return importlib.machinery.ModuleSpec(name, self, is_package=package)
     def exec_module(self, module):
         exec(SOURCES[module.__name__], module.__dict__)
 
@@ -138,6 +139,42 @@ deepspeed_ucp = sys.modules["deepspeed_ucp"]; deepspeed_ucp.install(); told()
     warning, before, after = told.splitlines()
     assert "call deepspeed_ucp.install() after it" in warning
     assert (before, after) == ("[False, False] absent", "[True, True] None")
+
+
+# A library around DeepSpeed: a class, one that inherits what is wrapped, and a function that another module calls.
+LIBRARY = """
+SOURCES.update({
+    "library": "",
+    "library.calls": "def load(): return 'own'",
+    "library.trainer": "from .calls import load\\n"
+        "class Base:\\n    def save(self, folder): return 'own ' + folder\\n"
+        "class Trainer(Base):\\n    def train(self, steps): return 'own %d' % steps",
+})
+from deepspeed_ucp import attach
+replaced = sys.modules["deepspeed_ucp.trainers.replaced"] = types.ModuleType("replaced")
+replaced.call = lambda original, *args, **kwargs: "ours, " + original(*args, **kwargs)
+for name in ("Trainer.train", "Trainer.save", "load", "Trainer.of_another_release", "Gone.train"):
+    attach.TABLE.append(attach.Wrapped("library.trainer", "library.trainer", name, "trainers.replaced", "call"))
+
+def use():
+    from library import calls, trainer
+    print([trainer.Trainer().train(3), trainer.Trainer().save(folder="here"), trainer.load(), calls.load()])
+    print(trainer.Base().save("here"), sorted(name for name in vars(trainer.Trainer) if name[0] != "_"))
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["import library.trainer", "attach.uninstall(); import library.trainer; attach.install_when_imported()"],
+    ids=["ours-first", "library-first"],
+)
+def test_a_trainer_is_wrapped_like_deepspeed(order: str) -> None:
+    """As soon as it is imported, without DeepSpeed; uninstalling puts back what it had itself."""
+    told = run(FAKE + LIBRARY + order + "; use(); print('deepspeed' in sys.modules); attach.uninstall(); use()")
+    wrapped, names, imported, own, own_names = told.splitlines()
+    assert wrapped == "['ours, own 3', 'ours, own here', 'ours, own', 'own']"
+    assert (names, imported) == ("own here ['save', 'train']", "False")
+    assert (own, own_names) == ("['own 3', 'own here', 'own', 'own']", "own here ['train']")
 
 
 def test_deepspeed_itself_gets_the_hook() -> None:
