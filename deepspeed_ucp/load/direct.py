@@ -184,7 +184,7 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     """Everything of the state file but the model's tensors, checked; collective.
 
     At the saved tensor- and pipeline-parallel degrees every rank gets what its own file holds (Megatron's random
-    states), else what the first rank's does.
+    states), else what the first rank's does; of the data-parallel ranks, where each has a file, it is the same.
 
     Raises:
         CheckpointError: it is damaged, or no save of an engine.
@@ -211,12 +211,15 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
-    """The state file of this rank's model-parallel rank, where the checkpoint has one beside the first."""
+    """The state file that this rank's place in the saved world wrote, where the checkpoint has one beside the first."""
     place, topology = target.place, index.run.topology
-    if not place.mp_rank or (place.tp, place.pp) != (topology.tp, topology.pp):
+    if (place.tp, place.pp) != (topology.tp, topology.pp):
         return None
     folder, name = os.path.split(index.run.state_file)
-    path = os.path.join(folder, name.replace("mp_rank_00", f"mp_rank_{place.mp_rank:02d}"))
+    name = name.replace("mp_rank_00", f"mp_rank_{place.mp_rank:02d}")
+    if place.dp == topology.dp:
+        name = name.replace("zero_pp_rank_0_", f"zero_pp_rank_{place.dp_rank}_")
+    path = os.path.join(folder, name)
     return path if path != index.run.state_file and os.path.isfile(path) else None
 
 

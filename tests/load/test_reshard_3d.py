@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -599,31 +600,40 @@ def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, t
     assert 0 < read <= sum(index.stored.records[record].nbytes for record in records)
 
 
+TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
+
+
 @pytest.mark.parametrize(
-    ("target", "epochs"),
+    ("source", "target", "epochs"),
     [
-        (Topology(1, 1, tp=2, pp=2), [0, 1, 2, 3]),
-        (Topology(0, 2, tp=2, pp=2), [0, 0, 1, 1, 2, 2, 3, 3]),
-        (Topology(1, 1, tp=4), [0] * 4),
-        (Topology(2, 2), [0, 0]),
+        (TP2_PP2, Topology(1, 1, tp=2, pp=2), [0, 1, 2, 3]),
+        (TP2_PP2, Topology(0, 2, tp=2, pp=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (TP2_PP2, Topology(1, 1, tp=4), [0] * 4),
+        (TP2_PP2, Topology(2, 2), [0, 0]),
+        (ZERO3, Topology(2, 2, tp=2), [0, 10, 1, 11]),
+        (ZERO3, Topology(3, 1, tp=2), [0, 1]),
+        (ZERO3, Topology(3, 3, tp=2), [0, 0, 0, 1, 1, 1]),
+        (ZERO3, Topology(3, 4), [0] * 4),
     ],
     ids=lambda t: t.label if isinstance(t, Topology) else "",
 )
 def test_client_states_are_each_ranks_own_at_the_same_degrees(
-    target: Topology, epochs: list[int], tmp_path: Path
+    source: Topology, target: Topology, epochs: list[int], tmp_path: Path
 ) -> None:
-    """Megatron keeps the random states of its ranks there."""
-    held = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
+    """Megatron keeps the random states of its ranks there. Tens: data-parallel ranks, which ZeRO 3 saves apart."""
+    held = draw_state(PIPELINE if source.pp > 1 else PLAIN, source)
     held.write(tmp_path)
-    for rank in range(4):
-        path = tmp_path / f"mp_rank_{rank:02d}_model_states.pt"
-        torch.save({**torch.load(path, weights_only=False), "epoch": rank}, path)
+    for path in tmp_path.glob("*mp_rank_*model_states.pt"):
+        data, model = (int(number) for number in re.findall(r"rank_(\d+)", f"rank_0_{path.name}")[-2:])
+        torch.save({**torch.load(path, weights_only=False), "epoch": 10 * data + model}, path)
     targets = expect(held, target).make_targets()
     index = open_everywhere(tmp_path, targets)
     config = make_config(held.model)
     results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
-    order = sorted((each.place.mp_rank, client["epoch"]) for each, (*_, client) in zip(targets, results, strict=True))
-    assert [epoch for _, epoch in order] == epochs
+    places = [(each.place.mp_rank, each.place.dp_rank) for each in targets]
+    assert [
+        epoch for _, epoch in sorted(zip(places, (client["epoch"] for *_, client in results), strict=True))
+    ] == epochs
 
 
 def check_held(targets: Sequence[FakeTarget], wanted: Held) -> None:
