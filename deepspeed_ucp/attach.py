@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -56,14 +56,15 @@ TABLE = [
 _originals: dict[tuple[Any, str], Any] = {}
 """By owner (a class or a module) and name what was there itself; None where it was inherited."""
 
-_settings = {"default_on": False}
+_settings: dict[str, Any] = {"default_on": None}
 
 
-def install(*, default_on: bool | None = None) -> None:
+def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
     """Import DeepSpeed and wrap its methods; a second call changes nothing but ``default_on``, if it is given.
 
     Args:
-        default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that).
+        default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that); with an object,
+            with these options, which a ds_config's own say adds to.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -130,12 +131,12 @@ def uninstall() -> None:
         else:
             setattr(owner, name, original)
     _originals.clear()
-    _settings["default_on"] = False
+    _settings["default_on"] = None
 
 
-def is_default_on() -> bool:
-    """Whether engines whose ds_config says nothing have the plugin on."""
-    return _settings["default_on"]
+def get_default() -> bool | Mapping[str, Any] | None:
+    """``default_on`` as :func:`install` was last given it."""
+    return _settings["default_on"]  # type: ignore[no-any-return]
 
 
 def _attach(module: ModuleType) -> None:

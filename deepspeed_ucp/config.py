@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .errors import ConfigError, describe_faults
 
 SECTION = "checkpoint.universal"
+ENVIRONMENT = "DEEPSPEED_UCP"
+"""Variable with defaults for engines, as JSON of what the section may be."""
 
 
 class UniversalConfig(BaseModel):
@@ -51,31 +54,67 @@ class UniversalConfig(BaseModel):
     trust_pickle: bool = False
 
 
-def parse_config(ds_config: Mapping[str, Any], default_on: bool = False) -> UniversalConfig | None:
+def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, object]] = ()) -> UniversalConfig | None:
     """Read ``checkpoint.universal`` from a ds_config dict; None means that the plugin is off for this engine.
+
+    Args:
+        defaults: what else has a say, before the ds_config; as for :func:`merge_options`.
 
     Raises:
         ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is written too.
     """
     section = ds_config.get("checkpoint") or {}
-    value = section.get("universal", default_on)
-    if value is False or value is None:
-        return None
-    if section.get("load_universal") and "universal" in section:  # by default both serve, each its own folders
+    value = section.get("universal", False)
+    own = [(f'ds_config: "{SECTION}"', False if value is None else value)] if "universal" in section else []
+    options = merge_options([*defaults, *own])
+    if options and own and section.get("load_universal"):  # by default both serve, each its own folders
         raise ConfigError(
             'ds_config: "checkpoint.load_universal" (DeepSpeed\'s offline universal checkpoint) and '
             f'"{SECTION}" are both on; keep one of them.'
         )
-    if value is True:
-        return UniversalConfig()
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f'ds_config: "{SECTION}" must be true, false or an object, found {value!r}. {describe_keys()}'
-        )
+    return options
+
+
+def merge_options(said: Iterable[tuple[str, object]]) -> UniversalConfig | None:
+    """The options for an engine from all that has a say; None where the plugin is off.
+
+    Args:
+        said: by whom, for messages, and what: True, False, an object of options, or None, which says nothing. The last
+            one counts, for each option apart, and about on and off.
+
+    Raises:
+        ConfigError: something is none of these, or has an unknown key or one of the wrong type.
+    """
+    on, options = False, dict[str, Any]()
+    for who, value in said:
+        if value is None:
+            continue
+        if not isinstance(value, (bool, Mapping)):
+            raise ConfigError(f"{who} must be true, false or an object, found {value!r}. {describe_keys()}")
+        on = value is not False
+        options |= _check_options(who, value) if isinstance(value, Mapping) else {}
+    return UniversalConfig.model_validate(options) if on else None
+
+
+def _check_options(who: str, value: Mapping[Any, Any]) -> dict[str, Any]:
     try:
-        return UniversalConfig.model_validate(dict(value))
+        UniversalConfig.model_validate(dict(value))
     except ValidationError as error:
-        raise ConfigError(f'ds_config: "{SECTION}" is not valid: {describe_faults(error)}. {describe_keys()}') from None
+        raise ConfigError(f"{who} is not valid: {describe_faults(error)}. {describe_keys()}") from None
+    return dict(value)
+
+
+def read_environment(variables: Mapping[str, str]) -> tuple[str, object]:
+    """What the environment says, as :func:`merge_options` takes it.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    who, text = f"the environment variable {ENVIRONMENT}", variables.get(ENVIRONMENT, "").strip()
+    try:
+        return who, json.loads(text) if text else None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{who} must be true, false or an object as JSON, found {text!r}: {error}") from None
 
 
 def describe_keys() -> str:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .attach import is_default_on
+from .attach import get_default
 from .carry import collect, hand_out
 from .comm import connect
-from .config import UniversalConfig, choose_batch, parse_config
+from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
 from .load.job import LoadArguments
 from .load.off import load_switched_off
@@ -47,7 +47,8 @@ def show_decisions() -> None:
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
-    options = parse_config(config._param_dict, is_default_on())
+    defaults = [read_environment(os.environ), ("deepspeed_ucp.install(default_on=…)", get_default())]
+    options = parse_config(config._param_dict, defaults)
     config.ucp_config = options
     if options is not None:
         show_decisions()

@@ -16,10 +16,13 @@ from deepspeed_ucp.config import (
     choose_batch,
     fit_batch,
     parse_config,
+    read_environment,
     suggest_batch,
 )
 from deepspeed_ucp.errors import ConfigError
 from tests.reshard import examples
+
+ON = [("ds_ucp run", True)]
 
 
 def parse(value: Any, **others: Any) -> UniversalConfig | None:
@@ -31,13 +34,13 @@ def parse(value: Any, **others: Any) -> UniversalConfig | None:
 )
 def test_silence_means_the_default(config: dict[str, Any]) -> None:
     assert parse_config(config) is None
-    assert parse_config(config, default_on=True) == UniversalConfig()
+    assert parse_config(config, ON) == UniversalConfig()
 
 
 @pytest.mark.parametrize("value", [False, None])
 def test_off_is_off_also_under_ds_ucp_run(value: Any) -> None:
     assert parse(value) is None
-    assert parse_config({"checkpoint": {"universal": value}}, default_on=True) is None
+    assert parse_config({"checkpoint": {"universal": value}}, ON) is None
 
 
 def test_true_and_an_empty_object_take_all_defaults() -> None:
@@ -119,9 +122,35 @@ def test_both_universal_checkpoints_at_once_are_refused() -> None:
 
 def test_by_default_the_plugin_is_on_beside_load_universal() -> None:
     """A script that knows nothing of the plugin: an atomic tag is DeepSpeed's, a normal one ours."""
-    assert parse_config({"checkpoint": {"load_universal": True}}, default_on=True) == UniversalConfig()
+    assert parse_config({"checkpoint": {"load_universal": True}}, ON) == UniversalConfig()
     with pytest.raises(ConfigError, match="both on"):
-        parse_config({"checkpoint": {"load_universal": True, "universal": {}}}, default_on=True)
+        parse_config({"checkpoint": {"load_universal": True, "universal": {}}}, ON)
+
+
+def test_options_without_a_ds_config() -> None:
+    """Of what is said about an option the last counts, and the ds_config's own word comes last."""
+    environment = read_environment({"DEEPSPEED_UCP": ' {"patterns": "bloom", "threads": 2, "seal": true} '})
+    defaults = [environment, ("install", {"threads": 3})]
+    found = parse_config({}, defaults)
+    assert found == UniversalConfig(patterns="bloom", threads=3, seal=True)
+    section = {"universal": {"seal": False, "window_mb": 32}}
+    assert parse_config({"checkpoint": section}, defaults) == UniversalConfig(patterns="bloom", threads=3, window_mb=32)
+    assert parse_config({"checkpoint": {"universal": True}}, defaults) == found
+    assert parse_config({"checkpoint": {"universal": False}}, defaults) is None
+    assert parse_config({"checkpoint": {"load_universal": True}}, defaults) == found
+    assert parse_config({}, [environment, ("install", False)]) is None
+    assert parse_config({}, [environment, ("install", None)]) is not None
+    assert parse_config({}, [read_environment({}), ("install", None)]) is None
+    assert parse_config({}, [read_environment({"DEEPSPEED_UCP": "true"})]) == UniversalConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("{", "as JSON"), ("1", "true, false or an object"), ('{"seals": 1}', "seals"), ("yes", "'yes'")],
+)
+def test_a_wrong_environment_is_told_by_its_name(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment variable DEEPSPEED_UCP .*{named}"):
+        parse_config({}, [read_environment({"DEEPSPEED_UCP": text})])
 
 
 def test_several_faults_are_told_at_once() -> None:

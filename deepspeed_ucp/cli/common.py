@@ -144,6 +144,20 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
     return [list(group) for group in groups]
 
 
+def read_patterns(value: str | None) -> Any:
+    """``--patterns`` as ``checkpoint.universal.patterns`` has it: a family's name, a file's path, or rules.
+
+    Raises:
+        ConfigError: it begins as JSON does, and is none.
+    """
+    if value is None or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--patterns: neither a family, a file nor JSON: {error}") from None
+
+
 def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
     """The rules of ``--patterns``: a family, a file, or JSON written out; empty without it.
 
@@ -152,10 +166,4 @@ def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
     """
     from ..patterns import from_config
 
-    value = options.patterns
-    if value is None or not value.lstrip().startswith(("[", "{")):
-        return from_config(value)
-    try:
-        return from_config(json.loads(value))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--patterns: neither a family, a file nor JSON: {error}") from None
+    return from_config(read_patterns(options.patterns))

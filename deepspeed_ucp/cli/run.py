@@ -6,14 +6,33 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .common import add_command
-from .printing import OK
+from ..errors import UcpError
+from .common import add_command, read_patterns
+from .printing import ERROR, OK, tell
 
 if TYPE_CHECKING:
     from .common import Commands
+
+
+_FLAGS = {
+    "trust_pickle": "unpickle unknown classes in client states",
+    "preserve_batch_size": "keep train_batch_size on other numbers of ranks by changing accumulation and micro batch",
+    "fallback": "where the newest checkpoint is not whole, take the newest one before it that is",
+    "seal": "write a seal after each save",
+}
+_VALUES: dict[str, tuple[str, type, str]] = {
+    "patterns": ("RULES", str, "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON"),
+    "param_groups": ("WHOSE", str, "hyper-parameters of the param groups: saved (default) or live"),
+    "verify": ("HOW", str, "check what is read: crc (default) or off"),
+    "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
+    "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
+    "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
+    "threads": ("N", int, "reading threads per rank (default: from its cores)"),
+}
+"""Options of ``checkpoint.universal``: what stands for the value, its type, and the help; in ``_FLAGS`` the help."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,30 +42,66 @@ def add_parser(commands: Commands) -> None:
         "run",
         help="run a training script with the plugin on",
         description="Run SCRIPT with the plugin installed and on for every engine whose ds_config does not say\n"
-        '"checkpoint": {"universal": false}. The script itself needs no change.',
+        '"checkpoint": {"universal": false}. The script itself needs no change. Options of the plugin reach every '
+        "engine; where a ds_config gives one itself, that counts.",
         examples="""
             deepspeed --no_python ds_ucp run train.py --deepspeed_config ds_config.json
             torchrun --nproc-per-node 8 --no-python ds_ucp run train.py
             mpirun -np 8 ds_ucp run train.py
+            deepspeed --no_python ds_ucp run --patterns megatron-gpt --trust-pickle pretrain_gpt.py ...
         """,
         general=False,
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name, as for python -m")
+    plugin = run.add_argument_group("options of the plugin (docs/guide.md)")
+    for name, text in _FLAGS.items():
+        plugin.add_argument(_write_flag(name), action="store_true", default=None, help=text)
+    for name, (metavar, kind, text) in _VALUES.items():
+        plugin.add_argument(_write_flag(name), metavar=metavar, type=kind, help=text)
     run.add_argument("script", metavar="SCRIPT", help="the training script")
     run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed to the script")
 
 
+def _write_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the script; its errors and its exit code are its own."""
-    run_script(options.script, [*options.launcher, *options.args], is_module=options.module)
+    try:
+        default = read_default(options)
+    except UcpError as error:
+        tell(f"ds_ucp run: {error}")
+        return ERROR
+    run_script(options.script, [*options.launcher, *options.args], is_module=options.module, default_on=default)
     return OK
 
 
-def run_script(script: str, args: Sequence[str], *, is_module: bool) -> None:
+def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:
+    """What engines have whose ds_config does not say otherwise.
+
+    Raises:
+        ConfigError: an option has a value that it cannot have.
+    """
+    from ..config import merge_options
+    from ..patterns import from_config
+
+    given = {name: getattr(options, name) for name in (*_FLAGS, *_VALUES)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "patterns" in given:
+        given["patterns"] = read_patterns(given["patterns"])
+        from_config(given["patterns"])
+    merge_options([("what the command line says", given)])
+    return given or True
+
+
+def run_script(
+    script: str, args: Sequence[str], *, is_module: bool, default_on: bool | Mapping[str, Any] = True
+) -> None:
     """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
     import deepspeed_ucp
 
-    deepspeed_ucp.install(default_on=True)
+    deepspeed_ucp.install(default_on=default_on)
     sys.argv = [script, *args]
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)

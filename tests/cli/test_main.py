@@ -19,6 +19,7 @@ import torch
 
 import deepspeed_ucp
 from deepspeed_ucp import attach, hook
+from deepspeed_ucp.cli import run as run_command
 from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.completion import list_actions
 from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main, split_launcher_arguments
@@ -52,7 +53,7 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.handlers[:] = handlers
     log.setLevel(level)
     sys.modules.pop("neighbour", None)
-    deepspeed_ucp.install(default_on=False)
+    attach._settings["default_on"] = None
 
 
 @pytest.fixture
@@ -157,6 +158,25 @@ def test_ds_ucp_run_switches_engines_on_that_say_nothing() -> None:
     deepspeed_ucp.install(default_on=True)
     assert configure(FakeConfig("silent")).ucp_config == UniversalConfig()
     assert configure(FakeConfig(False)).ucp_config is None
+
+
+def test_options_of_a_run_reach_every_engine(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_UCP", '{"patterns": "bloom", "fallback": true}')
+    assert configure(FakeConfig("silent")).ucp_config == UniversalConfig(patterns="bloom", fallback=True)
+    own = ["--patterns", '[{"match": "x", "pattern": "shard-v"}]', "--trust-pickle", "--threads", "2"]
+    assert main(["run", *own, str(script), str(tmp_path / "out.json")]) == 0
+    found = configure(FakeConfig({"threads": 1})).ucp_config
+    rules = [{"match": "x", "pattern": "shard-v"}]
+    assert found == UniversalConfig(patterns=rules, trust_pickle=True, fallback=True, threads=1)
+    for wrong in (["--patterns", "blooom"], ["--patterns", "{"], ["--verify", "md5"], ["--window-mb", "1"]):
+        assert main(["run", *wrong, str(script)]) == 2
+        assert wrong[0].strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+def test_a_run_has_every_option_of_the_plugin() -> None:
+    assert {*run_command._FLAGS, *run_command._VALUES} == set(UniversalConfig.model_fields)
 
 
 def test_the_batch_is_refused_only_where_the_plugin_is_on() -> None:
