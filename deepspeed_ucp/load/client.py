@@ -7,10 +7,13 @@ the classes that were found harmless and no others; the model's tensors are left
 
 from __future__ import annotations
 
+import abc
 import argparse
 import collections
+import dataclasses
 import datetime
 import enum
+import inspect
 import io
 import pathlib
 import pickle
@@ -62,7 +65,7 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     allowed = None
     if not trust_pickle:
         allowed = _list_allowed()
-        names = dict.fromkeys(value.kind for value in walk(kept) if isinstance(value, Global))
+        names = dict.fromkeys(file.tell_use(value) for value in walk(kept) if isinstance(value, Global))
         _refuse_unknown(path, [name for name in names if not _allow(name, allowed)])
         calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
         _check_copies(file, calls)
@@ -85,7 +88,7 @@ def check_trusted(named: Mapping[str, str]) -> None:
 
 
 def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:
-    if named := shorten(unknown, 20):
+    if named := shorten(dict.fromkeys(name.removesuffix("()") for name in unknown), 20):
         raise CheckpointError(
             f"{path}: holds objects that are not unpickled without your consent ({named}). If you trust the "
             "checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
@@ -117,13 +120,28 @@ def _name(each: Any) -> str:
 
 
 def _allow(name: str, allowed: dict[str, Any]) -> bool:
-    """Whether a name is that of something harmless; of packages that are imported it is added to ``allowed``."""
-    if name not in allowed:
-        module, _, attribute = name.rpartition(".")
+    """Whether a name is that of something harmless; of packages that are imported it is added to ``allowed``.
+
+    Args:
+        name: with ``()`` behind it, of a class of which only values are made.
+    """
+    plain = name.removesuffix("()")
+    if plain not in allowed and name not in allowed:
+        module, _, attribute = plain.rpartition(".")
         found = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
-        if _is_harmless(found):
+        if _is_harmless(found) or (plain != name and _is_value(found)):
             allowed[name] = found
-    return name in allowed
+    return plain in allowed or name in allowed
+
+
+def _is_value(found: Any) -> bool:
+    """Dataclasses: to make an instance empty and to give it its attributes runs no code of its class."""
+    if type(found) not in (type, abc.ABCMeta) or not dataclasses.is_dataclass(found):
+        return False
+    own = [vars(kind) for kind in inspect.getmro(found) if kind is not object]
+    runs = [held[name] for held in own for name in _RUN_BY_ATTRIBUTES if name in held]
+    plain = all(isinstance(held.get("__dict__"), (types.GetSetDescriptorType, types.NoneType)) for held in own)
+    return found.__new__ is object.__new__ and plain and all(each is _FROZEN for each in runs)
 
 
 def _is_harmless(found: Any) -> bool:
@@ -142,6 +160,11 @@ _RUN_BY_PICKLE = (
     *("__setattr__", "__hash__", "__eq__"),
 )
 """Methods that unpickling or discarding an object may call."""
+
+
+_RUN_BY_ATTRIBUTES = ("__setstate__", "__getattribute__", "__getattr__", "__del__")
+_FROZEN = getattr(dataclasses, "_dataclass_setstate", None)
+"""What a frozen dataclass with slots has for ``__setstate__``: it sets attributes past the class's own way."""
 
 
 def _check_copies(file: TorchFile, calls: Iterable[PickledObject]) -> None:
@@ -187,7 +210,8 @@ class _ClientUnpickler(pickle.Unpickler):
             return getattr(torch, STORAGE_DTYPES.get(name, "uint8"))  # a storage is referred to, never made by a call
         if self.allowed is None:
             return super().find_class(module, name)
-        return self.allowed[Global(module, name).kind]
+        kind = Global(module, name).kind
+        return self.allowed[kind if kind in self.allowed else f"{kind}()"]
 
     def persistent_load(self, pid: Any) -> Any:
         _storage, dtype, key, _location, numel = pid

@@ -81,8 +81,11 @@ def read_file(folder: str, name: str) -> FileHeader:
 
 
 def list_globals(file: TorchFile) -> tuple[str, ...]:
-    """Names beyond those that are in every checkpoint, which need not travel to all ranks."""
-    names = dict.fromkeys(each.kind for each in file.globals)
+    """Names beyond those that are in every checkpoint, which need not travel to all ranks.
+
+    With ``()`` behind those of classes of which only values are made (:class:`~..torchsave.torchfile.TorchFile`).
+    """
+    names = dict.fromkeys(map(file.tell_use, file.globals))
     return tuple(name for name in names if not (name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)))
 
 

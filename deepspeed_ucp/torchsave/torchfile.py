@@ -40,6 +40,7 @@ class TorchFile:
         crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
         protocol: of its pickle.
         globals: classes and functions that its pickle names.
+        values: those of which it only makes instances that it gives attributes (:class:`~.unpickle.Pickled`).
         records: all of its records.
     """
 
@@ -51,7 +52,12 @@ class TorchFile:
     crc: int
     protocol: int
     globals: tuple[Global, ...]
+    values: frozenset[Global]
     records: FileRecords
+
+    def tell_use(self, named: Global) -> str:
+        """Dotted name of a class or function; of one of the values with ``()`` behind it."""
+        return f"{named.kind}()" if named in self.values else named.kind
 
     @property
     def writer(self) -> str:
@@ -76,7 +82,16 @@ def read_header(path: str) -> TorchFile:
     saved_as = None if records.saved_as == ROOT else records.saved_as
     named = tuple(dict.fromkeys(pickled.globals))
     return TorchFile(
-        path, records.size, pickled.root, storages, saved_as, records.header_crc, pickled.protocol, named, records
+        path=path,
+        size=records.size,
+        tree=pickled.root,
+        storages=storages,
+        saved_as=saved_as,
+        crc=records.header_crc,
+        protocol=pickled.protocol,
+        globals=named,
+        values=pickled.values,
+        records=records,
     )
 
 

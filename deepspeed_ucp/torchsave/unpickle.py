@@ -29,6 +29,7 @@ from .objects import (
     describe,
     has_more_parts,
     is_short,
+    walk,
 )
 
 MOST_DIMENSIONS: Final = 64
@@ -53,8 +54,8 @@ _ALLOCATING = (
 )
 """What makes as many bytes as a number says. No writer pickles them so; what they hold stands in the file."""
 _MOST_ARGUMENTS = 16  # of a call whose result is looked into
-_CHEAP = frozenset((str, float, bool, bytes, type(None), Global, PickledObject, TensorRef))
-"""Types of keys whose hashes are kept, made of a few bytes, or secret."""
+_CHEAP = frozenset((str, float, bool, bytes, type(None), Global, TensorRef))
+"""Types of keys whose hashes are kept or made of a few bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Pickled:
         tensors: of it, in the order in which they are made.
         storages: that it refers to, by key.
         globals: classes and functions that it names.
+        values: those of which it only makes instances that it gives attributes: none is called or given to a call, and
+            no instance is called, filled, hashed or given to a call.
     """
 
     root: Any
@@ -76,6 +79,7 @@ class Pickled:
     tensors: list[TensorRef]
     storages: dict[str, StorageRef]
     globals: list[Global]
+    values: frozenset[Global]
 
 
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
@@ -99,7 +103,8 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
         raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
-    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals)
+    values = machine.list_values()
+    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals, values)
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
@@ -112,7 +117,7 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
         ValueError: a key is too large, or too many different ones have the same hash.
     """
     for key in keys:
-        if type(key) in _CHEAP or is_short(key):
+        if type(key) in _CHEAP or type(key) is PickledObject or is_short(key):
             continue
         if has_more_parts(key, MOST_KEY_PARTS):
             raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
@@ -145,6 +150,8 @@ class _Machine(pickle._Unpickler):
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
+        self.made: set[Global] = set()  # classes of instances that are made empty
+        self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
         self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # see `check_keys`; by the dictionary's identity
 
@@ -240,7 +247,13 @@ class _Machine(pickle._Unpickler):
             made = view(parts)
             if type(made) is TensorRef:
                 self.tensors.append(made)
-        self.append(PickledObject(op, parts) if made is None else made)
+        if made is None:
+            made = PickledObject(op, parts)
+            if op == pickle.NEWOBJ and not args and type(maker) is Global:
+                self.made.add(maker)
+            else:
+                self.used += parts
+        self.append(made)
 
     def pop_mark(self) -> list[Any]:
         """The objects above the last mark, which goes as well."""
@@ -268,7 +281,7 @@ class _Machine(pickle._Unpickler):
         if type(changed) is list:
             changed += items
         else:
-            _find_made(changed).edits.append((pickle.APPENDS, items))
+            self._edit(changed, pickle.APPENDS, items)
 
     def load_dict(self) -> None:
         items = self.pop_mark()
@@ -290,7 +303,8 @@ class _Machine(pickle._Unpickler):
             self._check(keys, changed)
             changed.update(zip(keys, items[1::2], strict=True))
         else:
-            _find_made(changed).edits.append((pickle.SETITEMS, items))
+            self.used += keys
+            self._edit(changed, pickle.SETITEMS, items)
 
     def load_additems(self) -> None:
         items = self.pop_mark()
@@ -299,14 +313,17 @@ class _Machine(pickle._Unpickler):
             self._check(items, changed)
             changed.update(items)
         else:
-            _find_made(changed).edits.append((pickle.ADDITEMS, items))
+            self.used += items
+            self._edit(changed, pickle.ADDITEMS, items)
 
     def _check(self, keys: list[Any], changed: Any) -> None:
         if costly := [key for key in keys if type(key) not in _CHEAP]:
+            self.used += costly
             check_keys(costly, self.keys[id(changed)])
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
+        self.used += items
         check_keys(items, {})
         self.append(frozenset(items))
 
@@ -316,7 +333,21 @@ class _Machine(pickle._Unpickler):
         if type(changed) is OrderedItems:
             changed.state = state
         else:
-            _find_made(changed).edits.append((pickle.BUILD, [state]))
+            self._edit(changed, pickle.BUILD, [state])
+
+    def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
+        """Record a change of an object that it made; attributes are all that a value is given."""
+        made = _find_made(changed)
+        made.edits.append((op, operands))
+        plain = op == pickle.BUILD and type(operands[0]) in (dict, list)
+        if not plain or (made.op != pickle.NEWOBJ and type(changed) is PickledObject):
+            self.used += (made.parts[0], operands if op == pickle.BUILD else None)
+
+    def list_values(self) -> frozenset[Global]:
+        """See :class:`Pickled`. Also what its stack has lost counts as used."""
+        if not self.made:
+            return frozenset()
+        return frozenset(self.made.difference(each for each in walk(self.used) if type(each) is Global))
 
 
 def _find_made(value: Any) -> PickledObject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import dataclasses
 import datetime
 import enum
 import functools
@@ -12,6 +13,7 @@ import os
 import pathlib
 import random
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ import pytest
 import torch
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.load.client import read_objects
+from deepspeed_ucp.load.client import check_trusted, read_objects
+from deepspeed_ucp.sources.reading import list_globals
+from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+from tests.torchsave.inputs import rebuild_zip
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)))
 TOPOLOGIES = [
@@ -49,6 +54,61 @@ class Attributes(dict[str, Any]):
         if name in self:
             return self[name]
         raise AttributeError(name)
+
+
+@dataclasses.dataclass
+class Settings:
+    """A value of a script's own, as arguments hold them."""
+
+    name: str
+    widths: list[int] = dataclasses.field(default_factory=list)
+    inner: Any = None
+
+    def __post_init__(self) -> None:
+        assert RUNS.append(self.name) is None
+
+    def __call__(self, *_: Any) -> None:
+        RUNS.append("called")
+
+    append = extend = __setitem__ = add = __call__
+
+    def __index__(self) -> int:
+        RUNS.append("asked for a number")
+        return 1
+
+
+RUNS: list[str] = []
+"""Code of the classes that ran."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: int
+
+    def __hash__(self) -> int:
+        RUNS.append("hashed")
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slim:
+    value: int
+
+
+@dataclasses.dataclass
+class Restoring:
+    value: int
+
+    def __setstate__(self, state: Any) -> None:
+        RUNS.append("restored")
+
+
+@dataclasses.dataclass
+class Ending:
+    value: int
+
+    def __del__(self) -> None:
+        RUNS.append("ended")
 
 
 def _attribute(made: Any, **fields: Any) -> Any:
@@ -123,6 +183,7 @@ COMMON = {
     "times": np.array(["2026-01-02"], dtype="datetime64[D]"),
     "enums": [Colour.RED, {Colour.RED: Level.LOW | Level.HIGH}],
     "a dict with attributes": _attribute(Attributes(a=1), b=[2]),
+    "dataclasses": [Settings("a", [1], Settings("b")), Frozen(3), Slim(4), argparse.Namespace(x=Settings("c"))],
     "simple namespace": types.SimpleNamespace(a=1),
     "classes of numbers": [np.float32, float, torch.bfloat16],
     "sets": [{1, 2}, frozenset({3})],
@@ -169,6 +230,14 @@ UNKNOWN = {
     "function": (len, "len"),
     "partial": (functools.partial(os.system, "true"), "partial, posix.system"),
     "several": ([Own(3), len, {"x": (os.getcwd,)}], "test_client.Own, builtins.len, posix.getcwd"),
+    "a value as a key": ({Frozen(1): 2}, "Frozen"),
+    "a value in a set": ([{(Frozen(1), 1)}], "Frozen"),
+    "a value in a frozen set": (frozenset([Frozen(1)]), "Frozen"),
+    "a value as a key of another kind of dict": (collections.OrderedDict({Frozen(1): 2}), "Frozen"),
+    "a value in a counter": (collections.Counter([Frozen(1)]), "Frozen"),
+    "a dataclass that is no value": (Restoring(1), "Restoring"),
+    "a dataclass that ends": (Ending(1), "Ending"),
+    "a class as a value": (Settings, "Settings"),
     "objects in an array": (np.array([Own(3)], dtype=object), "Own"),
 }
 
@@ -184,6 +253,61 @@ def test_an_unknown_class_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     assert "add_safe_globals" in text
     assert "weights_only" not in text
     assert "\x1b" not in text
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+CLASS, KEEP, KEPT, LOSE = name(__name__, "Settings"), b"r\0\0\1\0", b"j\0\0\1\0", b"0"
+CLASS_NAME = f"{__name__}.Settings"
+EMPTY, CALL, ONE = b")\x81", b"R", b"K\1"
+VALUE = CLASS + EMPTY
+FORGED = {
+    "called": CLASS + text("a") + b"\x85" + CALL,
+    "called with keywords": CLASS + b")}" + text("name") + ONE + b"s\x92",
+    "called and lost": CLASS + KEEP + text("a") + b"\x85" + CALL + LOSE + KEPT + EMPTY,
+    "an instance is called": VALUE + b")" + CALL,
+    "an instance is called and lost": CLASS + KEEP + EMPTY + b")" + CALL + LOSE + KEPT + EMPTY,
+    "filled": VALUE + b"(" + ONE + b"e",
+    "filled and lost": b"]" + CLASS + KEEP + EMPTY + b"(" + ONE + b"e" + LOSE + KEPT + EMPTY + b"a",
+    "given entries": VALUE + ONE + ONE + b"s",
+    "given to a call": name("__builtin__", "slice") + VALUE + b"\x85" + CALL,
+    "deep in a call": name("__builtin__", "bytearray") + b"]" + VALUE + b"a\x85" + CALL,
+    "its class is given to a call": name("collections", "defaultdict") + CLASS + KEEP + b"\x85R0" + KEPT + EMPTY,
+    "hashed": b"}" + VALUE + ONE + b"s",
+    "attributes by a tuple": VALUE + b"N}" + text("name") + ONE + b"s\x86b",
+    "the state of what a call makes": name("collections", "Counter") + b")R}" + text("a") + VALUE + b"sb",
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_values_that_are_more_than_given_attributes_are_refused(kind: str, tmp_path: Path) -> None:
+    """Whatever becomes of them; DeepSpeed's own load, which is asked about by name, would run it as well."""
+    path = write(tmp_path, {"mine": "here"})
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (each for each in archive.namelist() if each.endswith("data.pkl"))
+        data = archive.read(pickled)
+    assert data.count(text("here")) == 1
+    forged = data.replace(text("here"), FORGED[kind])
+    Path(path).write_bytes(rebuild_zip(Path(path).read_bytes(), forged))
+    RUNS.clear()
+    with pytest.raises(CheckpointError, match=r"consent \(.*Settings"):
+        read_objects(path, trust_pickle=False)
+    with pytest.raises(CheckpointError, match=r"consent \(.*Settings"):
+        check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
+    assert not RUNS
+
+
+def test_names_of_values_do_not_speak_for_calls() -> None:
+    for names in ([f"{CLASS_NAME}()", CLASS_NAME], [CLASS_NAME]):
+        with pytest.raises(CheckpointError, match="Settings"):
+            check_trusted(dict.fromkeys(names, "x.pt"))
+    check_trusted({f"{CLASS_NAME}()": "x.pt"})
 
 
 def test_the_users_consent_is_honoured(tmp_path: Path) -> None:

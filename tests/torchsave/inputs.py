@@ -6,7 +6,9 @@ proportional to the bytes.
 
 from __future__ import annotations
 
+import io
 import tempfile
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,15 @@ from deepspeed_ucp.torchsave.unpickle import read_pickle
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIM_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
+    """A zip with another pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(old)) as given, zipfile.ZipFile(stream, "w") as made:
+        for info in given.infolist():
+            made.writestr(info.filename, pickled if info.filename.endswith("data.pkl") else given.read(info))
+    return stream.getvalue()
 
 
 def look_at_pickle(data: bytes) -> None:

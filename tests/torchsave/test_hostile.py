@@ -31,7 +31,7 @@ from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import list_records, name_storages, read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
-from tests.torchsave.inputs import MODEL_FILE, OPTIM_FILE, look_at_file, look_at_pickle
+from tests.torchsave.inputs import MODEL_FILE, OPTIM_FILE, look_at_file, look_at_pickle, rebuild_zip
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})
 GROUPS = [[("a", True)], [("b", True)]]
@@ -286,15 +286,6 @@ def test_a_tensor_outside_of_its_storage(tmp_path: Path, offset: int) -> None:
     path.write_bytes(rebuild_zip(bytes(data), write_pickle(file.tree)))
     with pytest.raises(CheckpointError, match="a tensor at -8|not all there"):
         read_file(str(tmp_path), MODEL_FILE)
-
-
-def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
-    """A zip with another pickle."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(old)) as given, zipfile.ZipFile(stream, "w") as made:
-        for info in given.infolist():
-            made.writestr(info.filename, pickled if info.filename.endswith("data.pkl") else given.read(info))
-    return stream.getvalue()
 
 
 STATES = [torch.bfloat16, torch.float16, torch.int8, torch.int16, torch.uint8, torch.float64, torch.bool, torch.int32]
