@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import datetime
 import enum
-import inspect
 import io
 import pathlib
 import pickle
@@ -136,9 +135,9 @@ def _allow(name: str, allowed: dict[str, Any]) -> bool:
 
 def _is_value(found: Any) -> bool:
     """Dataclasses: to make an instance empty and to give it its attributes runs no code of its class."""
-    if type(found) not in (type, abc.ABCMeta) or not dataclasses.is_dataclass(found):
+    if type(found) not in (type, abc.ABCMeta) or not hasattr(found, "__dataclass_fields__"):
         return False
-    own = [vars(kind) for kind in inspect.getmro(found) if kind is not object]
+    own = [vars(kind) for kind in found.__mro__ if kind is not object]
     runs = [held[name] for held in own for name in _RUN_BY_ATTRIBUTES if name in held]
     plain = all(isinstance(held.get("__dict__"), (types.GetSetDescriptorType, types.NoneType)) for held in own)
     return found.__new__ is object.__new__ and plain and all(each is _FROZEN for each in runs)
