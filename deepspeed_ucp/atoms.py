@@ -6,7 +6,7 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -188,6 +188,38 @@ class StoredAtoms:
     repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
 
 
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedJob:
+    """The job around a saved engine.
+
+    Attributes:
+        ranks: its processes.
+        model_ranks: of these, those that hold one replica of the model.
+        steps: optimizer steps.
+        total_batch: samples of a step, over all ranks; None where nothing tells.
+        accumulation: micro batches of a step; None where the ds_config does not tell.
+    """
+
+    ranks: int
+    model_ranks: int
+    steps: int
+    total_batch: int | None
+    accumulation: int | None
+
+    @classmethod
+    def read(cls, counters: Mapping[str, Any]) -> SavedJob:
+        """What the counters tell of it; a total batch that the ds_config left open is the samples by the steps."""
+        model_ranks = counters.get("mp_world_size") or 1
+        steps, samples = counters.get("global_steps") or 0, counters.get("global_samples") or 0
+        total = counters.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
+        ranks = (counters.get("dp_world_size") or 1) * model_ranks
+        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]))
+
+
 @dataclass(frozen=True, slots=True)
 class RunState:
     """What a checkpoint tells of the run that saved it, besides tensors.
@@ -195,7 +227,7 @@ class RunState:
     Attributes:
         topology: what wrote it.
         state_file: the file that carries scheduler, counters and client state.
-        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
         scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
         groups: param groups with hyper-parameters.
         scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
@@ -220,6 +252,11 @@ class RunState:
     client_records: tuple[int, ...] = ()
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     globals: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def job(self) -> SavedJob:
+        """What ran around the engine."""
+        return SavedJob.read(self.counters)
 
 
 @dataclass(frozen=True, slots=True)

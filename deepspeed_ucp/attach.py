@@ -51,7 +51,21 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_decoupled_checkpoint"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
 ]
-"""All that is wrapped."""
+"""All that is wrapped, of DeepSpeed first."""
+
+_HF, _ACCELERATE = "transformers.trainer", "accelerate.accelerator"
+TABLE += [
+    Wrapped(_HF, _HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),
+    Wrapped(_HF, _HF, "Trainer.set_initial_training_values", "trainers.huggingface", "set_initial_training_values"),
+    Wrapped(_HF, _HF, "Trainer._load_rng_state", "trainers.huggingface", "load_rng_state"),
+    Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator._prepare_deepspeed", "trainers.accelerating", "prepare_deepspeed"),
+    Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.save_state", "trainers.accelerating", "save_state"),
+    Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.load_state", "trainers.accelerating", "load_state"),
+    Wrapped(
+        *(_ACCELERATE, "accelerate.scheduler", "AcceleratedScheduler.step"),
+        *("trainers.accelerating", "step_scheduler"),
+    ),
+]
 
 _originals: dict[tuple[Any, str], Any] = {}
 """By owner (a class or a module) and name what was there itself; None where it was inherited."""

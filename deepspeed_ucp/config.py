@@ -36,6 +36,9 @@ class UniversalConfig(BaseModel):
         param_groups: ``saved`` gives every param group the hyper-parameters of the saved group with its parameters.
             ``live`` keeps this run's groups with their hyper-parameters, however the saved run had grouped its
             parameters (Megatron-DeepSpeed makes other groups at ZeRO 3).
+        total_batch: ``saved`` has a trainer that counts steps (Hugging Face's Trainer, Accelerate) go on with the total
+            batch of the saved run: on another world the gradient accumulation, and the micro batch where needed, make
+            it; else a total batch that differs is refused. ``live`` takes this run's, with a warning.
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
 
@@ -51,6 +54,7 @@ class UniversalConfig(BaseModel):
     seal: bool = False
     fallback: bool = False
     param_groups: Literal["saved", "live"] = "saved"
+    total_batch: Literal["saved", "live"] = "saved"
     trust_pickle: bool = False
 
 

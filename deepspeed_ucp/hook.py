@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,10 +45,15 @@ def show_decisions() -> None:
         logger.setLevel(logging.INFO)
 
 
+def read_options(ds_config: Mapping[str, Any]) -> UniversalConfig | None:
+    """The plugin's options for an engine with this ds_config; None where it is off."""
+    defaults = [read_environment(os.environ), ("deepspeed_ucp.install(default_on=…)", get_default())]
+    return parse_config(ds_config, defaults)
+
+
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
-    defaults = [read_environment(os.environ), ("deepspeed_ucp.install(default_on=…)", get_default())]
-    options = parse_config(config._param_dict, defaults)
+    options = read_options(config._param_dict)
     config.ucp_config = options
     if options is not None:
         show_decisions()

@@ -63,7 +63,7 @@ def list_generators() -> dict[str, Generator]:
         "python": Generator(_read_python, _write_python, random.seed),
         "numpy": Generator(_read_numpy, _write_numpy, _seed_numpy),
         "torch": Generator(
-            lambda: (_pack(torch.get_rng_state()),),
+            lambda: pack_torch(torch.get_rng_state()),
             lambda data: torch.set_rng_state(_unpack(data)),
             lambda seed: torch.set_rng_state(torch.Generator().manual_seed(seed).get_state()),
         ),
@@ -71,7 +71,7 @@ def list_generators() -> dict[str, Generator]:
     device = get_accelerator()
     if device.device_name() != "cpu":
         found["accelerator"] = Generator(
-            lambda: (_pack(device.get_rng_state()),),
+            lambda: pack_torch(device.get_rng_state()),
             lambda data: device.set_rng_state(_unpack(data)),
             device.manual_seed,
         )
@@ -96,18 +96,18 @@ def capture(engine: Any) -> dict[str, Any]:
         data-parallel ranks (some 10 KB each); in the file that a rank writes for itself (ZeRO 3): its own.
     """
     comm, place = connect(), find_place(engine)
-    at, own = _find_coords(place), {name: each.read() for name, each in list_generators().items()}
-    digests = {name: _digest(state) for name, state in own.items()}
+    at, own = find_coords(place), {name: each.read() for name, each in list_generators().items()}
+    digests = {name: digest(state) for name, state in own.items()}
     trackers = {name: state for name, state in own.items() if name.startswith(_TRACKER) and not place.dp_rank}
     told = comm.gather((at, digests, trackers))
     axes = {name: find_axes({coords: digests.get(name) for coords, digests, _ in told}) for name in own}
     held = [*_gather_first(engine, (at, own)), *((coords, states) for coords, _, states in told)]
-    seed = comm.broadcast(torch.initial_seed())
+    seed: int = comm.broadcast(torch.initial_seed())
     return make_record(held, axes, seed, int(engine.global_steps))
 
 
 def make_record(
-    held: Sequence[tuple[Coords, Mapping[str, State]]], axes: Mapping[str, tuple[int, ...]], seed: int, step: int
+    held: Sequence[tuple[Coords, Mapping[str, State]]], axes: Mapping[str, tuple[int, ...]], seed: int | str, step: int
 ) -> dict[str, Any]:
     """What a file holds: by generator the axes along which it differs, and the states that are known there."""
     states = {
@@ -131,8 +131,20 @@ def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
     """
     if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
         raise CheckpointError("The saved random states are of no form that this release knows.")
-    place, derived = find_place(engine), []
-    for name, generator in list_generators().items():
+    return take(saved, find_place(engine), list_generators())
+
+
+def take(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
+    """Let some of this rank's generators go on from what :func:`make_record` made.
+
+    Returns:
+        Those that got a derived state.
+
+    Raises:
+        CheckpointError: a state is of another form.
+    """
+    derived = []
+    for name, generator in generators.items():
         try:
             state = find_state(saved, name, place)
             if isinstance(state, int):
@@ -151,7 +163,7 @@ def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int
     A seed has 32 bits (torch takes no more on the CPU), and is another one at each place of a world.
     """
     kept = saved["axes"].get(name, _MODEL_AXES if name.startswith(_TRACKER) else _EVERY_AXIS)
-    stage, tensor, data = coords = project(_find_coords(place), kept)
+    stage, tensor, data = coords = project(find_coords(place), kept)
     state = saved["states"].get(name, {}).get(coords)
     if state is not None:
         return tuple(state)
@@ -176,7 +188,8 @@ def project(coords: Coords, axes: tuple[int, ...]) -> Coords:
     return stage, tensor, data
 
 
-def _find_coords(place: Place) -> Coords:
+def find_coords(place: Place) -> Coords:
+    """Where a rank stands along the axes."""
     return place.pp_rank, place.tp_rank, place.dp_rank
 
 
@@ -191,8 +204,26 @@ def _gather_first(engine: Any, own: tuple[Coords, dict[str, State]]) -> list[tup
     return [own] if found is None else found
 
 
-def _digest(state: State) -> str:
+def digest(state: State) -> str:
+    """The same for equal states."""
     return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def pack_python(state: tuple[int, tuple[int, ...], float | None]) -> State:
+    """What ``random.getstate`` gives, as a state."""
+    version, words, gauss = state
+    return version, np.array(words, np.uint32).tobytes(), gauss
+
+
+def pack_numpy(state: tuple[Any, ...]) -> State:
+    """What ``numpy.random.get_state`` gives, as a state."""
+    kind, words, *rest = state
+    return (kind, np.asarray(words, np.uint32).tobytes(), *rest)
+
+
+def pack_torch(state: torch.Tensor) -> State:
+    """What ``torch.get_rng_state`` and an accelerator's give, as a state."""
+    return (_pack(state),)
 
 
 def _pack(state: torch.Tensor) -> bytes:
@@ -204,8 +235,7 @@ def _unpack(data: bytes) -> torch.Tensor:
 
 
 def _read_python() -> State:
-    version, words, gauss = random.getstate()
-    return version, np.array(words, np.uint32).tobytes(), gauss
+    return pack_python(random.getstate())
 
 
 def _write_python(version: int, words: bytes, gauss: float | None) -> None:
@@ -214,8 +244,7 @@ def _write_python(version: int, words: bytes, gauss: float | None) -> None:
 
 def _read_numpy() -> State:
     state: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is what scripts use
-    kind, words, *rest = state
-    return (kind, words.tobytes(), *rest)
+    return pack_numpy(state)
 
 
 def _write_numpy(kind: str, words: bytes, *rest: Any) -> None:
@@ -238,4 +267,4 @@ def _track(name: str) -> Generator:
         tracker.states_[name] = device.get_rng_state()
         device.set_rng_state(before)
 
-    return Generator(lambda: (_pack(tracker.states_[name]),), write, seed)
+    return Generator(lambda: pack_torch(tracker.states_[name]), write, seed)

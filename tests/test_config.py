@@ -56,6 +56,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "seal": False,
         "fallback": False,
         "param_groups": "saved",
+        "total_batch": "saved",
         "trust_pickle": False,
     }
 
@@ -72,6 +73,7 @@ def test_every_key_can_be_set() -> None:
         "seal": True,
         "fallback": True,
         "param_groups": "live",
+        "total_batch": "live",
         "trust_pickle": True,
     }
     found = parse(given)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..atoms import SavedJob
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
@@ -39,6 +40,7 @@ class LoadReport(Report):
         bytes_again: bytes that it took from the page cache a second time, after everything had been verified.
         requests: reads that it issued.
         state_bytes: bytes of state that all ranks together restored.
+        saved: what ran around the engine when it was saved; None where nothing was loaded by its index.
         converted: in mode "atomic", the :class:`~deepspeed_ucp.stream.report.OutputReport` of the conversion before.
     """
 
@@ -47,6 +49,7 @@ class LoadReport(Report):
     bytes_again: int = 0
     requests: int = 0
     state_bytes: int = 0
+    saved: SavedJob | None = None
     converted: Any = None
 
     def count(self, checks: Sequence[Checked]) -> None:

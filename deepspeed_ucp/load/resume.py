@@ -233,10 +233,13 @@ def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: i
 
 def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> LoaderChoice:
     """Hold the checkpoint's index against the live engine's layout; collective."""
-    comm, arguments = job.comm, job.arguments
+    comm, arguments, report = job.comm, job.arguments, job.report
     weights_only = not (arguments.with_states and has_masters(target, comm))
     rename = partial(apply_renames, from_config(job.config.patterns))
     index = open_checkpoint(folder, comm, *join_groups(target, comm), weights_only=weights_only, rename=rename)
+    report.saved = index.run.job
+    if comm.rank == 0 and (told := ", ".join(list_changes(index, target, comm.size, job.engine.train_batch_size()))):
+        logger.warning("%s: this run differs from the saved one: %s", folder, told)
     found = comm.each(lambda: _list_differences(index, target, arguments))
     everyone = [text for part in found for text in part]
     if upstream:
@@ -247,6 +250,22 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
     return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+
+
+def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: int) -> list[str]:
+    """What of the job around the engine differs from the saved one, in words.
+
+    Args:
+        ranks: of this job.
+        total_batch: samples of a step of it.
+    """
+    saved, whole = index.run.job, index.run.topology.wrapper == ATOMIC
+    facts = (
+        ("total batch", saved.total_batch, total_batch),
+        ("ranks", saved.ranks, ranks),
+        ("precision", target.topology.precision if whole else index.run.topology.precision, target.topology.precision),
+    )
+    return [f"{name} {old} → {new}" for name, old, new in facts if old not in (None, new)]
 
 
 def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:

@@ -137,6 +137,7 @@ class ModelHeader:
         experts: number of experts of each mixture-of-experts layer; empty without any.
         placements: of AutoEP's layers, by what the names of their experts' parameters begin with.
         ep_rank: AutoEP's expert-parallel rank that wrote the file.
+        batch: batch sizes that its ds_config tells, by DeepSpeed's names.
         shard_size: ranks over which MiCS partitions, the first of which alone save; 0 where all data-parallel ranks do.
     """
 
@@ -155,6 +156,7 @@ class ModelHeader:
     ep_rank: int | None = None
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, int] = field(default_factory=dict)
     shard_size: int = 0
 
     @property

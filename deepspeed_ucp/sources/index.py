@@ -109,7 +109,7 @@ def make_index(
         run=RunState(
             scalars=builder.scalars,
             groups=groups,
-            counters=model.counters,
+            counters={**model.counters, **model.batch},
             scaler=optim.scaler if optim else {},
             clip_grad=optim.clip_grad if optim else None,
             state_file=save.path(save.main),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from ..io.read import sum_range
@@ -115,6 +115,27 @@ def survey_checkpoint(folder: str, comm: Comm, naming: Naming | None = None) -> 
     except (CheckpointError, UnsupportedError) as error:
         index, findings = None, from_error(folder, error)
     return FolderReport(folder, atomic, index, sort_findings(findings))
+
+
+def look_at_job(folder: str) -> SavedJob:
+    """What ran around a saved engine, from one model-states file.
+
+    Raises:
+        UcpError: that file cannot be read, or there is none.
+    """
+    entries = list_entries(folder)
+    name = "mp_rank_00_model_states.pt"
+    if holds_atoms(entries):
+        first = [read_file(folder, name)]
+    else:
+        first, _, faults = _find_save(sort_files(folder, {name: entry.size for name, entry in entries.items()}))
+        error = make_error(faults)
+        if not first and error is not None:
+            raise error
+    model = next((header.model for header in first if header.model), None)
+    if model is None:
+        raise CheckpointError(f"{folder}: holds no model states.")
+    return SavedJob.read({**model.counters, **model.batch})
 
 
 def seal_folder(folder: str, comm: Comm) -> None:

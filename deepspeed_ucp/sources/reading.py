@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..atoms import ITEMSIZE, strip_compiled
+from ..atoms import BATCH_SIZES, ITEMSIZE, strip_compiled
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
@@ -181,6 +181,7 @@ class HeaderReader:
             frozen=frozen,
             shared=dict(_as_pairs(tree.get("shared_params"))),
             counters=_read_counters(tree),
+            batch=_read_batch(tree.get("ds_config")),
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
             experts=_read_experts(tree.get("num_experts")),
@@ -320,6 +321,12 @@ def _read_counters(tree: dict[Any, Any]) -> dict[str, Any]:
     if ranks > _MOST_RANKS:
         raise ValueError(f"saved by {ranks} ranks")
     return found
+
+
+def _read_batch(config: Any) -> dict[str, int]:
+    """Samples and micro batches of a step where a ds_config has them; it may be a path, or leave them to DeepSpeed."""
+    found = {key: config.get(key, 0) for key in BATCH_SIZES[::2]} if isinstance(config, dict) else {}
+    return {key: value for key, value in found.items() if type(value) is int and is_short(value) and value > 0}
 
 
 def _read_degrees(value: Any) -> tuple[int, int] | None:

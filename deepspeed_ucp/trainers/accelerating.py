@@ -1,0 +1,258 @@
+"""Accelerate: its own accumulation counter, the schedulers that it steps once per rank, random states of any world."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..atoms import BATCH_SIZES, SavedJob
+from ..comm import connect
+from ..config import SECTION, UniversalConfig, adapt_batch
+from ..errors import ConfigError, MismatchError, UnsupportedError
+from ..hook import get_config
+from ..load.client import read_objects
+from ..sources.latest import check_tag
+from ..sources.open import look_at_job
+from .randomness import States, read_states, restore_ranks
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_TAG = "pytorch_model"
+"""The tag under which it saves the first engine."""
+
+_RANDOM = {
+    "python": "random_state",
+    "numpy": "numpy_random_seed",
+    "torch": "torch_manual_seed",
+    "accelerator": "torch_{}_manual_seed",
+}
+"""Keys of ``random_states_N.pkl``."""
+
+_RATE = "_ucp_rate"
+"""Attribute of a torch scheduler: its own steps per optimizer step, where these are not the number of ranks. It travels
+with the scheduler's state."""
+
+
+def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
+    """The first engine that was prepared, with the plugin's options; None without one, or where the plugin is off."""
+    for model in accelerator._models:
+        config = get_config(model) if hasattr(model, "_config") else None
+        if config is not None:
+            return model, config
+    return None
+
+
+def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
+    """``Accelerator._prepare_deepspeed``: what ``preserve_batch_size`` has changed for the engine holds for the loop.
+
+    Raises:
+        ConfigError: it has changed the micro batch, which the data loader makes.
+    """
+    prepared = original(accelerator, *args)
+    found = find_engine(accelerator)
+    if found is None:
+        return prepared
+    engine, _ = found
+    micro, given = engine.train_micro_batch_size_per_gpu(), accelerator.deepspeed_config[BATCH_SIZES[1]]
+    if micro != given:
+        raise ConfigError(
+            f"preserve_batch_size: {connect().size} ranks make a train_batch_size of {engine.train_batch_size()} of "
+            f"micro batches of {micro}, the data loader makes them of {given}. Give it batch_size={micro}."
+        )
+    if engine.gradient_accumulation_steps() != accelerator.gradient_accumulation_steps:
+        accelerator.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+    return prepared
+
+
+def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.save_state``: says so where a part of the gradients is in no file."""
+    rest = accelerator.step % accelerator.gradient_accumulation_steps
+    if rest and find_engine(accelerator) is not None and accelerator.is_main_process:
+        logger.warning(
+            "saving after %d of the %d micro batches of a step: their gradients are in no file, a resume has to take "
+            "these micro batches again. Save where accelerator.sync_gradients is true.",
+            *(rest, accelerator.gradient_accumulation_steps),
+        )
+    return original(accelerator, *args, **kwargs)
+
+
+def load_state(
+    original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """``Accelerator.load_state``: a checkpoint of any world; collective.
+
+    Raises:
+        MismatchError: its total batch cannot be kept.
+        UnsupportedError: a stateful data loader's position in another world.
+    """
+    found = find_engine(accelerator)
+    if found is None:
+        original(accelerator, input_dir, *args, **kwargs)
+        return
+    (engine, config), comm = found, connect()
+    folder = comm.run(lambda: _find_folder(accelerator, input_dir))
+    job = comm.once(lambda: look_at_job(check_tag(folder, _TAG)))
+    _refuse_loaders(accelerator, folder, job)
+    schedules = comm.run(lambda: [_convert(*each, job, comm.size) for each in _list_schedulers(accelerator, folder)])
+    _keep_total_batch(accelerator, engine, folder, job, config)
+    original(accelerator, folder, *args, **kwargs)
+    for scheduler, values in schedules:
+        vars(scheduler).update(values)
+    restore_ranks(engine, folder, job, partial(_read_random, folder))
+    _restore_step(accelerator, folder, job)
+
+
+def _find_folder(accelerator: Any, input_dir: Any) -> str:
+    """As Accelerate finds it: of folders that it names by itself, the one with the highest number."""
+    if input_dir is not None:
+        return os.path.expanduser(str(input_dir))
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ConfigError("load_state: give it a folder, or switch automatic_checkpoint_naming on.")
+    parent = os.path.join(str(accelerator.project_dir), "checkpoints")
+    numbers = {int(match[1]): name for name in os.listdir(parent) if (match := re.search(r"(\d+)$", name))}
+    if not numbers:
+        raise ConfigError(f"{parent}: holds no checkpoint.")
+    return os.path.join(parent, numbers[max(numbers)])
+
+
+def _refuse_loaders(accelerator: Any, folder: str, job: SavedJob) -> None:
+    stateful = any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders)
+    if stateful and job.ranks != connect().size:
+        raise UnsupportedError(
+            f"{folder}: a stateful data loader's position was saved by {job.ranks} ranks, each of its own batches, and "
+            f"means other samples on {connect().size}: use deepspeed_ucp.data.ElasticSampler, or skip_first_batches."
+        )
+
+
+def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
+    """Accumulate as many micro batches as make the saved total batch.
+
+    Raises:
+        MismatchError: the world is the saved one, or no number of these micro batches makes it.
+    """
+    live, micro = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
+    was = accelerator.gradient_accumulation_steps
+    total, ranks = job.total_batch or live, live // (micro * engine.gradient_accumulation_steps())
+    if total == live or config.total_batch == "live":
+        return
+    fit = adapt_batch(total, micro, ranks)
+    if job.ranks == connect().size or fit is None or fit[0] != micro:
+        advice = "a number of ranks that divides it"
+        if fit is not None:
+            advice = f"a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
+        raise MismatchError(
+            f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, {ranks} "
+            f"ranks): its learning rates and samples would be others. Take {advice}, or set "
+            f'"{SECTION}": {{"total_batch": "live"}}.'
+        )
+    set_accumulation(engine, total, fit[1])
+    accelerator.gradient_accumulation_steps = fit[1]
+    if accelerator.is_main_process:
+        logger.warning(
+            "%s: total batch %d kept on %d ranks: gradient accumulation %d → %d", folder, total, ranks, was, fit[1]
+        )
+
+
+def set_accumulation(engine: Any, total: int, accumulation: int) -> None:
+    """Have an engine accumulate otherwise, and say so in its saves."""
+    engine.set_train_batch_size(total)
+    if hasattr(engine.optimizer, BATCH_SIZES[2]):
+        engine.optimizer.gradient_accumulation_steps = accumulation
+    if isinstance(engine.config, dict):
+        engine.config.update({BATCH_SIZES[0]: total, BATCH_SIZES[2]: accumulation})
+
+
+def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
+    """Schedulers that Accelerate saves itself, and their saved states; DeepSpeed's own come back with the engine."""
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    own = [each for each in accelerator._schedulers if not isinstance(each, DeepSpeedSchedulerWrapper)]
+    names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(own)))
+    paths = [os.path.join(folder, name) for name in names]
+    return [(each, read_objects(path, trust_pickle=False)) for each, path in zip(own, paths, strict=True)]
+
+
+def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:
+    """A torch scheduler, and what of it changes after its saved state has been loaded.
+
+    Accelerate steps it once per rank at every optimizer step. The schedule that was saved goes on with as many steps as
+    it had. A LambdaLR's functions are not saved but this script's: where they were made for this number of ranks, as
+    the saved learning rate tells, its steps are counted anew.
+    """
+    inner = scheduler.scheduler
+    by_rank = scheduler.step_with_optimizer and not scheduler.split_batches
+    was, now = (int(saved.get(_RATE, job.ranks)), ranks) if by_rank else (1, 1)
+    if was == now:
+        return inner, {}
+    steps = saved["last_epoch"] // was
+    if _is_scaled(inner, saved, was, now):
+        return inner, {"last_epoch": steps * now, "_step_count": steps * now + 1, _RATE: now}
+    return inner, {_RATE: was}
+
+
+def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
+    """Whether a scheduler's functions count ``now`` steps per optimizer step, and not ``was`` of them."""
+    functions: Sequence[Callable[[int], float]] = getattr(inner, "lr_lambdas", ())
+    if not functions or type(inner).__name__ != "LambdaLR":
+        return False
+    count, told = saved["last_epoch"], saved["_last_lr"]
+
+    def gives(at: int, rates: Sequence[float]) -> bool:
+        made = (base * function(at) for base, function in zip(saved["base_lrs"], functions, strict=True))
+        return all(math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(made, rates, strict=True))
+
+    as_saved, anew = gives(count, told), gives(count // was * now, told)
+    if not as_saved and not anew:
+        logger.warning(
+            "the saved learning rate %s is not that of this script's schedule at step %d, neither counted %d times an "
+            "optimizer step nor %d times; it goes on counted %d times",
+            told,
+            count // was,
+            was,
+            now,
+            now,
+        )
+    return anew or not as_saved
+
+
+def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """``AcceleratedScheduler.step``: as many steps per optimizer step as the saved run took."""
+    inner, by_rank = scheduler.scheduler, scheduler.step_with_optimizer and not scheduler.split_batches
+    rate = getattr(inner, _RATE, None) if by_rank and scheduler.gradient_state.sync_gradients else None
+    if rate is None:
+        original(scheduler, *args, **kwargs)
+        return
+    scheduler.split_batches = True  # one step
+    try:
+        for _ in range(rate):
+            if inner._step_count <= getattr(inner, "total_steps", inner._step_count):
+                original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.split_batches = False
+
+
+def _read_random(folder: str, rank: int) -> States:
+    return read_states(os.path.join(folder, f"random_states_{rank}.pkl"), _RANDOM, rank)
+
+
+def _restore_step(accelerator: Any, folder: str, job: SavedJob) -> None:
+    """The number of micro batches since the epoch began: of whole steps, the same on every rank.
+
+    What was accumulated for a further step is in no file.
+    """
+    path = os.path.join(folder, "random_states_0.pkl")
+    saved = connect().once(lambda: read_objects(path, trust_pickle=False).get("step", 0) if os.path.isfile(path) else 0)
+    accumulation = job.accumulation or accelerator.gradient_accumulation_steps
+    steps, rest = divmod(saved, accumulation)
+    accelerator.step = steps * accelerator.gradient_accumulation_steps
+    if rest and accelerator.is_main_process:
+        logger.warning(
+            "%s: was saved after %d of the %d micro batches of a step, whose gradients are in no file: go back by %d "
+            "micro batches of the saved run in the data, or the samples of these are lost",
+            *(folder, rest, accumulation, rest),
+        )

@@ -1,0 +1,157 @@
+"""What the ranks do in the tests of Hugging Face's Trainer. Imported on the ranks only."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainers_gloo import choose_gloo
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import deepspeed_ucp  # noqa: F401 - what the test is about
+
+FEATURES = 11
+
+
+class Net(torch.nn.Module):
+    """Notes the samples that it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(FEATURES, 17)
+        self.head = torch.nn.Linear(17, 1)
+        self.dropout = torch.nn.Dropout(0.0)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen.extend(number.tolist())
+        made = self.head(self.dropout(torch.tanh(self.base(x)))).squeeze(-1)
+        return {"loss": (made - labels).square().mean(), "logits": made}
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Drawn by their number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        drawn = torch.randn(FEATURES + 1, generator=torch.Generator().manual_seed(number))
+        return {"x": drawn[:FEATURES], "labels": drawn[FEATURES], "number": number}
+
+
+@dataclass
+class Trained:
+    """One rank's part of a run.
+
+    Attributes:
+        samples: of every step.
+        log: what the trainer logged, of all steps.
+        random: by step a digest of the random states with which it began.
+        weights: at the end, of rank 0.
+    """
+
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    log: dict[int, dict[str, float]] = field(default_factory=dict)
+    random: dict[int, str] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    told: list[str] = field(default_factory=list)
+
+
+class Notes(TrainerCallback):
+    """Fills in what a rank tells, and ends the run where it is to be interrupted."""
+
+    def __init__(self, net: Net, told: Trained, stop: int | None) -> None:
+        self.net, self.told, self.stop = net, told, stop
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        states = (random.getstate(), torch.get_rng_state().tolist())
+        self.told.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
+        self.net.seen.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.told.samples[state.global_step] = list(self.net.seen)
+        if state.global_step == self.stop:
+            control.should_training_stop = True
+
+
+def train(
+    folder: str,
+    ds_config: dict[str, Any],
+    *,
+    resume: str | None = None,
+    stop: int | None = None,
+    size: int = 40,
+    lora: bool = False,
+    **options: Any,
+) -> Trained:
+    """A run of the Trainer: three epochs by default; each step is logged."""
+    told = Trained()
+    with choose_gloo():
+        torch.manual_seed(5)
+        net, model = Net(), None
+        for parameter in net.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(net, LoraConfig(r=2, target_modules=["base"]))
+        chosen: dict[str, Any] = {
+            "num_train_epochs": 3,
+            "learning_rate": 1e-2,
+            "warmup_steps": 3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "remove_unused_columns": False,
+            "disable_tqdm": True,
+            "seed": 3,
+            **options,
+        }
+        args = TrainingArguments(output_dir=folder, deepspeed=ds_config, **chosen)
+        trainer = Trainer(
+            model=model or net,
+            args=args,
+            train_dataset=Samples(size),
+            eval_dataset=Samples(8),
+            callbacks=[Notes(net, told, stop)],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+        engine = trainer.deepspeed
+        told.sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, engine.train_batch_size())
+        told.weights = _gather(engine)
+        engine.destroy()
+    return told
+
+
+def _gather(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    named = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    with deepspeed.zero.GatheredParameters([param for _, param in named]):
+        return {name: param.detach().clone() for name, param in named}
+
+
+def attempt(*args: Any, **options: Any) -> tuple[str, str]:
+    """The error of a run, or two empty strings."""
+    try:
+        train(*args, **options)
+    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def remove(folder: str, names: list[str]) -> None:
+    """Files of a checkpoint."""
+    for name in names:
+        Path(folder, name).unlink()
