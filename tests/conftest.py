@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from typing import Any
@@ -33,6 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if stray:
         raise pytest.UsageError(f"tests with worlds are where tests/conftest.py's WORLDS says: {stray[0]}")
     items.sort(key=lambda item: find_group(item.nodeid) != "worlds")
+
+
+def pytest_collection_finish() -> None:
+    """The collected tests and all modules live to the end: the garbage collector need not walk them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def uses_worlds(item: pytest.Item) -> bool:

@@ -8,6 +8,7 @@ This module imports neither of them, so that a pytest plugin may import it at st
 from __future__ import annotations
 
 import copy
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -37,6 +38,7 @@ DEFAULT_TIMEOUT = 180.0
 """Seconds that one call on a world may take."""
 
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
+_PR_SET_PDEATHSIG = 1
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
 # Beside torch and deepspeed what every torch optimizer, every ZeRO engine and every load import when the first one is
 # made, which costs three seconds per process. What a release does not have is passed over.
@@ -131,12 +133,14 @@ class World(AbstractContextManager["World"]):
         if self.closed:
             raise RuntimeError("this world is closed: it was left, or an earlier call on it failed")
         call = pickle.dumps((fn, args, kwargs))
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             with suppress(OSError):  # a rank that has ended is found when its answer is read
                 connection.send_bytes(call)
         answers, silent = self._collect(self.timeout if timeout is None else timeout)
         if silent or any(answer.error is not None for answer in answers.values()):
             self._fail(answers, silent)
+        self._signal(signal.SIGSTOP)
         return [answers[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -155,6 +159,12 @@ class World(AbstractContextManager["World"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _signal(self, number: int) -> None:
+        """Ranks are stopped between calls: gloo's threads look a hundred times a second whether there is work."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.kill(_get_pid(process), number)
 
     def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
         """The answers by rank, and the ranks that gave none in time."""
@@ -239,7 +249,9 @@ class _Answer:
 def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float) -> None:
     """The life of a rank: join the group, then answer calls until the other end goes away."""
     gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
+    gc.set_threshold(20_000, 20, 50)  # what a call leaves is collected after it
     os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
+    _die_with_parent()
     os.environ.clear()
     os.environ.update(variables)
     _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
@@ -259,6 +271,12 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         gc.collect()  # engines are cycles
         if calls == 0:
             gc.freeze()  # what has been imported by now need not be walked after every call
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when the fork server ends: a stopped rank does not see that nobody asks any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(call: bytes) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from functools import partial
@@ -236,6 +238,41 @@ def test_nothing_is_left_behind() -> None:
     assert not folder.exists()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid)]
     assert not [left for left in before if str(world._port) in left.name]
+
+
+def test_ranks_are_stopped_between_calls(ucp_worlds: WorldPool) -> None:
+    world = ucp_worlds.get(2)
+    pids = world.run(os.getpid)
+    wait_for(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
+    assert world.run(gather_ranks) == [[0, 1], [0, 1]]
+
+
+ORPHAN = """
+import os, signal
+from deepspeed_ucp.testing.world import _die_with_parent
+reading, writing = os.pipe()
+pid = os.fork()
+if pid == 0:
+    _die_with_parent()
+    os.write(writing, b"ready")
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.read(reading, 5)
+os.waitpid(pid, os.WUNTRACED)
+print(pid)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_stopped_rank_ends_with_its_fork_server() -> None:
+    pid = int(subprocess.run([sys.executable, "-c", ORPHAN], check=True, stdout=subprocess.PIPE, text=True).stdout)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or state_of(pid) == "Z")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def state_of(pid: int) -> str:
