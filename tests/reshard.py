@@ -495,9 +495,9 @@ def _collect_flat(
 
 
 def examples(count: int) -> settings:
-    """How many cases: so many under `-m exhaustive`, else a third. UCP_EXAMPLES=N multiplies them, with new draws."""
+    """How many cases: so many under `-m exhaustive`, else a fifth. UCP_EXAMPLES=N multiplies them, with new draws."""
     factor = int(os.environ.get("UCP_EXAMPLES", "0"))
-    share = count if os.environ.get("UCP_EXHAUSTIVE") else -(-count // 3)
+    share = count if os.environ.get("UCP_EXHAUSTIVE") else -(-count // 5)
     return settings(
         max_examples=share * max(factor, 1),
         derandomize=not factor,

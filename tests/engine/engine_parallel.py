@@ -101,6 +101,7 @@ class Route:
         patterns: of the plugin's options.
         arguments: further ones of `load_checkpoint`.
         part: of what the source saved.
+        saves: the target saves right after the load.
     """
 
     model: str
@@ -109,6 +110,7 @@ class Route:
     patterns: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     part: str = ""
+    saves: bool = False
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.model, f"{self.source}→{self.target}", *self.arguments, self.part]))
@@ -180,7 +182,7 @@ class Runs:
                 Load(
                     self.folder(each.model, each.source, each.part),
                     each.arguments,
-                    again="" if each.arguments else self.again(each),
+                    again=self.again(each) if each.saves else "",
                     steps=0 if each.arguments else STEPS[1],
                 )
                 for each in found

@@ -176,7 +176,7 @@ class Local:
     """What one rank tells after a load or a save.
 
     Attributes:
-        before: the engine's state before its first load.
+        before: the engine's state before its first load, where it was asked for.
         direct: None without the plugin.
         log: what the plugin said, with the level.
         layers: of this pipeline stage.
@@ -209,12 +209,14 @@ def tell(engine: Any) -> Local:
     return local
 
 
-def load_each(training: Training, loads: Sequence[Load], plugin: bool = True) -> list[Local]:
+def load_each(
+    training: Training, loads: Sequence[Load], plugin: bool = True, *, tell_before: bool = False
+) -> list[Local]:
     """Make an engine, with the plugin or without it, and let it make the loads."""
     with nullcontext() if plugin else uninstalled():
         steps = training()
         engine = next(steps)
-        before = capture(engine)
+        before = capture(engine) if tell_before else None
         found = [_load(steps, engine, each) for each in loads]
         engine.destroy()
     for local in found:

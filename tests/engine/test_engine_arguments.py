@@ -38,7 +38,7 @@ def target_of(source: Case) -> Case:
 
 def load(worlds: WorldPool, target: Case, loads: list[Load], **options: Any) -> list[list[Local]]:
     """By load what each rank of one engine has; they agree."""
-    answers = worlds.get(target.dp).run(engine_ranks.load_each, target.training(**options), loads)
+    answers = worlds.get(target.dp).run(engine_ranks.load_each, target.training(**options), loads, tell_before=True)
     for local in (local for each in answers for local in each if local.path):
         assert local.direct
     by_load = [list(each) for each in zip(*answers, strict=True)]

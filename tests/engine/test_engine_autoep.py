@@ -55,8 +55,10 @@ TARGETS = [
 ]
 
 
-SOME = tuple(SOURCES[place] for place in (0, 4, 8, 10, 14))
-CHOSEN = [(TARGETS[place], SOME) for place in (0, 4, 8, 11)]
+CHOSEN = [
+    (TARGETS[target], tuple(SOURCES[place] for place in places))
+    for target, places in ((0, (4, 8, 14)), (4, (0, 10)), (8, (4, 14)), (11, (0, 8)))
+]
 """One of each kind; the others are exhaustive."""
 
 EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]

@@ -15,7 +15,7 @@ from deepspeed_ucp.patterns.affine import Mapped
 from deepspeed_ucp.patterns.facts import Facts
 from deepspeed_ucp.plan.wants import list_states
 from deepspeed_ucp.sources import check_tag, open_checkpoint, read_latest
-from tests.covering import turns
+from tests.covering import params, turns
 
 pytestmark = pytest.mark.skipif(
     Version(deepspeed.__version__) < Version("0.19"), reason="AutoTP's training tells its layout from 0.19 on"
@@ -43,10 +43,20 @@ TARGETS = {
     ],
 }
 SAME = Route("even", AutoTP(2), AutoTP(2))
-ROUTES = [Route(model, *pair) for model in SOURCES for pair in turns(SOURCES[model], TARGETS[model], 2)]
+ROUTES, MORE = (
+    [
+        Route(model, source, target)
+        for model in SOURCES
+        for source, target in turns(SOURCES[model], TARGETS[model], count)
+        if source != target
+    ]
+    for count in (1, 2)
+)
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route.source != route.target], ids=str)
+@pytest.mark.parametrize(
+    "route", params([(each,) for each in ROUTES], [(each,) for each in MORE], lambda row: str(row[0]))
+)
 def test_resumes_at_another_degree(route: Route, runs: Runs) -> None:
     saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, ROUTES)
     check(route, saved, resumed)

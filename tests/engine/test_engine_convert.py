@@ -22,6 +22,7 @@ from deepspeed_ucp.testing.capture import EngineState
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import SavedRun
 from deepspeed_ucp.testing.resume import resume_each as resume_runs
+from tests.covering import params
 from tests.upstream import to_universal
 
 REFERENCE = "resume_reference.pt"  # what the source run left beside its checkpoint, for the comparison
@@ -92,7 +93,7 @@ def upstream(target: Case) -> Case:
     return target.but(config={**target.config, "checkpoint": UPSTREAM})
 
 
-@pytest.mark.parametrize(("target", "saved"), [pytest.param(*route, id=str(route[0])) for route in ROUTES])
+@pytest.mark.parametrize(("target", "saved"), params(ROUTES[2:6], ROUTES, lambda row: str(row[0])))
 def test_upstream_loads_what_we_write(target: Case, saved: list[Case], converted: Any, resume_each: ResumeEach) -> None:
     resume_each(saved, upstream(target), check_upstream, get=converted, model="bulk", scheduler=True)
 
@@ -115,7 +116,12 @@ def test_upstream_loads_other_optimizers(optimizer: str, converted: Any, resume_
 
 
 @pytest.mark.parametrize(
-    "target", [Case(0, 1, "bf16"), Case(2, 3, "bf16"), Case(3, 2), Case(1, 3), Case(3, 1, "bf16")], ids=str
+    "target",
+    params(
+        [(Case(0, 1, "bf16"),), (Case(3, 2),), (Case(1, 3),)],
+        [(Case(2, 3, "bf16"),), (Case(3, 1, "bf16"),)],
+        lambda row: str(row[0]),
+    ),
 )
 def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume_each: ResumeEach) -> None:
     """Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters: bit by bit."""
@@ -159,21 +165,21 @@ ATOMIC_ROUTES = [
 ]
 
 
-@pytest.mark.parametrize("pair", ATOMIC_ROUTES, ids=pair_id)
+@pytest.mark.parametrize(("source", "target"), params(ATOMIC_ROUTES[:2], ATOMIC_ROUTES, pair_id))
 def test_a_launch_converts_then_loads_and_the_next_takes_what_is_there(
-    pair: tuple[Case, Case], sources: Any, load: Callable[..., ResumeReport], tmp_path: Path
+    source: Case, target: Case, sources: Any, load: Callable[..., ResumeReport], tmp_path: Path
 ) -> None:
     options = {"model": "mixed", "scheduler": True}
-    saved = replace(sources.get(pair[0], **options), folder=tmp_path / "run")
-    shutil.copytree(sources.get(pair[0], **options).folder, saved.folder)
+    saved = replace(sources.get(source, **options), folder=tmp_path / "run")
+    shutil.copytree(sources.get(source, **options).folder, saved.folder)
     before = list_files(saved.folder)
-    first = load(saved, pair[1], ATOMIC, **options)
+    first = load(saved, target, ATOMIC, **options)
     assert first.direct
     assert first.parameters == 10
     (manifest,) = saved.folder.glob(f"*_universal/{MANIFEST}")
     written = list_files(saved.folder)
     assert {name: written[name] for name in before} == before  # the source is as it was
-    second = load(saved, pair[1].but(dp=2), ATOMIC, **options)
+    second = load(saved, target.but(dp=2), ATOMIC, **options)
     assert second.direct
     assert list_files(saved.folder) == written
     assert (saved.folder / "latest_universal").read_text() == manifest.parent.name
@@ -204,9 +210,10 @@ WORDS = "language_model.embedding.word_embeddings.weight"
 FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # of "llama" the checkpoint itself says everything
 ROUTES_3D = {
     "dense": [Launch(1, 2, world=2), Launch(2, 1, world=2), Launch(2, 2), Launch(1, 1, world=2)],
-    "padded": [Launch(1, 2, world=2), Launch(2, 1, world=2)],
-    "llama": [Launch(2, 1, world=2), Launch(1, 1, world=2)],
+    "padded": [Launch(2, 1, world=2), Launch(1, 2, world=2)],
+    "llama": [Launch(1, 1, world=2), Launch(2, 1, world=2)],
 }
+EVERY_3D = [(model, target) for model, targets in ROUTES_3D.items() for target in targets]
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +234,7 @@ def converted_3d(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.mark.parametrize(
     ("model", "target"),
-    [
-        pytest.param(model, target, id=f"{model}-{TP2_PP2}→{target}")
-        for model, targets in ROUTES_3D.items()
-        for target in targets
-    ],
+    params([EVERY_3D[place] for place in (0, 2, 4, 6)], EVERY_3D, lambda row: f"{row[0]}-{TP2_PP2}→{row[1]}"),
 )
 def test_upstream_loads_other_parallelism(
     model: str, target: Launch, runs: Runs, converted_3d: Callable[[str], str]
@@ -293,8 +296,11 @@ def is_left_out(difference: str) -> bool:
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(TP2_PP2, Launch(1, 2)), (TP2_PP2, Plain(2, stage=3)), (Plain(2, stage=2), Plain(4, stage=1))],
-    ids=str,
+    params(
+        [(TP2_PP2, Plain(2, stage=3)), (Plain(2, stage=2), Plain(4, stage=1))],
+        [(TP2_PP2, Launch(1, 2))],
+        lambda row: f"{row[0]}→{row[1]}",
+    ),
 )
 def test_parallel_models_are_resumed_but_for_what_upstream_leaves_out(
     source: Launch, target: Launch, runs: Runs

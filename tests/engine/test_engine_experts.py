@@ -14,6 +14,7 @@ from engine_experts import Spread
 from engine_going_on import States, join
 
 from deepspeed_ucp.testing import WorldPool
+from tests.covering import params
 
 SOURCES = [
     Spread(4, 1, "bf16", (2, 2)),
@@ -45,13 +46,22 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> di
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+CHOSEN = [(target, tuple(SOURCES[number % 2 :: 2])) for number, target in enumerate(TARGETS)]
+EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]
+
+
+@pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, lambda row: f"{row[0]}-from-{len(row[1])}"))
 def test_every_expert_comes_back(
-    target: Spread, saved: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Spread,
+    sources: tuple[Spread, ...],
+    saved: dict[Spread, Any],
+    ucp_worlds: WorldPool,
+    subtests: pytest.Subtests,
 ) -> None:
-    folders = [folder for folder, _, _ in saved.values()]
+    folders = [saved[source][0] for source in sources]
     answers = ucp_worlds.get(target.world).run(engine_experts.load_each, target, folders)
-    for place, (source, (_, expected, losses)) in enumerate(saved.items()):
+    for place, source in enumerate(sources):
+        _, expected, losses = saved[source]
         with subtests.test(source=str(source)):
             parts = [answer[place] for answer in answers]
             if source.stage == 0 and len(set(target.degrees)) > 1:  # the param groups differ, and it names none

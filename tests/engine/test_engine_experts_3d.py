@@ -54,8 +54,10 @@ TARGETS = [
     Spread(4, 1, 2, 1, "bf16", pp=2),
 ]
 
-SOME = tuple(SOURCES[place] for place in (0, 3, 6, 9, 12))
-CHOSEN = [(TARGETS[place], SOME) for place in (0, 3, 8)]
+CHOSEN = [
+    (TARGETS[target], tuple(SOURCES[place] for place in places))
+    for target, places in ((0, (3, 9)), (3, (6, 12)), (8, (0, 3, 6)))
+]
 """One of each kind; the others are exhaustive."""
 
 EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]

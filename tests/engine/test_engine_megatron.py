@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from engine_parallel import Launch, Route, Runs, check
 from engine_ranks import Attempt
 
 from deepspeed_ucp.testing import WorldPool
+from tests.covering import Row, params
 
 Plain = partial(Launch, pipeline=False)
 
@@ -26,7 +27,12 @@ QKV_RULES = [
     }
 ]
 SPAN = {"family": "megatron-gpt", "rules": [{"match": r".*\.span", "pattern": "shard-v"}]}
+ONE_DEGREE = [Plain(4, stage=1), Plain(1, stage=3)]
 FUSED = {"interleaved": "megatron-gpt-interleaved", "megatron-llama": "megatron-llama"}
+
+
+def name_row(row: Row) -> str:
+    return "-".join(map(str, row))
 
 
 def of_each(route: Route, releases: tuple[str, ...] = RELEASES) -> list[Route]:
@@ -59,10 +65,15 @@ def refuse(route: Route, runs: Runs, *texts: str) -> Attempt:
     return refusals[0]
 
 
-@pytest.mark.parametrize("patterns", ["megatron-gpt", {"rules": QKV_RULES}], ids=["family", "rules"])
-@pytest.mark.parametrize("target", [Launch(4, 1), PP2], ids=str)
-def test_metadata_of_every_release(target: Launch, patterns: Any, runs: Runs) -> None:
-    check_each(of_each(Route("megatron", TP2_PP2, target, patterns)), runs)
+PATTERNS = {"family": "megatron-gpt", "rules": {"rules": QKV_RULES}}
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    params([(Launch(4, 1), "family"), (PP2, "rules")], product([Launch(4, 1), PP2], PATTERNS), name_row),
+)
+def test_metadata_of_every_release(target: Launch, told: str, runs: Runs) -> None:
+    check_each(of_each(Route("megatron", TP2_PP2, target, PATTERNS[told])), runs)
 
 
 def test_client_state_comes_back(runs: Runs) -> None:
@@ -77,9 +88,11 @@ def test_client_state_comes_back(runs: Runs) -> None:
 # --- the fused query, key and value
 
 
-@pytest.mark.parametrize("model", FUSED)
-@pytest.mark.parametrize("target", [Plain(4, stage=1), Plain(1, stage=3)], ids=str)
-def test_fused_layouts(model: str, target: Launch, runs: Runs) -> None:
+@pytest.mark.parametrize(
+    ("target", "model"),
+    params(list(zip(ONE_DEGREE, FUSED, strict=True)), product(ONE_DEGREE, FUSED), name_row),
+)
+def test_fused_layouts(target: Launch, model: str, runs: Runs) -> None:
     check_each(of_each(Route(model, TP2, target, FUSED[model]), ("newest", "none")), runs)
 
 
@@ -111,26 +124,25 @@ def test_tp1_metadata_lacks_the_rows(runs: Runs) -> None:
         "dense_h_to_4h.bias",
     )
     assert "layernorm" not in refuse(route, runs, *names).message
-    check_each(of_each(replace(route, patterns="megatron-gpt")), runs)
+    check_each(of_each(replace(route, patterns="megatron-gpt"), ("newest", "none")), runs)
 
 
 def test_live_attributes_tell_the_rows_of_a_tp1_source(runs: Runs) -> None:
     """The same weights: the engine that saves has no attributes, the one that loads has them."""
-    check_each(of_each(Route("megatron", PP2, TP2_PP2, {"rules": QKV_RULES})), runs)
+    check_each(of_each(Route("megatron", PP2, TP2_PP2, {"rules": QKV_RULES}), ("2023-10", "none")), runs)
 
 
 # --- the module dict without a pipeline
 
 
-@pytest.mark.parametrize(
-    "route",
-    [
-        Route("extras", TP2, Plain(1, stage=3), SPAN),  # frozen parameters and buffers come from the dict
-        Route("extras", TP2, Plain(4, stage=1), SPAN),
-        Route("megatron", Plain(2, stage=0), Plain(1, stage=2), SPAN),  # and so do the masters
-    ],
-    ids=str,
-)
+NESTED = [
+    Route("extras", TP2, Plain(1, stage=3), SPAN),  # frozen parameters and buffers come from the dict
+    Route("megatron", Plain(2, stage=0), Plain(1, stage=2), SPAN),  # and so do the masters
+]
+ALSO = Route("extras", TP2, Plain(4, stage=1), SPAN)
+
+
+@pytest.mark.parametrize("route", params([(each,) for each in NESTED], [(ALSO,)], name_row))
 def test_nested_module(route: Route, runs: Runs) -> None:
     check_each(of_each(route, ("newest", "none")), runs)
 

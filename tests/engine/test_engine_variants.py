@@ -50,9 +50,9 @@ def test_deepspeed_cpu_lion(resume_each: ResumeEach, compiled_op: Callable[[str]
     ("target", "saved"),
     [
         pytest.param(Case(1, 2, "fp16"), [Case(0, 3, "fp16")], id="to-zero1"),
-        pytest.param(Case(0, 3, "fp16"), [Case(2, 2, "bf16")], id="from-zero2"),
+        pytest.param(Case(0, 3, "fp16"), [Case(2, 2, "bf16")], id="from-zero2", marks=pytest.mark.exhaustive),
         pytest.param(Case(0, 2, "bf16"), [Case(0, 3, "fp16"), Case(3, 3)], id="to-bf16"),
-        pytest.param(Case(3, 3, "bf16"), [Case(0, 2, "bf16")], id="to-zero3"),
+        pytest.param(Case(3, 3, "bf16"), [Case(0, 2, "bf16")], id="to-zero3", marks=pytest.mark.exhaustive),
         pytest.param(Case(0, 3), [Case(0, 3, "fp16")], id="to-fp32"),
     ],
 )
@@ -94,7 +94,7 @@ def test_to_the_bf16_optimizer(resume_each: ResumeEach) -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        *params([[BF16_TARGETS[2 * stage + stage % 2]] for stage in STAGES], [[target] for target in BF16_TARGETS]),
+        *params([[BF16_TARGETS[0]], [BF16_TARGETS[7]]], [[target] for target in BF16_TARGETS]),
         BF16_OPTIMIZER.but(dp=2),
         Case(1, 3, "bf16"),
     ],
@@ -111,16 +111,13 @@ def test_lora(target: Case, resume_each: ResumeEach) -> None:
     resume_each(sources, target, model="lora", optimizer="adamw_uniform")
 
 
-@pytest.mark.parametrize(
-    ("stage", "dp"), params([(1, 2), (2, 5), (3, 3), (3, 5)], product((1, 2, 3), (2, 3, 5))), ids=str
-)
+@pytest.mark.parametrize(("stage", "dp"), params([(1, 2), (2, 3), (3, 5)], product((1, 2, 3), (2, 3, 5))), ids=str)
 def test_fewer_elements_than_ranks(stage: int, dp: int, resume_each: ResumeEach) -> None:
-    sources = [Case(other, 5 if dp < 5 else 2 + other % 2) for other in STAGES]
+    sources = [Case(other, 5 if dp < 5 else 2 + other % 2) for other in STAGES if other != stage]
     resume_each(sources, Case(stage, dp), model="tiny")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("model", ["empty", "compiled"])
+@pytest.mark.parametrize(("model", "stage"), all_turns(["empty", "compiled"], [0, 1, 2], 1))
 def test_model_that_stage_3_cannot_train(model: str, stage: int, resume_each: ResumeEach) -> None:
     """Parameters without elements, and torch.compile'd modules: DeepSpeed's own stage 3 dies in their forward.
 
@@ -136,23 +133,26 @@ def test_compiled_there_alone(resume_each: ResumeEach) -> None:
     resume_each([(Case(1, 3), {"model": "compiled"})], Case(2, 2), model="plain")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "live", [{"reverse_groups": True}, {"model": "reordered"}], ids=["groups-reversed", "parameters-reordered"]
-)
-def test_matched_by_name_not_position(live: dict[str, Any], stage: int, resume_each: ResumeEach) -> None:
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "groups-reversed": {"reverse_groups": True},
+    "parameters-reordered": {"model": "reordered"},
+}
+
+
+@pytest.mark.parametrize(("order", "stage"), all_turns(list(OTHERWISE), STAGES, 1))
+def test_matched_by_name_not_position(order: str, stage: int, resume_each: ResumeEach) -> None:
     """Not from stage 0, whose optimizer state has positions only.
 
     Where the order alone differs DeepSpeed's own load would put the state of one parameter into another.
     """
     sources = [Case(stage % 3 + 1, 3)] + [Case(stage, 2)] * (stage > 0)
-    resume_each(sources, Case(stage, 2), directly, live=live, model="plain")
+    resume_each(sources, Case(stage, 2), directly, live=OTHERWISE[order], model="plain")
 
 
 OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
 
 
-@pytest.mark.parametrize("stage", params([(0,), (1,), (3,)], [(stage,) for stage in STAGES]))
+@pytest.mark.parametrize("stage", params([(0,), (3,)], [(stage,) for stage in STAGES]))
 def test_loss_scaler_and_skipped_steps(stage: int, resume_each: ResumeEach) -> None:
     """Steps that overflow are skipped and halve the loss scale; both come back."""
     sources = [Case(other, 3, "fp16", config=OVERFLOWING) for other in (*STAGES[stage + 1 :], *STAGES[: stage + 1])]

@@ -1,8 +1,7 @@
-"""A small model trained by torch alone; as a script, by FSDP2 on the ranks of ``torch.distributed.run``."""
+"""A small model trained by torch alone, and by FSDP2 on the ranks of a group."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,11 +67,10 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     return float(loss.item())
 
 
-def main(checkpoint: str, result: str) -> None:
-    """Load, take steps 3 and 4, save what came out."""
+def resume(checkpoint: str) -> dict[str, Any]:
+    """On every rank of a group: load, take steps 3 and 4; the losses and, on rank 0, what came out."""
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     model, optimizer = build(seed=1, shard=lambda module: fully_shard(module, mesh=mesh))
     weights, states = get_state_dict(model, optimizer)
@@ -80,12 +78,5 @@ def main(checkpoint: str, result: str) -> None:
     dcp.load(tree, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
     losses = train(model, optimizer, range(3, 5))
-    whole = StateDictOptions(full_state_dict=True)
-    weights, states = get_state_dict(model, optimizer, options=whole)
-    if dist.get_rank() == 0:
-        torch.save({"losses": losses, "model": weights, "optim": states}, result)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return {"losses": losses, "model": weights, "optim": states}

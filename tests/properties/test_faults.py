@@ -7,6 +7,7 @@ its manifest, without its atoms' headers, so there `verify --headers-only` may s
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -59,8 +60,10 @@ def is_unseen(source: Source, fault: Fault) -> bool:
 def test_all_ways_in_say_the_same(
     source: Source, fault: Fault, written: Callable[[Source], Path], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    whole = written(source)
-    for number, site in enumerate(list_sites(whole)):
+    whole, sites = written(source), list_sites(written(source))
+    if not os.environ.get("UCP_EXHAUSTIVE"):  # every third one, another third for each source and fault
+        sites = sites[(SOURCES.index(source) + FAULTS.index(fault)) % min(3, len(sites)) :: 3]
+    for number, site in enumerate(sites):
         if is_unseen(source, fault):
             continue
         root = tmp_path / str(number)
