@@ -34,12 +34,13 @@ from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.forecast.sample import join_spans
 from deepspeed_ucp.forecast.target import cut_sub_groups
 from deepspeed_ucp.io.memory import pause_collection
-from deepspeed_ucp.load.census import check_alike, find_renamed, settle_layouts, take_census
+from deepspeed_ucp.load.census import check_alike, settle_layouts, take_census
 from deepspeed_ucp.load.prepare import make_work
 from deepspeed_ucp.load.transfer import negotiate
-from deepspeed_ucp.patterns import copy_runs, from_config
+from deepspeed_ucp.patterns import copy_runs, from_config, list_renames
 from deepspeed_ucp.plan import Blocks, ReadSizes, Want, address_claims, locate, make_claims
 from deepspeed_ucp.plan.claims import GRANTED
+from deepspeed_ucp.plan.feeds import feed
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance
 from deepspeed_ucp.plan.rounds import BLOCK, MIN_DIRECT
 from deepspeed_ucp.sources.files import sort_files
@@ -263,7 +264,8 @@ class Planner:
     def relate(self, index: AtomicIndex, target: Target, comm: Comm) -> tuple[Match, Layouts]:
         census = take_census(target, [], comm)
         rules = from_config(self.grid.patterns)
-        live = replace(census, renamed=find_renamed(index, census, rules))
+        made = feed(index, census.shapes, list_renames(rules), census.aliases)
+        live = replace(census, renamed=made.renamed)
         match = match_parameters(index, live, strict=True, with_states=True)
         check_alike(live, target, [])
         match_groups(index, target.group_members(), match)

@@ -70,6 +70,8 @@ def add_parser(commands: Commands) -> None:
         "given several times, the first that matches counts; before the renames in --patterns"
     )
     parser.add_argument("--rename", metavar="REGEX=NAME", action="append", default=[], help=text)
+    text = "experts of a layer, where --patterns make another number of them (docs/patterns.md)"
+    parser.add_argument("--experts", type=int, metavar="N", help=text)
     parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
     text = "keep the rows that pad a vocabulary (cut where patterns tell it)"
     parser.add_argument("--keep-padding", action="store_true", help=text)
@@ -137,6 +139,7 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
         tied=options.tied,
         keep_padding=options.keep_padding,
         strip_prefix=options.strip_prefix,
+        experts=options.experts,
         renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),
         overwrite=options.overwrite,
         **read_work_options(options, least=8),

@@ -51,7 +51,8 @@ def add_parser(commands: Commands) -> None:
     target = parser.add_argument_group("target")
     text = (
         "topology to plan for: a list of dp, tp, pp, sp, ep (of experts; of each layer: 2.4), zero, precision (fp32, "
-        "bf16, fp16), wrapper, sub_group, max_group, data_first; degrees that are left out are 1, the rest as in the "
+        "bf16, fp16), wrapper, sub_group, max_group, data_first, experts (of a layer, "
+        "where rename rules make others); degrees that are left out are 1, the rest as in the "
         "checkpoint"
     )
     target.add_argument("--target", required=True, metavar="DEGREES", help=text)

@@ -18,7 +18,7 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
-from .pairing import Pair, Pairs, pair_atoms, recast_left
+from .pairing import Pair, Pairs, feed_right, pair_atoms
 from .values import ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()
@@ -134,8 +134,8 @@ def diff_checkpoints(
         ConfigError: ``only`` is no regular expression.
     """
     comm = comm or Comm()
-    left = comm.run(lambda: recast_left(left, right, rules))
-    pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
+    made = comm.run(lambda: feed_right(left, right, rules))
+    left, pairs = made.index, comm.run(lambda: pair_atoms(made, right, rules, options.wants))
     shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))
     return Difference(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
-from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, rename_names, settle
+from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, list_renames, settle
 from ..patterns.layout import Shape
-from ..plan.feeds import recast_experts
-from ..plan.settling import Shapes, list_weights, order_rules
+from ..plan.feeds import Recast, feed, list_shapes
+from ..plan.settling import Shapes, order_rules
 from ..stream.united import UnitedAtom, is_remade, unite_shards
 
 
@@ -76,7 +76,7 @@ class Pairs:
 
 
 def pair_atoms(
-    left: AtomicIndex,
+    made: Recast,
     right: AtomicIndex,
     rules: Sequence[RuleSet] = (),
     wanted: Callable[[str, str], bool] = lambda name, state: True,
@@ -87,13 +87,14 @@ def pair_atoms(
     against the other's first; what is tied on one side only, against what it is tied to.
 
     Args:
-        rules: the user's; their renames lead from A's names to B's.
+        made: A, as :func:`feed_right` has it.
+        rules: the user's.
         wanted: (name, state) → whether it is compared.
 
     Raises:
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
     """
-    names = _rename(left, right, rules)
+    left, names = made.index, {old: new for new, old in made.renamed.items()}
     mine, theirs = _list_wanted(left, wanted), _list_wanted(right, wanted)
     keys = _match(mine, theirs, left, right, names)
     met = {a for a, _ in keys}, {b for _, b in keys}
@@ -126,18 +127,9 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict
     }
 
 
-def recast_left(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> AtomicIndex:
-    """A with experts as B has them, by the user's rules."""
-    shapes = {name: _local(atom) for name, atom in list_weights(right).items()}
-    return recast_experts(left, shapes, (rename for each in rules for rename in each.renames)).index
-
-
-def _rename(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> dict[str, str]:
-    """A's names → B's by the user's rules, where they lead to a name that B has."""
-    renames = [rename for each in rules for rename in each.renames]
-    live = {key.name for key in right.stored.atoms}
-    names = sorted({key.name for key in left.stored.atoms})
-    return {old: new for old, new in rename_names(names, renames, live).items() if old != new} if renames else {}
+def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> Recast:
+    """A as the user's rules make it for what B holds."""
+    return feed(left, list_shapes(right), list_renames(rules), right.model.aliases)
 
 
 def _match(

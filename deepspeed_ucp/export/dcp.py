@@ -60,12 +60,12 @@ def export_dcp(
         _check_arguments(index, weights_only, layout)
         states = WEIGHTS.__contains__ if weights_only else lambda _: True
         selection = select_tensors(index, rules, options, tied="copy", states=states)
-        return selection, *make_tree(index, selection, weights_only=weights_only, layout=layout)
+        return selection, *make_tree(selection, weights_only=weights_only, layout=layout)
 
     selection, tree, found = comm.run(plan)
     nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
-    with stage_export("dcp", index, destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
-        planner = Planner(index, found, max(options.divide()[1] // 2, ALIGNMENT))
+    with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
+        planner = Planner(selection.index, found, max(options.divide()[1] // 2, ALIGNMENT))
         _write(export, planner, tree)
         read = [tensor for tensor, again in found.values() if not again]
         export.verify(read, planner.checks, planner.repeated.nbytes)

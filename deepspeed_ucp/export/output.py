@@ -66,7 +66,6 @@ class Export:
 @contextmanager
 def stage_export(
     format: str,
-    index: AtomicIndex,
     destination: str,
     selection: Selection,
     options: ExportOptions,
@@ -85,6 +84,7 @@ def stage_export(
         CheckpointError: the destination may not be written, or somebody else writes it.
         DiskFullError: there is not enough room.
     """
+    index = selection.index
     if comm.rank == 0:
         _warn_losses(index, selection)
     report = OutputReport(

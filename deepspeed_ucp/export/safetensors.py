@@ -162,9 +162,7 @@ def export_safetensors(
 
     selection, layout = comm.run(plan)
     tensors, nbytes = len(layout.places), sum(layout.sizes.values())
-    with stage_export(
-        "safetensors", index, destination, selection, options, comm, tensors=tensors, nbytes=nbytes
-    ) as export:
+    with stage_export("safetensors", destination, selection, options, comm, tensors=tensors, nbytes=nbytes) as export:
         comm.once(lambda: _prepare(export.folder, layout, hf_dir))
         export.verify(selection.weights, _fill(export, selection.weights, layout))
     return export.report

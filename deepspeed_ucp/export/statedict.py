@@ -17,9 +17,7 @@ Placeholders = dict[int, tuple[Tensor, bool]]
 """What the placeholders in a state dict stand for, by their ``id``, and whether that is under a tied name."""
 
 
-def make_tree(
-    index: AtomicIndex, selection: Selection, *, weights_only: bool, layout: str
-) -> tuple[dict[str, Any], Placeholders]:
+def make_tree(selection: Selection, *, weights_only: bool, layout: str) -> tuple[dict[str, Any], Placeholders]:
     """The state dict, with a placeholder for each tensor, and what the placeholders stand for."""
     found: Placeholders = {}
 
@@ -31,7 +29,7 @@ def make_tree(
     model = {name: stand_in(tensor, name) for name, tensor in selection.by_name.items()}
     if weights_only:
         return (model if layout == "torchtitan" else {"model": model}), found
-    optimizer = _make_optimizer(index, selection, stand_in)
+    optimizer = _make_optimizer(selection.index, selection, stand_in)
     if layout != "torch":
         optimizer = flatten_optimizer(optimizer)
     return (

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..errors import CheckpointError, ConfigError, MismatchError, shorten
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
-from ..patterns import Rename, RuleSet, rename_names
+from ..patterns import Rename, RuleSet, list_renames, rename_names
 from ..patterns.layout import Shape
+from ..plan.foreseen import feed_foreseen
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.united import UnitedAtom, unite_atoms
@@ -31,6 +32,7 @@ class ExportOptions(WorkOptions):
         keep_padding: keep the padding rows of vocabularies.
         strip_prefix: cut off names that begin with it, after renaming.
         renames: saved names → names to be written; the first that matches counts.
+        experts: of a layer, where renames make another number of them.
         overwrite: replace an earlier export at the destination.
     """
 
@@ -39,6 +41,7 @@ class ExportOptions(WorkOptions):
     keep_padding: bool = False
     strip_prefix: str = ""
     renames: tuple[Rename, ...] = ()
+    experts: int | None = None
     overwrite: bool = False
 
 
@@ -82,12 +85,14 @@ class Selection:
     """What is exported.
 
     Attributes:
+        index: the checkpoint as rename rules make it.
         weights: and buffers, in the order of the state dict as far as the source tells it.
         states: of the optimizer, by atom; a pipeline's later copies are left out.
         names: saved name → written name, of everything.
         unused: rules of the user's that match nothing.
     """
 
+    index: AtomicIndex
     weights: tuple[Tensor, ...]
     states: dict[AtomKey, Tensor]
     names: dict[str, str]
@@ -116,19 +121,20 @@ def select_tensors(
         states: which states are wanted.
 
     Raises:
-        ConfigError: unknown element type.
-        MismatchError: parameters whose pattern nothing settles; names that become one.
+        ConfigError: unknown element type, or a rule that asks for what is not there.
+        MismatchError: parameters whose pattern nothing settles; names that become one; rules that do not fit.
         UnsupportedError: tensors that cannot be read.
     """
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
     refuse_unreadable(index, states)
+    renames = (*options.renames, *list_renames(rules))
+    made = feed_foreseen(index, renames, options.experts)
+    index = made.index
     united = unite_atoms(index, rules, states=states)
-    renames = (*options.renames, *(rename for one in rules for rename in one.renames))
-    left = find_left_out({key.name for key in united.atoms}, renames)
-    kept = {key: atom for key, atom in united.atoms.items() if not (key.instance or key.name in left)}
+    kept = {key: atom for key, atom in united.atoms.items() if not key.instance}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
-    names = name_tensors(listed, renames, options.strip_prefix)
+    names = name_tensors(listed, renames, options.strip_prefix, made.made)
     copies: dict[str, list[str]] = defaultdict(list)
     if (options.tied or tied) == "copy":
         for alias, owner in index.model.aliases.items():
@@ -143,6 +149,7 @@ def select_tensors(
     if not chosen:
         raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
     return Selection(
+        index,
         weights=tuple(make(atom, options.dtype, *copies[atom.name]) for atom in chosen),
         states={key: make(atom, None) for key, atom in kept.items() if key.state not in WEIGHTS},
         names=names,
@@ -160,31 +167,20 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
     return [atom.key for atom in ordered if atom.state in WEIGHTS]
 
 
-def find_left_out(names: Iterable[str], renames: Sequence[Rename]) -> set[str]:
-    """What rules leave out by name.
-
-    Raises:
-        ConfigError: a rule cuts or joins parameters, which an export writes as they are.
-    """
-    found = set()
-    for name in names:
-        for rule in (each for each in renames if not each.is_plain and each.match(name) is not None):
-            if rule.template is not None:
-                raise ConfigError(
-                    f"rename: {rule.pattern!r} to {rule.template!r} cuts or joins parameters; an export writes each as "
-                    "it is, under one name."
-                )
-            found.add(name)
-    return found
-
-
-def name_tensors(names: Iterable[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:
+def name_tensors(
+    names: Collection[str], renames: Sequence[Rename], strip: str, made: Collection[str] = ()
+) -> dict[str, str]:
     """Saved name → name to be written.
+
+    Args:
+        made: names that rules have made of others.
 
     Raises:
         MismatchError: two names become one.
     """
-    renamed = {name: new.removeprefix(strip) for name, new in rename_names(names, renames).items()}
+    kept = {name: name for name in names if name in made}
+    renamed = {**rename_names([name for name in names if name not in made], renames), **kept}
+    renamed = {name: new.removeprefix(strip) for name, new in renamed.items()}
     if len(set(renamed.values())) < len(renamed):
         seen: dict[str, str] = {}
         clashes = [f"{seen[new]} and {name}" for name, new in renamed.items() if seen.setdefault(new, name) != name]

@@ -31,7 +31,7 @@ _WRAPPERS = {
     "fp16_unfused": ((0,), ("bfloat16", "float16")),
     "torch": ((0,), ("float32",)),
 }
-_NUMBERS = ("dp", "tp", "pp", "sp", "zero", "sub_group", "max_group")
+_NUMBERS = ("dp", "tp", "pp", "sp", "zero", "sub_group", "max_group", "experts")
 _TEXTS = ("ep", "data_first", "precision", "wrapper")
 _NOT_COVERED = {
     "cp": "context parallelism",
@@ -54,6 +54,7 @@ class Degrees:
         ep: expert-parallel degree of all layers of experts, or of each in the module's order.
         data_first: ranks that hold the same experts follow each other (``use_data_before_expert_parallelism``).
         max_group: elements of a rank's param group of experts at most.
+        experts: of a layer, where rename rules make another number of them.
         refused: what of the request DeepSpeed, or this package, does not do, in words.
     """
 
@@ -69,6 +70,7 @@ class Degrees:
     ep: tuple[int, ...] = (1,)
     data_first: bool = False
     max_group: int = MAX_GROUP
+    experts: int | None = None
     refused: tuple[str, ...] = ()
 
     @property
@@ -156,6 +158,7 @@ def parse_degrees(
         ep=tuple(_number("ep", part) for part in told.get("ep", "1").split(".")),
         data_first=_read_flag("data_first", told) if "data_first" in told else data_first,
         max_group=numbers.get("max_group", MAX_GROUP),
+        experts=numbers.get("experts"),
         refused=refused,
     )
     _check_wrapper(found)

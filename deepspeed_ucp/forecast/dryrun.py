@@ -13,8 +13,9 @@ from typing import Any
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
-from ..patterns import RuleSet
+from ..patterns import RuleSet, list_renames
 from ..plan import ReadSizes, Want, list_claims
+from ..plan.foreseen import feed_foreseen
 from ..plan.rounds import plan_ranks
 from ..plan.settling import describe_irregular, describe_unreadable
 from ..plan.wants import Wants, is_replicated
@@ -38,6 +39,11 @@ _AGAIN = (
 _HINT = (
     " A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows the checkpoint and "
     "the rules that it is given (--patterns)."
+)
+_RENAMED = "parameters under other names, or in other forms, by rename rules"
+_LED = (
+    "The model is the one that the rename rules lead to: all that match are carried out, those of the other direction "
+    "too. A parameter of three dimensions [experts, …] is cut into its experts, others are copied to each."
 )
 DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"
 
@@ -119,6 +125,9 @@ def dry_run(
         run.obstacles.append(run.batch.text)
     run.differences = find_differences(replace(index.run.topology, flats=()), degrees.topology(index.run.topology))
     try:
+        made = feed_foreseen(index, list_renames(rules), degrees.experts)
+        if made.renamed or made.index is not index:
+            run.differences.append(_RENAMED)
         run.differences = run.differences or find_moved_experts(index, degrees)
         if not run.differences:
             run.loader = DEEPSPEED
@@ -128,7 +137,8 @@ def dry_run(
     except MismatchError as error:
         run.obstacles.append(f"{error}{_HINT if index.run.topology.tp != degrees.tp else ''}")
         return run
-    run.origin, run.assumed = dict(found.origin), [*found.assumed, _AGAIN]
+    rules_told = [_LED, *made.notes] if _RENAMED in run.differences else []
+    run.origin, run.assumed = dict(found.origin), [*rules_told, *found.assumed, _AGAIN]
     measure(index, found, run, config, exact=exact, samples=samples)
     return run
 

@@ -13,8 +13,11 @@ from dataclasses import dataclass, replace
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, AtomicIndex, ParamKey, count
 from ..experts import read_name
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
-from ..patterns import RuleSet
+from ..patterns import RuleSet, list_renames
+from ..plan.feeds import Recast
+from ..plan.foreseen import feed_foreseen
 from ..plan.match import Match, pick_instance
+from ..plan.recast import rename_all
 from ..plan.settling import Shapes, list_weights, settle_index
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_states, list_wants
 from .degrees import Degrees
@@ -144,10 +147,12 @@ def foretell_target(
         MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers; experts
             where no engine has them.
     """
+    made = feed_foreseen(index, list_renames(rules), degrees.experts)
+    index = rename_all(made.index, made.renamed)
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others
     layers = spread_layers(index, names, degrees)
-    local, layouts, origin = _settle(index, degrees, names, rules, shapes)
+    local, layouts, origin = _settle(made, degrees, names, rules, shapes)
     assumed = [EQUAL] if index.run.topology.tp != degrees.tp and shapes is None else []
     assumed += [SPREAD if max(degrees.ep) > 1 else EXPERTS] if layers else []
     if stages is None:
@@ -209,16 +214,18 @@ def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
 
 
 def _settle(
-    index: AtomicIndex, degrees: Degrees, names: Sequence[str], rules: Sequence[RuleSet], shapes: Shapes | None
+    made: Recast, degrees: Degrees, names: Sequence[str], rules: Sequence[RuleSet], shapes: Shapes | None
 ) -> tuple[Shapes, Layouts, dict[str, int]]:
-    """Local shapes of the target, how both sides cut each parameter, and what settled that."""
-    if index.run.topology.tp == degrees.tp == 1:
-        weights = list_weights(index)
-        return shapes or {name: (weights[name].shape,) for name in names}, {}, {}
+    """Local shapes of the target, how both sides cut each parameter, and what settled that; rules go by saved names."""
+    saved = {name: made.renamed.get(name, name) for name in names}
+    if made.index.run.topology.tp == degrees.tp == 1:
+        weights = list_weights(made.index)
+        return shapes or {name: (weights[old].shape,) for name, old in saved.items()}, {}, {}
     degree = degrees.tp if shapes is None else None
-    settled = settle_index(index, rules, shapes, names=names, degree=degree).require()
-    local = {name: want.local_shapes for name, (_, want) in settled.pairs.items()}
-    return local, settled.pairs, dict(Counter(settled.origin.values()))
+    settled = settle_index(made.index, rules, shapes, names=list(saved.values()), degree=degree).require()
+    layouts = {name: settled.pairs[old] for name, old in saved.items()}
+    local = {name: want.local_shapes for name, (_, want) in layouts.items()}
+    return local, layouts, dict(Counter(settled.origin.values()))
 
 
 def list_groups(index: AtomicIndex) -> list[list[str]]:

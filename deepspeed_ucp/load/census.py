@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from ..atoms import MASTER, MODULE, AtomicIndex
+from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..flat import Shape
-from ..patterns import Rename, RuleSet, find_idle, from_attributes, from_universal_info, rename_names
-from ..plan.feeds import Recast, recast_experts
+from ..patterns import RuleSet, find_idle, from_attributes, from_universal_info, list_renames
+from ..plan.feeds import list_names
 from ..plan.match import Live, Match
 from ..plan.settling import Shapes, settle_index
 from ..plan.wants import Layouts
@@ -143,37 +143,8 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
 
 def tell_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """Log ``rename`` rules that match nothing that was saved."""
-    saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
-    if idle := find_idle(saved, _list_renames(rules)):
+    if idle := find_idle(list_names(index), list_renames(rules)):
         logger.info("patterns: %s", shorten(idle))
-
-
-def _list_renames(rules: Sequence[RuleSet]) -> list[Rename]:
-    return [rename for each in rules for rename in each.renames]
-
-
-def recast_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet]) -> Recast:
-    """The checkpoint with experts as the live model has them, by the user's ``rename`` rules."""
-    return recast_experts(index, live.shapes, _list_renames(rules))
-
-
-def find_renamed(index: AtomicIndex, live: Live, rules: Sequence[RuleSet]) -> dict[str, str]:
-    """Live name → saved name, by the user's ``rename`` rules.
-
-    A rule counts where the engine does not know the saved name and knows the new one, so that one set of rules serves
-    both directions, and a run that goes on under the names it has.
-    """
-    if not _list_renames(rules):
-        return {}
-    known = {*live.shapes, *live.aliases}
-    saved = {key.name for key in index.stored.atoms if key.state in (MASTER, MODULE)} | set(index.model.aliases)
-    return apply_renames(rules, saved, known)
-
-
-def apply_renames(rules: Sequence[RuleSet], saved: Set[str], live: Set[str]) -> dict[str, str]:
-    """Live name → saved name, of the saved names that the engine does not know and rules give one that it knows."""
-    renames = _list_renames(rules)
-    return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
 
 
 def settle_layouts(index: AtomicIndex, live: Live, match: Match, rules: Sequence[RuleSet], *, tell: bool) -> Layouts:

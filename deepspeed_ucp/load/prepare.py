@@ -11,7 +11,8 @@ from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import shorten
-from ..patterns import from_config
+from ..patterns import from_config, list_renames
+from ..plan.feeds import feed
 from ..plan.match import Live, Match, match_groups, match_parameters
 from ..plan.settling import refuse_unreadable
 from ..plan.wants import (
@@ -26,7 +27,7 @@ from ..plan.wants import (
 )
 from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
-from .census import check_alike, find_renamed, recast_renamed, settle_layouts, take_census, tell_idle
+from .census import check_alike, settle_layouts, take_census, tell_idle
 from .destinations import Destinations, bind
 from .replicas import check_instances
 from .states import OptimizerMatch, States, list_tensors
@@ -89,11 +90,10 @@ def prepare(
         rules = from_config(config.patterns)
         if tell:
             tell_idle(saved, rules)
-        made = recast_renamed(saved, census, rules)
+        made = feed(saved, census.shapes, list_renames(rules), census.aliases)
         index = made.index
-        renamed = find_renamed(index, census, rules)
         extras_too = census.extras if with_extras else None
-        live = replace(census, renamed=renamed, extras=extras_too, fresh=made.fresh)
+        live = replace(census, renamed=made.renamed, extras=extras_too, fresh=made.fresh)
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
         match.notes += made.notes
         check_alike(live, target, extras)

@@ -17,7 +17,8 @@ from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..experts import is_expert
 from ..io.memory import identify_host, pause_collection
-from ..patterns import RuleSet, from_config
+from ..patterns import RuleSet, from_config, list_renames
+from ..plan.feeds import find_renamed, list_names
 from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import holds_atoms, list_entries, strip_writer
@@ -30,7 +31,7 @@ from ..targets.finish import refresh_after_own_load
 from ..targets.guard import BROKEN, check_states, release
 from ..targets.optimizer import find_other_kind
 from ..topology import ATOMIC, find_differences
-from .census import apply_renames, find_renamed, join_groups, list_live_rules, take_census
+from .census import join_groups, list_live_rules, take_census
 from .client import check_trusted
 from .direct import has_masters, load_direct
 from .job import LoadArguments, LoadJob, LoadReport
@@ -235,7 +236,7 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
     """Hold the checkpoint's index against the live engine's layout; collective."""
     comm, arguments, report = job.comm, job.arguments, job.report
     weights_only = not (arguments.with_states and has_masters(target, comm))
-    rename = partial(apply_renames, from_config(job.config.patterns))
+    rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
     index = open_checkpoint(folder, comm, *join_groups(target, comm), weights_only=weights_only, rename=rename)
     report.saved = index.run.job
     if comm.rank == 0 and (told := ", ".join(list_changes(index, target, comm.size, job.engine.train_batch_size()))):
@@ -364,7 +365,7 @@ def convert_first(
     census = take_census(target, (), comm)
 
     def tell() -> list[RuleSet]:
-        renamed = find_renamed(index, census, rules)
+        renamed = find_renamed(list_names(index), {*census.shapes, *census.aliases}, list_renames(rules))
         return list_live_rules(census, {name: renamed.get(name, name) for name in census.attributes})
 
     live = comm.run(tell)

@@ -6,7 +6,7 @@ from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source,
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, find_idle, parse_renames, rename_names
-from .rules import Rule, RuleSet, from_arguments, from_attributes, from_config, load_family
+from .rules import Rule, RuleSet, from_arguments, from_attributes, from_config, list_renames, load_family
 from .settle import Settled, Unsettled, settle
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "from_recorded",
     "from_universal_info",
     "list_families",
+    "list_renames",
     "load_family",
     "parse_renames",
     "read_pattern",

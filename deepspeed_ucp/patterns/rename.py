@@ -91,7 +91,7 @@ class Rename:
         _ = self._regex if self.pattern is not None else compile_regex(self.template or "")
         if self.source and not self.feeds_all:
             raise ConfigError(f'rename: {self.pattern!r}: the new expert\'s number {{e}} has to be in "to"')
-        if self.part != (0, 1) and (self.source or not (self.feeds_all or self.joins)):
+        if self.part != (0, 1) and not (self.feeds_all or self.joins):
             raise ConfigError(f'rename: {self.pattern!r}: "part" is for a parameter that holds several experts')
 
     def match(self, name: str) -> Mapping[str, str] | None:

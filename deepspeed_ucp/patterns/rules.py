@@ -347,6 +347,11 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
     return mine, replace(family, variables={**family.variables, **variables})
 
 
+def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
+    """The ``rename`` rules of all sets, in their order."""
+    return [rename for each in rules for rename in each.renames]
+
+
 def from_config(value: object) -> tuple[RuleSet, ...]:
     """Rule sets of ``checkpoint.universal.patterns``.
 

@@ -1,10 +1,10 @@
-"""Which saved parameters feed which live ones, where the user's rules about experts make it more than another name."""
+"""Which saved parameters feed which live ones, by the user's ``rename`` rules: renamed, cut, joined, copied."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex, GroupInfo
 from ..errors import MismatchError, fold_names, shorten
-from ..patterns import Rename
+from ..patterns import Rename, rename_names
 from .recast import Block, Made, recast
 from .settling import Shapes, list_weights
 
@@ -28,40 +28,58 @@ class Recast:
     """A checkpoint as the rules make it.
 
     Attributes:
-        index: with the live parameters in the place of the saved ones that feed them.
+        index: with the live parameters in the place of the saved ones that are cut, joined or copied into them.
+        renamed: live name → name in the index, of those that rules do no more than rename.
+        made: names in the index of what rules cut, join or copy.
         fresh: live parameters that nothing feeds, by the user's word.
         notes: what is copied and what is left out, in words.
     """
 
     index: AtomicIndex
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    made: Set[str] = frozenset()
     fresh: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 
-def recast_experts(index: AtomicIndex, live: Shapes, renames: Iterable[Rename]) -> Recast:
-    """Carry out the rules that say more than another name for a parameter.
+def feed(index: AtomicIndex, live: Shapes, renames: Sequence[Rename], aliases: Iterable[str] = ()) -> Recast:
+    """Carry out the rules.
 
-    A rule counts where the live model does not have the saved names with the saved shapes, so that the same
-    configuration goes on working once the run saves under its new names.
+    A rule counts where the live model does not have the saved names (of experts: with the saved shapes), so that one
+    set of rules serves both directions, and a run that goes on under the names it has.
 
     Args:
         live: local shapes of what the live model holds, by tensor-parallel rank.
-        renames: the user's rules, others among them.
+        renames: the user's rules.
+        aliases: other names of what it holds.
 
     Raises:
         MismatchError: what a rule says does not fit the shapes, or the experts' numbers.
         ConfigError: a rule asks for what is not there.
     """
-    rules = [each for each in renames if not each.is_plain]
-    if not rules:
-        return Recast(index)
-    weights = list_weights(index)
-    saved = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    feeds = _Feeds(saved, live)
-    for rule in rules:
+    feeds = _Feeds(list_shapes(index), live)
+    for rule in renames:
         feeds.add(rule)
     feeds.join()
-    return Recast(_unite_groups(recast(index, feeds.made, feeds.left), feeds.made), feeds.fresh, feeds.notes)
+    if feeds.made or feeds.left:
+        index = _unite_groups(recast(index, feeds.made, feeds.left), feeds.made)
+    renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
+    return Recast(index, renamed, feeds.made.keys(), feeds.fresh, feeds.notes)
+
+
+def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> dict[str, str]:
+    """Live name → saved name, of the saved names that are not live and that rules give a live one."""
+    return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
+
+
+def list_names(index: AtomicIndex) -> set[str]:
+    """All names that a checkpoint has."""
+    return {key.name for key in index.stored.atoms} | set(index.model.aliases)
+
+
+def list_shapes(index: AtomicIndex) -> Shapes:
+    """Local shapes of the weights by tensor-parallel rank."""
+    return {name: tuple(shard.shape for shard in atom.shards) for name, atom in list_weights(index).items()}
 
 
 @dataclass
@@ -74,6 +92,7 @@ class _Feeds:
         left: saved parameters that are left out.
         joined: by live parameter, by (expert, part) the saved parameter, and of how many parts.
         copied: live parameters of which several are fed by the same saved one, which is told.
+        passed: saved parameters that hold several experts, and the numbers of those that are left out.
         fresh: see :class:`Recast`.
     """
 
@@ -83,15 +102,18 @@ class _Feeds:
     left: set[str] = field(default_factory=set)
     joined: dict[str, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=lambda: defaultdict(dict))
     copied: dict[str, str] = field(default_factory=dict)
+    passed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     fresh: frozenset[str] = frozenset()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is out of the ordinary, in words."""
         copied = f"{_fold(self.copied)} are copies of {_fold(sorted(set(self.copied.values())))}"
+        passed = {name: shorten(map(str, numbers)) for name, numbers in self.passed.items()}
         return (
             *([f"rename: {copied}, optimizer states included"] if self.copied else ()),
             *([f"rename: {_fold(sorted(self.left))} of the checkpoint are left out"] if self.left else ()),
+            *(f"rename: of {name} experts {numbers} are left out" for name, numbers in passed.items()),
             *([f"rename: {_fold(sorted(self.fresh))} keep the new model's values"] if self.fresh else ()),
         )
 
@@ -105,24 +127,38 @@ class _Feeds:
         return found
 
     def add(self, rule: Rename) -> None:
+        if rule.is_plain:
+            return
         if None in (rule.pattern, rule.template):
             self._leave_out(rule)
             return
-        families: dict[Ends, dict[int, str]] = defaultdict(dict)
+        families: dict[Ends, dict[int, Block]] = defaultdict(dict)
         for name in sorted(self.saved):
-            groups = rule.match(name)
-            if groups is None:
+            if rule.source:
+                self._note_numbered(rule, name, families)
+            elif (groups := rule.match(name)) is None:
                 continue
-            if rule.joins:
+            elif rule.joins:
                 self._note_joined(rule, name, groups)
-            elif rule.source:
-                held, number = families[rule.split(groups, name)], rule.find_saved(groups)
-                if held.setdefault(number, name) != name:
-                    raise MismatchError(f"rename: {held[number]} and {name} are both expert {number} of one layer.")
             elif name not in self.live:
                 self._spread(rule, name, self.experts.get(rule.split(groups, name), {}))
         for ends, held in families.items():
             self._choose(rule, ends, held)
+
+    def _note_numbered(self, rule: Rename, name: str, families: dict[Ends, dict[int, Block]]) -> None:
+        """The expert that a saved parameter is, or the experts in it, which to a rule are ``name.0``, ``name.1``, …"""
+        groups, (part, parts) = rule.match(name), rule.part
+        if groups is not None:
+            own = {rule.find_saved(groups): Block(name, part, parts)}
+        elif groups := rule.match(f"{name}.0"):
+            count = next(iter(self.saved[name][0]), 0)
+            own = {number: Block(name, number * parts + part, count * parts) for number in range(count)}
+        else:
+            return
+        held = families[rule.split(groups, name)]
+        for number, block in own.items():
+            if held.setdefault(number, block) != block:
+                raise MismatchError(f"rename: {held[number].name} and {name} are both expert {number} of one layer.")
 
     def _leave_out(self, rule: Rename) -> None:
         named = {name for name in self.saved if rule.match(name) is not None}
@@ -158,19 +194,58 @@ class _Feeds:
             block = Block(name, expert * parts + number, len(experts) * parts)
             self._make(new, Made((block,), len(self.live[new][0])))
 
-    def _choose(self, rule: Rename, ends: Ends, held: Mapping[int, str]) -> None:
+    def _choose(self, rule: Rename, ends: Ends, held: Mapping[int, Block]) -> None:
         """Every new expert names the saved one that feeds it."""
-        experts = self.experts.get(ends, {})
-        if not experts or set(held.values()) == set(experts.values()):
+        whole = self._find_whole(ends)
+        experts = dict.fromkeys(range(self.live[whole][0][0]), whole) if whole else self.experts.get(ends, {})
+        names = {block.name for block in held.values()}
+        if not experts or (names == set(experts.values()) and all(self.saved[n] == self.live[n] for n in names)):
             return
-        chosen = {new: rule.choose(expert) for expert, new in experts.items()}
-        if lacking := sorted({number for number in chosen.values() if number not in held}):
-            new = next(new for new, number in chosen.items() if number == lacking[0])
+        chosen = {expert: rule.choose(expert) for expert in sorted(experts)}
+        if lacking := sorted(set(chosen.values()) - held.keys()):
+            new = next(experts[expert] for expert, number in chosen.items() if number == lacking[0])
             raise MismatchError(
                 f"rename: {rule.pattern!r} lets saved expert {lacking[0]} feed {new}; saved are {sorted(held)} there."
             )
-        self._copy({new: held[number] for new, number in chosen.items()})
-        self.left.update(name for number, name in held.items() if number not in chosen.values())
+        self._check_lanes(rule, [*names, *experts.values()], fused=bool(whole) or len(names) < len(held))
+        blocks: dict[str, list[Block]] = defaultdict(list)
+        for expert, number in chosen.items():
+            blocks[experts[expert]].append(held[number])
+        for new, own in blocks.items():
+            shape = self.live[new][0]
+            self._make(new, Made(tuple(own), len(shape), shape[:1] if whole else ()))
+        if len(set(chosen.values())) < len(chosen):
+            news = {expert: f"{whole}.{expert}" if whole else experts[expert] for expert in chosen}
+            olds = {number: f"{b.name}.{number}" if len(names) < len(held) else b.name for number, b in held.items()}
+            self.copied.update({news[expert]: olds[number] for expert, number in chosen.items()})
+        self._leave_numbers(held, held.keys() - set(chosen.values()))
+
+    def _find_whole(self, ends: Ends) -> str:
+        """The live parameter that holds all experts of a family, one behind the other; empty where each has its own."""
+        name = ends[0].removesuffix(".")
+        return name if name != ends[0] and not ends[1] and self.live.get(name, ((),))[0] else ""
+
+    def _check_lanes(self, rule: Rename, names: Iterable[str], *, fused: bool) -> None:
+        """Which dimension of several experts' parameter tensor parallelism cuts is not known here.
+
+        Raises:
+            MismatchError: it is cut.
+        """
+        cut = sorted({name for name in names if max(len(self.saved.get(name, ())), len(self.live.get(name, ()))) > 1})
+        if fused and cut:
+            raise MismatchError(
+                f"rename: {rule.pattern!r} counts the experts in {_fold(cut)}, of which each tensor-parallel rank has "
+                "a part: which experts these are is not known. Resume with the number of experts that was saved, or "
+                "without tensor parallelism on both sides."
+            )
+
+    def _leave_numbers(self, held: Mapping[int, Block], numbers: Collection[int]) -> None:
+        used = {block.name for number, block in held.items() if number not in numbers}
+        for number in sorted(numbers):
+            if held[number].name in used:
+                self.passed[held[number].name].append(number)
+            else:
+                self.left.add(held[number].name)
 
     def _copy(self, sources: Mapping[str, str]) -> None:
         """Live parameters that are saved ones as they are, several of them the same one."""

@@ -76,6 +76,18 @@ def split_experts(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
     return recast(index, made).change(fused=dict(fused))
 
 
+def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
+    """The index under other names, without its ties.
+
+    Args:
+        renamed: new name → its own.
+    """
+    if not renamed:
+        return index
+    dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
+    return recast(index, {new: Made((Block(old),), dims[old]) for new, old in renamed.items() if old in dims})
+
+
 def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] = ()) -> AtomicIndex:
     """The index with parameters in the place of those that they are made of.
 

@@ -39,7 +39,7 @@ from tests.reshard import (
     temporary_folder,
 )
 from tests.reshard3d import Held, Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
-from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.synth import ExpertLayer, Model, Param, Topology, random_state, write_checkpoint
 
 WRAPPERS = {"raw": "torch", "fused": "fp16_fused", "unfused": "fp16_unfused", "bf16": "bf16"}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -326,3 +326,29 @@ def test_it_foretells_any_placement_of_experts(trip: tuple[Case, Topology], case
 def test_it_foretells_any_placement_of_autoeps_experts(trip: tuple[Case, Topology], case: int) -> None:
     pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
     foresee_experts(trip, case)
+
+
+def make_experts(*, fused: bool) -> Model:
+    """Four experts between dense layers, as Hugging Face's models have them, or as AutoEP's."""
+    experts = {f"{w}.{e}": (3, 4) if w == "w2" else (4, 3) for w in ("w1", "w2", "w3") for e in range(4)}
+    held = {"gate_up_proj": (4, 8, 3), "down_proj": (4, 3, 4)} if fused else experts
+    gate = Param("h.0.mlp.gate.weight" if fused else "h.0.mlp.router.gate.weight", (4, 3))
+    params = [Param("wte", (40, 9)), gate, *(Param(f"h.0.mlp.experts.{name}", shape) for name, shape in held.items())]
+    layers = () if fused else (ExpertLayer("h.0.mlp", 4, fused=True),)
+    return Model((*params, Param("ln", (11,))), experts=layers)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_it_foretells_what_rename_rules_make(ep: int, tmp_path: Path) -> None:
+    """The load goes by the live model, a plan by the rules alone."""
+    pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+    config = UniversalConfig(threads=1, patterns="autoep")
+    model, source, target = make_experts(fused=True), Topology(1, 3, "bf16"), Topology(2, 4, "bf16", ep=(ep,))
+    folder = write_checkpoint(tmp_path, model, random_state(model, 1, precision="bf16"), source)
+    options = choose_blocks(0, config)
+    index, ranks = load(folder, make_targets(make_experts(fused=False), target), options)
+    virtual = foretell_target(index, degrees_of(target), from_config("autoep"))
+    run = predict(index, virtual, options)
+    assert [rank.needed for rank in run.ranks] == [count_wanted(rank) for rank in ranks]
+    assert run.totals is not None
+    assert run.totals.read == sum(rank.plan.nbytes for rank in ranks if rank.plan)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.census import check_alike, find_renamed, join_groups, tell_idle
-from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.load.census import check_alike, join_groups, tell_idle
+from deepspeed_ucp.patterns import from_config, list_renames
+from deepspeed_ucp.plan.feeds import feed
 from deepspeed_ucp.plan.match import Live
 from deepspeed_ucp.targets.parallel import Place
 from tests.plan import planning
@@ -30,8 +32,8 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
     return planning.make_index(atoms, instances=instances or {})
 
 
-def rename(index: AtomicIndex, *live: str) -> dict[str, str]:
-    return find_renamed(index, Live(dict.fromkeys(live, ((2,),))), from_config(BOTH_WAYS))
+def rename(index: AtomicIndex, *live: str) -> Mapping[str, str]:
+    return feed(index, dict.fromkeys(live, ((2,),)), list_renames(from_config(BOTH_WAYS))).renamed
 
 
 def test_one_set_of_rules_serves_both_directions() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.patterns import parse_renames
-from deepspeed_ucp.plan.feeds import recast_experts
+from deepspeed_ucp.plan.feeds import feed
 from deepspeed_ucp.plan.match import Live, Match, match_parameters
 from tests.plan.test_match import make_index
 from tests.plan.test_recast import make_index as make_bytes
@@ -43,12 +43,13 @@ def test_the_rule_that_is_shown_brings_them_together(
     assert f"m.{{0-1}}.mlp: {have} experts in the checkpoint, {want} in the model" in told
     assert f"m.0.mlp.gate.weight: shape ({have}, 3) in the checkpoint, ({want}, 3) in the model, a row for" in told
     assert form.format(layer=0, e=7) not in told
+    assert told.count("m.0.mlp.gate.weight: shape") == 1  # not as a vocabulary of other rows as well
     rules = [json.loads(text) for text in re.findall(r"\{\"from\".*?(?:\"|null)\}(?=[ );])", told)]
-    made = recast_experts(make_index(saved), shapes, parse_renames(rules))
+    made = feed(make_index(saved), shapes, parse_renames(rules))
     found = match_parameters(made.index, Live(shapes, fresh=made.fresh), strict=True, with_states=True)
     assert found.saved.keys() == shapes.keys() - {"m.0.mlp.gate.weight"}
     index, data = make_bytes(saved)
-    made = recast_experts(index, shapes, parse_renames(rules))
+    made = feed(index, shapes, parse_renames(rules))
     for name, number in ((form.format(layer=1, e=e), e) for e in range(want)):
         source = form.format(layer=1, e=choose(number))
         assert np.array_equal(read(made.index, data, name), read(index, data, source)), name

@@ -12,7 +12,7 @@ from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Fragment, GroupInfo, 
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.patterns import from_config, parse_renames
 from deepspeed_ucp.plan import locate
-from deepspeed_ucp.plan.feeds import Recast, recast_experts
+from deepspeed_ucp.plan.feeds import Recast, feed
 from deepspeed_ucp.plan.recast import Block, Made, fuse_experts, recast, split_experts
 from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
 from tests.plan import planning
@@ -52,7 +52,7 @@ def read(index: AtomicIndex, data: np.ndarray, name: str, state: str = MASTER, l
 
 def carry_out(shapes: Shapes, live: Shapes, rules: Sequence[Any], tp: int = 1, **fields: Any) -> tuple[Recast, Any]:
     index, data = make_index(shapes, tp=tp, **fields)
-    made = recast_experts(index, {name: (shape,) * tp for name, shape in live.items()}, parse_renames(rules))
+    made = feed(index, {name: (shape,) * tp for name, shape in live.items()}, parse_renames(rules))
     before = {(name, s, r): read(index, data, name, s, r) for name in shapes for s in STATES for r in range(tp)}
     names = sorted({key.name for key in made.index.stored.atoms})
     after = {(name, s, r): read(made.index, data, name, s, r) for name in names for s in STATES for r in range(tp)}
@@ -141,7 +141,7 @@ def test_what_is_cut_out_of_tensor_parallel_shards_is_united_by_rules_of_its_own
     wanted = {f"mlp.experts.{w}.{e}": both[e, k] for k, w in enumerate(("w1", "w3")) for e in range(2)}
     wanted |= {f"mlp.experts.w2.{e}": out.reshape(2, 4, 6)[e] for e in range(2)}
     live = {name: (tensor.shape,) for name, tensor in wanted.items()}
-    made = recast_experts(index, live, [each for one in rules for each in one.renames])
+    made = feed(index, live, [each for one in rules for each in one.renames])
     found = {key.name: read_united(united, data) for key, united in unite_atoms(made.index, rules).atoms.items()}
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], tensor) for name, tensor in wanted.items())
@@ -262,3 +262,39 @@ def test_experts_that_do_not_go_together(what: str) -> None:
 def test_rules_that_are_none(rule: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         carry_out({"a": (4,), "x.0": (1,)}, {"b.0": (2,), "b.1": (2,), "x.0": (1,), "x.1": (1,)}, [rule])
+
+
+def test_experts_of_one_parameter_are_counted_as_those_of_several_are() -> None:
+    """A parameter [experts, …] is to a rule with arithmetic what ``name.0``, ``name.1``, … are."""
+    rule = {"from": r"(?P<x>.*\.up)\.{e // 2}", "to": "{x}.{e}"}
+    made, (before, after) = carry_out({"m.up": (4, 3, 2)}, {"m.up": (8, 3, 2)}, [rule])
+    for state in STATES:
+        assert np.array_equal(after["m.up", state, 0], before["m.up", state, 0].repeat(2, axis=0))
+    assert made.notes == ("rename: m.up.{0-7} are copies of m.up.{0-3}, optimizer states included",)
+    picking = {"from": r"m\.up\.{7 - 2 * e}", "to": "m.up.{e}"}
+    made, (before, after) = carry_out({"m.up": (8, 3)}, {"m.up": (3, 3)}, [picking])
+    assert np.array_equal(after["m.up", MASTER, 0], before["m.up", MASTER, 0][[7, 5, 3]])
+    assert made.notes == ("rename: of m.up experts 0, 1, 2, 4, 6 are left out",)
+    made, (before, after) = carry_out({"m.up": (4, 3, 2)}, {"m.up": (4, 3, 2)}, [rule])  # it has saved in the meantime
+    assert not made.notes and np.array_equal(after["m.up", MASTER, 0], before["m.up", MASTER, 0])
+
+
+def test_another_number_of_experts_in_another_form() -> None:
+    fused, split = {"m.up": (4, 6, 2)}, {f"m.{w}.{e}": (3, 2) for w in ("w1", "w3") for e in range(6)}
+    rules = [{"from": r"m\.up\.{e % 4}", "to": f"m.w{w}.{{e}}", "part": f"{part}/2"} for w, part in ((1, 1), (3, 2))]
+    _, (before, after) = carry_out(fused, split, rules)
+    for (name, state, lane), tensor in after.items():
+        first = 0 if "w1" in name else 3
+        assert np.array_equal(tensor, before["m.up", state, lane][int(name[-1]) % 4, first : first + 3])
+    picking = [{"from": r"m\.w1\.{2 * e}", "to": "m.w1.{e}"}, {"from": r"m\.w3.*", "to": None}]
+    _, (before, after) = carry_out(split, {"m.w1": (3, 3, 2)}, picking)
+    wanted = np.stack([before[f"m.w1.{2 * e}", MASTER, 0] for e in range(3)])
+    assert np.array_equal(after["m.w1", MASTER, 0], wanted)
+
+
+def test_counted_experts_under_tensor_parallelism_are_refused() -> None:
+    rule = {"from": r"m\.up\.{e % 4}", "to": "m.up.{e}"}
+    with pytest.raises(MismatchError, match=r"counts the experts in m.up, of which each tensor-parallel rank has"):
+        carry_out({"m.up": (4, 3, 2)}, {"m.up": (8, 3, 2)}, [rule], tp=2)
+    made, _ = carry_out({"m.up": (4, 3, 2)}, {"m.up": (4, 3, 2)}, [rule], tp=2)
+    assert not made.notes

@@ -1,0 +1,137 @@
+"""What a model holds that the user's ``rename`` rules lead to, where no live model tells."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..atoms import AtomicIndex
+from ..errors import MismatchError
+from ..flat import Shape
+from ..patterns import Rename
+from .feeds import Ends, Recast, feed, list_shapes
+from .settling import Shapes
+
+_ASK = "of how many experts a layer is made only the model tells: give their number (experts)"
+
+
+def feed_foreseen(index: AtomicIndex, renames: Sequence[Rename], experts: int | None = None) -> Recast:
+    """The checkpoint as the rules make it for the model that they lead to.
+
+    Args:
+        experts: as of :func:`foresee`.
+
+    Raises:
+        MismatchError: the rules do not tell that model, or do not fit what was saved.
+        ConfigError: a rule asks for what is not there.
+    """
+    if not renames:
+        return Recast(index)
+    return feed(index, foresee(list_shapes(index), renames, experts), renames)
+
+
+def foresee(saved: Shapes, renames: Sequence[Rename], experts: int | None = None) -> dict[str, tuple[Shape, ...]]:
+    """Local shapes by tensor-parallel rank of what the rules make of saved parameters; what none matches stays.
+
+    All rules that cut, join, count or leave out experts are carried out; of the others the first that matches.
+
+    Args:
+        saved: local shapes.
+        experts: of a layer, where rules make another number of them; None: as many as are saved.
+
+    Raises:
+        MismatchError: the rules do not tell how many experts there are.
+    """
+    special, plain = ([rule for rule in renames if rule.is_plain == each] for each in (False, True))
+    foreseen = _Foreseen(experts)
+    for name, shapes in saved.items():
+        found = [rule for rule in special if _is_about(rule, name)]
+        for rule in found:
+            foreseen.add(rule, name, shapes)
+        if not found:
+            names = (new for rule in plain if (new := rule.apply(name)) is not None)
+            foreseen.shapes[next(names, name)] = shapes
+    foreseen.join()
+    return foreseen.shapes
+
+
+def _is_about(rule: Rename, name: str) -> bool:
+    return rule.match(name) is not None or bool(rule.source and rule.match(f"{name}.0"))
+
+
+@dataclass
+class _Foreseen:
+    """Shapes, rule by rule.
+
+    Attributes:
+        experts: see :func:`foresee`.
+        shapes: of new names.
+        counted: by what surrounds an expert's number in a new name, the numbers of the saved ones.
+        joined: by new name (experts, parts) so far, and the shape of one.
+    """
+
+    experts: int | None
+    shapes: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
+    counted: dict[Ends, set[int]] = field(default_factory=lambda: defaultdict(set))
+    joined: dict[str, tuple[int, int, tuple[Shape, ...]]] = field(default_factory=dict)
+
+    def add(self, rule: Rename, name: str, shapes: tuple[Shape, ...]) -> None:
+        groups = rule.match(name)
+        if rule.template is None:
+            return
+        if groups is None:
+            self._count_inside(rule, name, shapes)
+        elif rule.joins:
+            new, number = rule.fill(rule.template, groups, name), int(groups["e"]) + 1
+            self.joined[new] = max(number, self.joined.get(new, (0,))[0]), rule.part[1], shapes
+        elif rule.source:
+            held = self.counted[rule.split(groups, name)]
+            held.add(rule.find_saved(groups))
+            self._spread(rule.split(groups, name), self.experts or len(held), _cut(shapes, 1, rule.part[1]))
+        else:
+            count = self._count_fed(rule, name, shapes[0])
+            whole = len(shapes[0]) == 3
+            one = tuple(shape[1:] for shape in shapes) if whole else shapes
+            parts = 1 if whole or rule.part[1] == 1 else count
+            self._spread(rule.split(groups, name), count, _cut(one, parts, rule.part[1]))
+
+    def _count_inside(self, rule: Rename, name: str, shapes: tuple[Shape, ...]) -> None:
+        """A parameter that holds the experts: it stays one under its own name, and is cut under another."""
+        ends = rule.split(rule.match(f"{name}.0") or {}, name)
+        count = self.experts or shapes[0][0]
+        if ends == (f"{name}.", ""):
+            self.shapes[name] = tuple((count, *shape[1:]) for shape in shapes)
+        else:
+            self._spread(ends, count, _cut(tuple(shape[1:] for shape in shapes), 1, rule.part[1]))
+
+    def _count_fed(self, rule: Rename, name: str, shape: Shape) -> int:
+        """How many experts one saved parameter feeds."""
+        if len(shape) == 3 and self.experts not in (None, shape[0]):
+            raise MismatchError(
+                f"rename: {name} {shape} holds {shape[0]} experts, not {self.experts}: which of them feed which a rule "
+                "with arithmetic of {e} tells (docs/patterns.md)."
+            )
+        count = shape[0] if len(shape) == 3 else self.experts
+        if count is None:
+            raise MismatchError(f"rename: {rule.pattern!r} to {rule.template!r}, of {name} {shape}: {_ASK}.")
+        return count
+
+    def _spread(self, ends: Ends, count: int, one: tuple[Shape, ...]) -> None:
+        self.shapes.update({f"{ends[0]}{expert}{ends[1]}": one for expert in range(count)})
+
+    def join(self) -> None:
+        """Add what several experts feed: [experts, …]."""
+        for new, (experts, parts, shapes) in self.joined.items():
+            self.shapes[new] = tuple((experts, *_times(shape, parts)) for shape in shapes)
+
+
+def _times(shape: Shape, parts: int) -> Shape:
+    return (shape[0] * parts, *shape[1:]) if shape else shape
+
+
+def _cut(shapes: tuple[Shape, ...], *parts: int) -> tuple[Shape, ...]:
+    """Shapes of one of so many equal parts of the rows."""
+    for each in parts:
+        shapes = tuple((shape[0] // each, *shape[1:]) if shape else shape for shape in shapes)
+    return shapes
