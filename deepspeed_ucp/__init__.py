@@ -19,6 +19,7 @@ from .errors import (
     UnsupportedError,
     escape,
 )
+from .lifeline import hold
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -60,3 +61,4 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
+hold()

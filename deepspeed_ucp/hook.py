@@ -19,6 +19,7 @@ from .carry import collect, hand_out
 from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
+from .lifeline import beat
 from .load.job import LoadArguments
 from .load.off import load_switched_off
 from .load.resume import resume
@@ -97,6 +98,7 @@ def _save_checkpoint(
     """DeepSpeed's own save, with what the engine carries; the seal is written when all files are there, as
     ``checkpoint.universal.seal`` asks."""
     saved = original(engine, save_dir, tag, collect(engine, client_state), *args, **more)
+    beat(engine.global_steps)
     is_decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
     if not (is_decoupled and is_decoupled()):
         seal_save(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
@@ -132,8 +134,9 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
 
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """The optimizer's step, and then a look at what the job has been told."""
+    """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
     original(engine, *args, **kwargs)
+    beat(engine.global_steps)
     end_step(engine)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FOLDERS = frozenset({"CKPT", "SOURCE", "DST", "OUT", "A", "B", "DIR"})
-_FILES = frozenset({"FILE", "RULES", "NAMES", "SCRIPT"})
+_FILES = frozenset({"FILE", "RULES", "NAMES", "SCRIPT", "PROGRAM"})
 
 
 def add_parser(commands: Commands) -> None:

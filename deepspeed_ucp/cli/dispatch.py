@@ -16,7 +16,7 @@ from ..version import __version__
 from .common import HelpFormatter
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
 
-COMMANDS = ("run", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
+COMMANDS = ("run", "supervise", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 
 _EPILOG = """\

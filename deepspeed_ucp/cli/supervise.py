@@ -1,0 +1,105 @@
+"""``ds_ucp supervise``: a launch that is started again when it fails, on the hosts that are left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from .common import add_command
+
+if TYPE_CHECKING:
+    from ..supervise.command import Command
+    from .common import Commands
+
+_DEFAULT_HOSTFILE = "/job/hostfile"
+"""Where the deepspeed launcher looks without ``--hostfile``."""
+
+
+def add_parser(commands: Commands) -> None:
+    """The command line."""
+    parser = add_command(
+        commands,
+        "supervise",
+        help="start a launch again when it fails, on the hosts that are left",
+        description="Run PROGRAM, and run it again when it fails, hangs, or loses a host, on those hosts that still "
+        "answer. What happens is told as one JSON line per event.",
+        examples="""
+            ds_ucp supervise -- deepspeed train.py --deepspeed_config ds_config.json
+            ds_ucp supervise --hostfile hosts --min-nodes 2 -- deepspeed --no_python ds_ucp run train.py
+            ds_ucp supervise --hang 120 --log events.jsonl -- deepspeed --num_gpus 8 train.py
+        """,
+        general=False,
+    )
+    add = parser.add_argument
+    add("--hostfile", metavar="FILE", help="hosts and slots (default: the deepspeed command's own)")
+    add("--min-nodes", type=int, default=1, metavar="N", help="hosts without which nothing is started (default: 1)")
+    add("--max-restarts", type=int, default=100, metavar="N", help="restarts in all (default: 100)")
+    text = "seconds without a step after which a launch hangs (default: 600; 0: never)"
+    add("--hang", type=float, default=600.0, metavar="SECONDS", help=text)
+    text = "seconds to the first step (default: 1800; 0: no limit)"
+    add("--start", type=float, default=1800.0, metavar="SECONDS", help=text)
+    text = "seconds that a launch has to end by itself, after a signal or a rank's failure (default: 30)"
+    add("--settle", type=float, default=30.0, metavar="SECONDS", help=text)
+    add(
+        "--wait", type=float, default=1800.0, metavar="SECONDS", help="seconds to wait for enough hosts (default: 1800)"
+    )
+    add("--log", metavar="FILE", help="append the events to FILE instead of writing them to stderr")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    add("program", metavar="PROGRAM", nargs=argparse.REMAINDER, help="behind `--`: the launcher and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Supervise; returns the exit code of the last launch."""
+    from ..supervise.command import parse_command
+    from ..supervise.hosts import read_hostfile
+    from ..supervise.policy import Limits
+    from ..supervise.supervisor import Settings, Supervisor
+    from ..supervise.watch import Patience
+
+    command = parse_command(options.program[options.program[:1] == ["--"] :])
+    path = find_hostfile(options.hostfile, command)
+    hosts = None if path is None else read_hostfile(path)
+    if options.min_nodes > len(hosts or (path,)):
+        raise ConfigError(f"--min-nodes {options.min_nodes}: {path or 'this machine'} has {len(hosts or (path,))}.")
+    settings = Settings(
+        min_nodes=options.min_nodes,
+        limits=Limits(restarts=options.max_restarts),
+        patience=Patience(start=options.start, step=options.hang),
+        settle=options.settle,
+        wait=options.wait,
+    )
+    return Supervisor(command, hosts, settings, make_log(options.log)).run()
+
+
+def find_hostfile(given: str | None, command: Command) -> str | None:
+    """The hostfile that counts; None where the launch is this machine's alone.
+
+    Raises:
+        ConfigError: one is given for a program that takes none.
+    """
+    if given is not None and not command.takes_hosts:
+        raise ConfigError(f"--hostfile: {command.program[0]} is not the deepspeed launcher, which alone takes one.")
+    if not command.takes_hosts or ("--no_ssh", None) in command.options:
+        return None
+    path = given or command.find("--hostfile")
+    return path or (_DEFAULT_HOSTFILE if os.path.isfile(_DEFAULT_HOSTFILE) else None)
+
+
+def make_log(path: str | None) -> Callable[..., None]:
+    """What writes events, each a line at once."""
+    import json
+    import time
+
+    def tell(event: str, **fields: object) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
+        if path is None:
+            print(line, file=sys.stderr, flush=True)
+            return
+        with open(path, "a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+    return tell

@@ -1,0 +1,140 @@
+"""Hostfiles, and which of their hosts answer, asked as the deepspeed launcher reaches them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ..errors import ConfigError
+
+Hosts = Mapping[str, int]
+"""Slots by host, in the launcher's order."""
+
+_LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
+_AT_ONCE = 64
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "PasswordAuthentication=no")
+
+
+def read_hostfile(path: str) -> dict[str, int]:
+    """Slots by host of a file as the launcher reads it: ``worker-1 slots=8`` a line, ``#`` before a comment.
+
+    Raises:
+        ConfigError: it cannot be read, a line is of another form, a host stands there twice, or there is none.
+    """
+    try:
+        with open(path, encoding="utf-8") as stream:
+            lines = [line.strip() for line in stream]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the hostfile cannot be read: {error}.") from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
+            continue
+        found = _LINE.match(line)
+        if found is None or found[1].startswith("-"):
+            raise ConfigError(f"{path}, line {number}: expected `HOST slots=N`, found {line!r}.")
+        if found[1] in hosts:
+            raise ConfigError(f"{path}, line {number}: {found[1]} stands there twice.")
+        hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise ConfigError(f"{path}: names no host.")
+    return hosts
+
+
+def write_hostfile(path: str, hosts: Hosts) -> None:
+    """Write what :func:`read_hostfile` reads."""
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.writelines(f"{host} slots={slots}\n" for host, slots in hosts.items())
+
+
+def is_local(host: str) -> bool:
+    """Whether a host's address is one of this machine's."""
+    if host == "localhost":
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.bind((found[0][4][0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def find_address(host: str) -> str | None:
+    """A host's IPv4 address; None where its name has none."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def find_own_address(hosts: Hosts) -> str:
+    """This machine's address as the hosts reach it: the loopback where all of them are this machine."""
+    for host in hosts:
+        if is_local(host):
+            continue
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # nothing is sent: the system tells which way it would go
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+class Reach:
+    """How commands get to hosts: by pdsh or ssh, as the launcher's own do.
+
+    Args:
+        launcher: of the deepspeed command (``--launcher``); pdsh is used where it is that and installed, else ssh.
+        port: ``--ssh_port``.
+        timeout: seconds after which a host that has not answered does not.
+    """
+
+    def __init__(self, launcher: str = "pdsh", port: str | None = None, timeout: float = 15.0) -> None:
+        self.timeout = timeout
+        port_options = [] if port is None else ["-p", port]
+        if launcher == "pdsh" and shutil.which("pdsh"):
+            self._command = ["pdsh", "-S", "-w"]
+            own = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+            appended = " ".join([own, *_SSH_OPTIONS, *port_options]).strip()
+            self._environment = {**os.environ, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": appended}
+        else:
+            self._command, self._environment = ["ssh", *_SSH_OPTIONS, *port_options], dict(os.environ)
+
+    def run(self, host: str, *command: str) -> bool:
+        """Run a command on a host; whether it could be, and ended well, in time."""
+        try:
+            done = subprocess.run(
+                [*self._command, host, *command],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=self.timeout,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    def find_answering(self, hosts: Hosts) -> dict[str, int]:
+        """Those of the hosts that answer, in their order; all are asked at once.
+
+        A lone host that is this machine is not asked: the launcher starts its ranks without ssh.
+        """
+        if all(map(is_local, hosts)) and len(hosts) == 1:
+            return dict(hosts)
+        answers = map_at_once(lambda host: self.run(host, "true"), list(hosts))
+        return {host: slots for (host, slots), answer in zip(hosts.items(), answers, strict=True) if answer}
+
+
+def map_at_once(work: Callable[[str], bool], hosts: Sequence[str]) -> list[bool]:
+    """``work`` for every host, many at a time."""
+    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(hosts)))) as pool:
+        return list(pool.map(work, hosts))

@@ -1,0 +1,94 @@
+"""A launch as processes: started in a session of its own, ended with everything that has come of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+_SET_CHILD_SUBREAPER = 36
+"""Of Linux's ``prctl``."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever this process's descendants leave behind, where the system can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a launch; no signal of this terminal reaches it by itself.
+
+    Raises:
+        OSError: the program is not there, or cannot be run.
+    """
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def list_descendants() -> list[psutil.Process]:
+    """Everything that runs because of this process."""
+    return [each for each in psutil.Process().children(recursive=True) if each.is_running()]
+
+
+def kill_descendant(pid: int) -> bool:
+    """End a process with SIGKILL if it is one of those; False where it is not."""
+    found = [each for each in list_descendants() if each.pid == pid]
+    _signal(found, signal.SIGKILL)
+    return bool(found)
+
+
+def end_everything(process: subprocess.Popen[bytes], *, grace: float) -> int:
+    """End a launch and whatever it has left; how many processes were left when the launch itself had ended.
+
+    Args:
+        grace: seconds that they are given after SIGTERM, before SIGKILL.
+    """
+    _signal(_list_alive(), signal.SIGTERM)
+    until = time.monotonic() + grace
+    while _list_alive() and time.monotonic() < until:
+        reap(process)
+        time.sleep(0.05)
+    left = 0
+    while alive := _list_alive():
+        left = max(left, len(alive))
+        _signal(alive, signal.SIGKILL)
+        reap(process)
+        time.sleep(0.02)
+    process.wait()
+    return left
+
+
+def reap(process: subprocess.Popen[bytes]) -> None:
+    """Take leave of adopted processes that have ended, all but the launch itself, whose exit code is its own."""
+    process.poll()
+    for child in psutil.Process().children():
+        if child.pid != process.pid and _is_zombie(child):
+            try:
+                os.waitpid(child.pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
+
+
+def _list_alive() -> list[psutil.Process]:
+    return [each for each in list_descendants() if not _is_zombie(each)]
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _signal(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,290 @@
+"""Keeps a launch going: starts it, watches it, ends what it leaves, and starts it again on the hosts that answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+
+from ..lifeline import VARIABLE
+from .command import Command
+from .hosts import Hosts, Reach, find_address, find_own_address, write_hostfile
+from .policy import Attempt, Limits, decide
+from .processes import adopt_orphans, end_everything, kill_descendant, reap, start
+from .watch import Patience, Seen, Watch, end_ranks, find_casualty, find_silence
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+FORWARDED = (*STOPPING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that go on to the ranks; after the stopping ones nothing is started again."""
+
+_LOOK_EVERY = 0.1
+_ENV_FILE = "DS_ENV_FILE"
+
+Tell = Callable[..., None]
+"""``tell(event, **fields)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a launch is supervised.
+
+    Attributes:
+        min_nodes: hosts without which nothing is started.
+        limits: of the restarts.
+        patience: after how much silence a launch hangs.
+        settle: seconds for a launch to end by itself when a rank of it has failed, and to end when it is told to go.
+        wait: seconds to wait for enough hosts.
+    """
+
+    min_nodes: int = 1
+    limits: Limits = field(default_factory=Limits)
+    patience: Patience = field(default_factory=Patience)
+    settle: float = 30.0
+    wait: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a launch.
+
+    Attributes:
+        code: of its end; None where it was ended here.
+        reason: in words; empty where it has done its work.
+        step: the last one of the first rank that had an error, else that any told of.
+        error: the traceback of the first rank that had one.
+    """
+
+    code: int | None
+    reason: str = ""
+    step: int | None = None
+    error: str | None = None
+
+
+class Supervisor:
+    """Supervises a command.
+
+    Args:
+        command: what is started.
+        hosts: slots by host; None where the command runs on this machine, as it finds it.
+        tell: gets every event.
+    """
+
+    def __init__(self, command: Command, hosts: Hosts | None, settings: Settings, tell: Tell) -> None:
+        self.command, self.hosts, self.settings, self.tell = command, hosts, settings, tell
+        self.reach = Reach(command.find("--launcher") or "pdsh", command.find("--ssh_port"))
+        self._signals: list[int] = []
+        self._stopped_by: int | None = None
+        self._folder = tempfile.mkdtemp(prefix="ds_ucp_supervise_")
+        self._watch = Watch(find_own_address(hosts or {}))
+
+    def run(self) -> int:
+        """Until the command has done its work, or there is no point in going on; the exit code.
+
+        To be called in the main thread: it takes the signals.
+
+        Raises:
+            OSError: there is no such program.
+        """
+        former = {number: signal.signal(number, self._note) for number in FORWARDED}
+        adopt_orphans()
+        try:
+            return self._keep_going()
+        finally:
+            self._watch.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if number in STOPPING and self._stopped_by is None:
+            self._stopped_by = number
+
+    def _keep_going(self) -> int:
+        attempts: list[Attempt] = []
+        while True:
+            hosts = self._wait_for_hosts()
+            if hosts is None:
+                return self._end(None)
+            outcome = self._launch(len(attempts) + 1, hosts)
+            if not outcome.reason:
+                self.tell("finished", step=outcome.step)
+                return 0
+            if self._stopped_by is not None:
+                return self._end(outcome)
+            lost = self._list_lost(hosts)
+            attempts.append(Attempt(outcome.step, lost=bool(lost)))
+            decision = decide(attempts, self.settings.limits)
+            if decision.pause is None:
+                self.tell("gave_up", reason=decision.reason, error=outcome.error)
+                return outcome.code or 1
+            self.tell("restarting", seconds=decision.pause, lost=lost)
+            self._pause(decision.pause)
+
+    def _end(self, outcome: Outcome | None) -> int:
+        """The end on a signal, or for want of hosts."""
+        if self._stopped_by is None:
+            return 1
+        self.tell("stopped", signal=signal.Signals(self._stopped_by).name, step=outcome.step if outcome else None)
+        code = outcome.code if outcome else None
+        return code if code is not None and code >= 0 else 128 + self._stopped_by
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._stopped_by is None:
+            time.sleep(min(_LOOK_EVERY, seconds))
+
+    def _list_lost(self, hosts: Hosts) -> list[str]:
+        if self.hosts is None:
+            return []
+        answering = self.reach.find_answering(hosts)
+        return [host for host in hosts if host not in answering]
+
+    def _wait_for_hosts(self) -> Hosts | None:
+        """The hosts that answer, when they are enough; None where they do not become so, or a signal comes."""
+        if self.hosts is None:
+            return {} if self._stopped_by is None else None
+        until, pause = time.monotonic() + self.settings.wait, self.settings.limits.first_pause
+        while self._stopped_by is None:
+            answering = self.reach.find_answering(self.hosts)
+            missing = [host for host in self.hosts if host not in answering]
+            if len(answering) >= self.settings.min_nodes:
+                return answering
+            if time.monotonic() > until:
+                self.tell("gave_up", reason=f"{len(answering)} hosts answer", missing=missing)
+                return None
+            self.tell("waiting", answering=list(answering), missing=missing, needed=self.settings.min_nodes)
+            self._pause(pause)
+            pause = min(2 * pause, self.settings.limits.longest_pause)
+        return None
+
+    def _launch(self, number: int, hosts: Hosts) -> Outcome:
+        command, environment = self._prepare(hosts)
+        self.tell("starting", attempt=number, hosts=dict(hosts), command=command)
+        process = start(command, environment)
+        code: int | None = None
+        reason = "interrupted"
+        try:
+            code, reason = self._follow(process)
+        finally:
+            if reason:
+                self._clear_away(process, hosts)
+        return self._judge(Outcome(code, reason))
+
+    def _prepare(self, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
+        """The command for these hosts, and an environment that takes the ranks' lines along.
+
+        The launcher exports variables to other hosts by the beginnings of their names, and those of a file.
+        """
+        line = self._watch.begin()
+        environment = {**os.environ, VARIABLE: line}
+        if self.hosts is None:
+            return self.command.words(), environment
+        environment[_ENV_FILE] = self._write_exports(line)
+        hostfile = os.path.join(self._folder, "hostfile")
+        write_hostfile(hostfile, hosts)
+        lost = [host for host in self.hosts if host not in hosts]
+        return self.command.narrow(hostfile, hosts, lost).words(), environment
+
+    def _write_exports(self, line: str) -> str:
+        own = os.environ.get(_ENV_FILE, ".deepspeed_env")
+        held: list[str] = []
+        for path in (os.path.join(os.path.expanduser("~"), own), own):
+            if os.path.isfile(path):
+                with open(path, encoding="utf-8") as stream:
+                    held += [text for text in stream.read().splitlines() if "=" in text]
+        path = os.path.join(self._folder, "environment")
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.writelines(f"{text}\n" for text in [*held, f"{VARIABLE}={line}"])
+        return path
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> tuple[int | None, str]:
+        """Watch a launch to its end: its exit code, and what is wrong, in words."""
+        began, running = time.monotonic(), False
+        deadline, reason = None, ""
+        while (code := process.poll()) is None:
+            ranks, now = self._watch.look(), time.monotonic()
+            if not running and any(seen.step is not None for seen in ranks):
+                running = True
+                self.tell("running", seconds=round(now - began, 2), ranks=len(ranks))
+            self._forward(process)
+            if deadline is None and (found := self._find_trouble(ranks, now)):
+                reason, seconds = found
+                deadline = now + seconds
+            if deadline is not None and now >= deadline:
+                return None, reason
+            reap(process)
+            time.sleep(_LOOK_EVERY)
+        self._forward(process)
+        return code, (reason if code or self._stopped_by else "") or self._find_fault(code)
+
+    def _find_trouble(self, ranks: list[Seen], now: float) -> tuple[str, float] | None:
+        """What is wrong with a launch that runs, and the seconds that it has to end by itself."""
+        if self._stopped_by is not None:
+            return f"told to go by {signal.Signals(self._stopped_by).name}", self.settings.settle
+        silence = find_silence(ranks, self.settings.patience, now)
+        if silence is not None:
+            steps = sorted({-1 if seen.step is None else seen.step for seen in ranks})
+            self.tell("hanging", seconds=round(silence, 2), ranks=len(ranks), steps=[steps[0], steps[-1]])
+            return f"no rank has ended a step for {silence:.0f} s", 0.0
+        casualty = find_casualty(ranks)
+        if casualty is None:
+            return None
+        how = "has gone without a word" if casualty.error is None else "has failed"
+        return f"rank {casualty.rank} on {casualty.host} {how}", self.settings.settle
+
+    def _find_fault(self, code: int) -> str:
+        """What is wrong with a launch that has ended; empty where nothing is.
+
+        The deepspeed launcher ends with 0 also where a signal has ended what it had started.
+        """
+        if code:
+            return f"it ended with {code}" if code > 0 else f"{signal.Signals(-code).name} ended it"
+        ranks = self._watch.look()
+        if self._watch.wait_for_end(2.0):
+            return "it ended before its ranks"
+        if ranks and not any(seen.said_goodbye for seen in ranks):
+            return "all its ranks were killed"
+        return ""
+
+    def _forward(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass signals on: to the ranks, which may save, or where there are none to all processes."""
+        while self._signals:
+            number = self._signals.pop(0)
+            told = self._watch.send(number)
+            self.tell("signal", signal=signal.Signals(number).name, ranks=told)
+            if not told and process.poll() is None:
+                os.killpg(process.pid, number)
+
+    def _clear_away(self, process: subprocess.Popen[bytes], hosts: Hosts) -> None:
+        """End every process of a launch, on all its hosts."""
+        end_ranks(self._watch, lambda seen: self._kill(seen, hosts))
+        left = end_everything(process, grace=3.0)
+        if left:
+            self.tell("killed", processes=left)
+
+    def _kill(self, seen: Seen, hosts: Hosts) -> None:
+        """End a rank that does not end itself: one of our own descendants here, any other on its host."""
+        if kill_descendant(seen.pid):
+            return
+        named = [host for host in hosts if host == seen.host or find_address(host) == seen.address]
+        if named:
+            self.reach.run(named[0], "kill", "-9", str(seen.pid))
+
+    def _judge(self, outcome: Outcome) -> Outcome:
+        """An outcome with what the ranks told."""
+        ranks = self._watch.look()
+        casualty = find_casualty(ranks)
+        told = [seen.step for seen in ([casualty] if casualty and casualty.error else ranks) if seen.step is not None]
+        step, error = max(told, default=None), casualty.error if casualty else None
+        if outcome.reason and self._stopped_by is None:
+            last = (error or "").rstrip().rpartition("\n")[2] or None
+            rank = casualty.rank if casualty and casualty.error else None
+            self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last)
+        return Outcome(outcome.code, outcome.reason, step, error)

@@ -1,0 +1,226 @@
+"""The other end of the ranks' lines (:mod:`deepspeed_ucp.lifeline`): who is there, how far, what ended them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..lifeline import keep_alive
+
+_LONGEST = 64 << 10
+"""Bytes of a line; a longer one is nobody's who may be here."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A rank that has told of itself.
+
+    Attributes:
+        rank, host, pid: as it says.
+        address: from where its line comes.
+        heard: when it last said something (monotonic seconds).
+        step: how far it got; None before its first step.
+        error: the traceback that ended it.
+        is_open: its line is there.
+        said_goodbye: the interpreter ended as it should, after an error or not.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+    heard: float
+    step: int | None = None
+    error: str | None = None
+    is_open: bool = True
+    said_goodbye: bool = False
+
+
+@dataclass(slots=True)
+class _Line:
+    """A connection: what has come of a line that is not whole yet, and whose it is."""
+
+    socket: socket.socket
+    data: bytearray = field(default_factory=bytearray)
+    seen: Seen | None = None
+
+
+class Watch:
+    """Listens for the ranks of one launch at a time; a thread of its own does, until :meth:`close`.
+
+    Args:
+        address: of this machine, as ranks reach it; the loopback is for ranks of this machine alone.
+    """
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.address, self.key = address, ""
+        self._server = socket.create_server((address if address.startswith("127.") else "", 0), backlog=1024)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        self._lines: dict[socket.socket, _Line] = {}
+        self._ranks: list[Seen] = []
+        self._lock, self._closed = threading.RLock(), False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="watch")
+        self._thread.start()
+
+    def begin(self) -> str:
+        """Forget the ranks of the launch before, whose lines end, and with them they; what the next ones are to find in
+        their environment."""
+        with self._lock:
+            for line in list(self._lines.values()):
+                self._drop(line)
+            self._ranks, self.key = [], secrets.token_hex(8)
+            return f"{self.address}:{self._server.getsockname()[1]}:{self.key}"
+
+    def look(self) -> list[Seen]:
+        """All ranks that have told of themselves in this launch; their fields change as they tell more."""
+        with self._lock:
+            return list(self._ranks)
+
+    def send(self, number: int) -> int:
+        """Let every rank send itself a signal; how many have been told."""
+        return sum(self._tell(line, number) for line in self._list_open())
+
+    def wait_for_end(self, seconds: float) -> list[Seen]:
+        """Ranks whose lines have not ended after some time."""
+        until = time.monotonic() + seconds
+        while (left := [seen for seen in self.look() if seen.is_open]) and time.monotonic() < until:
+            time.sleep(0.02)
+        return left
+
+    def close(self) -> None:
+        """Stop; whoever is still there ends."""
+        self._closed = True
+        self._thread.join()
+        for line in self._list_open():
+            self._drop(line)
+        self._server.close()
+
+    def _list_open(self) -> list[_Line]:
+        with self._lock:
+            return [line for line in self._lines.values() if line.seen is not None]
+
+    def _tell(self, line: _Line, number: int) -> bool:
+        try:
+            line.socket.send(json.dumps({"signal": number}).encode() + b"\n", socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(timeout=0.1):
+                if key.fileobj is self._server:
+                    self._accept()
+                elif line := self._lines.get(key.fileobj):  # type: ignore[call-overload]
+                    self._receive(line)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            keep_alive(connection)
+            with self._lock:
+                self._lines[connection] = _Line(connection)
+                self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, line: _Line) -> None:
+        try:
+            data = line.socket.recv(_LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        with self._lock:
+            line.data += data
+            *whole, rest = line.data.split(b"\n")
+            line.data = bytearray(rest)
+            fine = all(self._take(line, bytes(text)) for text in whole)
+            if not data or not fine or len(rest) > _LONGEST:
+                self._drop(line)
+
+    def _take(self, line: _Line, text: bytes) -> bool:
+        """What a line says; False where it is not one of this launch's."""
+        try:
+            told = json.loads(text)
+            if line.seen is None:
+                line.seen = self._greet(told["hello"], line.socket.getpeername()[0])
+                self._ranks.append(line.seen)
+            else:
+                _note(line.seen, told)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+            return line.seen is not None  # a rank whose sending was cut short tells more in the next line
+        return True
+
+    def _greet(self, hello: Mapping[str, Any], address: str) -> Seen:
+        if not secrets.compare_digest(str(hello["key"]), self.key):
+            raise ValueError("of another launch")
+        return Seen(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
+
+    def _drop(self, line: _Line) -> None:
+        if self._lines.pop(line.socket, None) is None:
+            return
+        self._selector.unregister(line.socket)
+        line.socket.close()
+        if line.seen is not None:
+            line.seen.is_open = False
+
+
+def _note(seen: Seen, told: Mapping[str, Any]) -> None:
+    seen.heard = time.monotonic()
+    if "step" in told:
+        seen.step = int(told["step"])
+    seen.error = told.get("error", seen.error)
+    seen.said_goodbye = seen.said_goodbye or "end" in told
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long nothing may happen, in seconds; 0 is for ever.
+
+    Attributes:
+        start: from a rank's first word to its first step.
+        step: from one step of any rank to the next of any.
+    """
+
+    start: float = 1800.0
+    step: float = 600.0
+
+
+def find_silence(ranks: list[Seen], patience: Patience, now: float) -> float | None:
+    """Seconds since the last step of any rank, where these are more than there may be; None where all is well.
+
+    Ranks wait for each other in every step: one that hangs lets all of them fall silent, and one that is slow none.
+    """
+    if not ranks:
+        return None
+    silence = now - max(seen.heard for seen in ranks)
+    allowed = patience.start if all(seen.step is None for seen in ranks) else patience.step
+    return silence if allowed and silence > allowed else None
+
+
+def find_casualty(ranks: list[Seen]) -> Seen | None:
+    """The first rank that an error has ended, or that has gone without a word; the others cannot go on without it."""
+    gone = [seen for seen in ranks if seen.error is not None or not (seen.is_open or seen.said_goodbye)]
+    return min(gone, key=lambda seen: (seen.error is None, seen.heard), default=None)
+
+
+def end_ranks(watch: Watch, kill: Callable[[Seen], None], *, grace: float = 2.0) -> None:
+    """End every rank that is still there: it is asked to end itself, and one that cannot (stopped, or stuck) is killed.
+
+    Args:
+        kill: ends a rank by host and process.
+        grace: seconds for the asking.
+    """
+    watch.send(signal.SIGKILL)
+    for seen in watch.wait_for_end(grace):
+        kill(seen)

@@ -1,0 +1,160 @@
+"""``ds_ucp supervise`` with real processes; ssh and the launcher are stand-ins (:mod:`tests.supervise.standins`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.supervise.standins import Stage, build, is_running, kill, wait_until
+
+A, B = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return build(tmp_path)
+
+
+def assert_nothing_is_left(stage: Stage) -> None:
+    wait_until(lambda: not any(map(is_running, stage.pids())), 10)
+
+
+def test_a_launch_that_fails_is_started_again_and_goes_on(stage: Stage) -> None:
+    assert stage.run(command=stage.launch(steps=5, fail_1=3)) == 0
+    assert stage.names() == ["starting", "running", "failed", "restarting", "starting", "running", "finished"]
+    (failed,) = stage.find("failed")
+    assert (failed["rank"], failed["code"], failed["error"]) == (1, 1, "RuntimeError: broken at 3 on rank 1")
+    assert failed["step"] in (2, 3)
+    assert stage.find("finished")[0]["step"] == 5
+    assert len(stage.pids()) == 4
+    assert_nothing_is_left(stage)
+
+
+def test_a_script_that_always_fails_at_one_step_is_given_up_with_its_error(stage: Stage) -> None:
+    assert stage.run(command=stage.launch(steps=5, always_0=3)) == 1
+    assert stage.names().count("starting") == 3
+    (last,) = stage.find("gave_up")
+    assert "3 times after step" in last["reason"]
+    assert last["error"].endswith("RuntimeError: broken at 3 on rank 0\n")
+    assert "Traceback" in last["error"]
+
+
+def test_restarts_are_limited(stage: Stage) -> None:
+    assert stage.run("--max-restarts", "1", command=stage.launch(always_0=3)) == 1
+    assert "1 restarts were allowed" in stage.find("gave_up")[0]["reason"]
+    assert stage.names().count("starting") == 2
+
+
+def test_a_host_that_does_not_answer_is_left_out_until_it_does(stage: Stage) -> None:
+    hostfile = stage.write_hosts(A, B)
+    (stage.folder / "wait").touch()
+    with stage.supervise("--hostfile", hostfile, "--settle", "2", command=stage.launch(steps=4)) as process:
+        stage.wait_for_ranks()
+        (stage.folder / "down" / B).touch()
+        kill(stage.pids(B))
+        wait_until(lambda: stage.names().count("starting") == 2)
+        (stage.folder / "wait").unlink()
+        assert process.wait(timeout=30) == 0
+    first, second = stage.find("starting")
+    assert (first["hosts"], second["hosts"]) == ({A: 1, B: 1}, {A: 1})
+    assert stage.find("restarting")[0]["lost"] == [B]
+    assert_nothing_is_left(stage)
+
+
+def test_too_few_hosts_are_waited_for(stage: Stage) -> None:
+    hostfile = stage.write_hosts(A, B)
+    (stage.folder / "down" / A).touch()
+    with stage.supervise("--min-nodes", "2", command=["deepspeed", "--hostfile", hostfile, *stage.launch(3)[1:]]) as p:
+        wait_until(lambda: "waiting" in stage.names())
+        assert "starting" not in stage.names()
+        (stage.folder / "down" / A).unlink()
+        assert p.wait(timeout=30) == 0
+    assert stage.find("waiting")[0] | {"time": 0} == {
+        "event": "waiting", "time": 0, "answering": [B], "missing": [A], "needed": 2,
+    }  # fmt: skip
+    assert stage.find("starting")[0]["hosts"] == {A: 1, B: 1}
+
+
+def test_they_are_not_waited_for_for_ever(stage: Stage) -> None:
+    hostfile = stage.write_hosts(A, B)
+    (stage.folder / "down" / A).touch()
+    options = ("--min-nodes", "2", "--wait", "0.5", "--hostfile", hostfile)
+    assert stage.run(*options, command=stage.launch()) == 1
+    assert stage.find("gave_up")[0]["missing"] == [A]
+
+
+def test_a_rank_that_is_stopped_hangs_the_launch_which_is_started_again(stage: Stage) -> None:
+    (stage.folder / "wait").touch()
+    with stage.supervise("--hang", "1", command=stage.launch(steps=4, stop_1=2)) as process:
+        wait_until(lambda: "hanging" in stage.names())
+        (stage.folder / "wait").unlink()
+        assert process.wait(timeout=30) == 0
+    (hanging,) = stage.find("hanging")
+    assert hanging["seconds"] >= 1
+    assert hanging["ranks"] == 2
+    assert stage.find("failed")[0]["reason"].startswith("no rank has ended a step for")
+    assert_nothing_is_left(stage)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals) -> None:
+    (stage.folder / "wait").touch()
+    with stage.supervise(command=stage.launch(steps=4)) as process:
+        stage.wait_for_ranks()
+        process.send_signal(number)
+        told = stage.folder / "signals"
+        wait_until(lambda: told.exists() and len(told.read_text().splitlines()) == 2)
+        (stage.folder / "wait").unlink()
+        assert process.wait(timeout=30) == 0
+    assert sorted(told.read_text().split("\n")) == ["", f"0 {number:d}", f"1 {number:d}"]
+    assert stage.find("signal")[0]["ranks"] == 2
+    assert stage.names()[-1] == ("stopped" if number == signal.SIGTERM else "finished")
+    assert stage.names().count("starting") == 1
+    assert_nothing_is_left(stage)
+
+
+def test_a_launch_that_does_not_go_is_ended(stage: Stage) -> None:
+    with stage.supervise("--settle", "0.5", command=["sh", "-c", "trap '' TERM; sleep 100 & wait; sleep 100"]) as p:
+        wait_until(lambda: "starting" in stage.names())
+        p.send_signal(signal.SIGTERM)
+        assert p.wait(timeout=30) == 128 + signal.SIGTERM
+    assert stage.names()[-1] == "stopped"
+
+
+def test_ranks_end_with_their_supervisor(stage: Stage) -> None:
+    (stage.folder / "wait").touch()
+    with stage.supervise(command=stage.launch()) as process:
+        stage.wait_for_ranks()
+        process.kill()
+        assert_nothing_is_left(stage)
+    assert "the watcher at 127.0.0.1" in (stage.folder / "output").read_text()
+
+
+def test_what_a_killed_launcher_leaves_is_ended(stage: Stage) -> None:
+    (stage.folder / "wait").touch()
+    launch = " ".join(stage.launch(4, leave_0=1))
+    with stage.supervise(command=["sh", "-c", f'{launch} & echo $! > "$STANDIN/it"; wait']) as p:
+        stage.wait_for_ranks()
+        left = int((stage.folder / "left").read_text())
+        before = [*stage.pids(), left]
+        os.kill(int((stage.folder / "it").read_text()), signal.SIGKILL)
+        wait_until(lambda: stage.names().count("starting") == 2)
+        assert not any(map(is_running, before))
+        (stage.folder / "wait").unlink()
+        assert p.wait(timeout=30) == 0
+    assert_nothing_is_left(stage)
+
+
+def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: Stage) -> None:
+    stage.environment["STANDIN_FORGIVES"] = "1"
+    assert stage.run(command=stage.launch(4, die_0=3, die_1=3)) == 0
+    assert [event["reason"] for event in stage.find("failed")] == ["all its ranks were killed"]
+    assert stage.find("finished")[0]["step"] == 4
+
+
+def test_a_program_that_is_not_there_is_an_error(stage: Stage) -> None:
+    assert stage.run(command=["/nowhere/deepspeed", "train.py"]) == 2
+    assert "/nowhere/deepspeed: No such file" in (stage.folder / "output").read_text()

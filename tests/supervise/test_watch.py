@@ -1,0 +1,165 @@
+"""The ranks' lines: who may speak, what is made of it, and what ends with them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deepspeed_ucp.lifeline import VARIABLE
+from deepspeed_ucp.supervise.watch import Patience, Seen, Watch, find_casualty, find_silence
+from tests.supervise.standins import wait_until
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    yield watch
+    watch.close()
+
+
+def connect(told: str) -> socket.socket:
+    host, port, _ = told.split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def hello(key: str, rank: int = 0) -> bytes:
+    return json.dumps({"hello": {"key": key, "rank": rank, "pid": 1, "host": "here"}}).encode() + b"\n"
+
+
+def test_a_rank_is_known_by_what_it_says(watch: Watch) -> None:
+    told = watch.begin()
+    with connect(told) as line:
+        line.sendall(hello(watch.key, 3)[:20])
+        time.sleep(0.05)
+        line.sendall(hello(watch.key, 3)[20:] + b'{"step": 7}\n{"error": "Traceback"}\n')
+        wait_until(lambda: watch.look() and watch.look()[0].error)
+        (seen,) = watch.look()
+        assert (seen.rank, seen.host, seen.step, seen.is_open) == (3, "here", 7, True)
+        assert watch.send(signal.SIGUSR1) == 1
+        assert json.loads(line.recv(100)) == {"signal": signal.SIGUSR1}
+    wait_until(lambda: not seen.is_open)
+    assert find_casualty(watch.look()) is seen
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n",
+        hello("of another launch"),
+        b'{"step": 3}\n',
+        b"[]\n",
+        b'{"hello": 3}\n',
+        b"\xff\xfe\n",
+        b"x" * 100_000,
+    ],
+    ids=["http", "key", "no-hello", "list", "hello-3", "bytes", "long"],
+)
+def test_nobody_else_is_listened_to(watch: Watch, said: bytes) -> None:
+    told = watch.begin()
+    with connect(told) as line:
+        line.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert line.recv(100) == b""
+        assert watch.look() == []
+
+
+def test_what_is_no_message_of_a_rank_is_passed_over(watch: Watch) -> None:
+    told = watch.begin()
+    with connect(told) as line:
+        line.sendall(hello(watch.key) + b'{"ste{"step": 1}\n{"step": "x"}\n{"step": 2}\n')
+        wait_until(lambda: watch.look() and watch.look()[0].step == 2)
+
+
+def test_ranks_of_the_launch_before_are_let_go(watch: Watch) -> None:
+    first = watch.begin()
+    line = connect(first)
+    line.sendall(hello(watch.key))
+    wait_until(watch.look)
+    assert watch.begin() != first
+    assert line.recv(100) == b""
+    assert watch.look() == []
+
+
+RANK = """
+import os, sys, time
+from deepspeed_ucp import lifeline
+if os.fork() == 0:
+    time.sleep(60)  # as a data loader's worker: it has no line
+    os._exit(0)
+lifeline.beat(1)
+{then}
+"""
+
+
+def start(told: str, then: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, VARIABLE: told, "RANK": "5"}
+    code = RANK.format(then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "goodbye", "error"),
+    [("pass", True, None), ("1 / 0", True, "ZeroDivisionError"), ("os.kill(os.getpid(), 9)", False, None)],
+    ids=["done", "error", "killed"],
+)
+def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: str | None) -> None:
+    process = start(watch.begin(), then)
+    process.wait()
+    wait_until(lambda: watch.look() and not watch.look()[0].is_open, 5)
+    (seen,) = watch.look()
+    assert (seen.rank, seen.pid, seen.step, seen.said_goodbye) == (5, process.pid, 1, goodbye)
+    assert (seen.error or "").count("ZeroDivisionError") == (error is not None)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_rank_ends_with_its_watcher(watch: Watch) -> None:
+    process = start(watch.begin(), "time.sleep(60)")
+    wait_until(lambda: watch.look() and watch.look()[0].step == 1)
+    watch.begin()
+    assert process.wait(timeout=10) == -signal.SIGKILL
+    os.killpg(process.pid, signal.SIGKILL)
+    assert b"rank 5: the watcher at 127.0.0.1" in process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_a_watcher_that_cannot_be_reached_is_done_without() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = start(f"127.0.0.1:{port}:key", "pass")
+    process.wait(timeout=10)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert b"cannot be reached" in process.stderr.read()  # type: ignore[union-attr]
+
+
+def make_ranks(*heard: float, steps: tuple[int | None, ...] = (1, 1)) -> list[Seen]:
+    return [Seen(rank, "here", 1, "", at, step) for rank, (at, step) in enumerate(zip(heard, steps, strict=True))]
+
+
+def test_silence_is_that_of_all_ranks() -> None:
+    patience = Patience(start=100, step=10)
+    assert find_silence([], patience, 1000) is None
+    assert find_silence(make_ranks(0, 5), patience, 14) is None
+    assert find_silence(make_ranks(0, 5), patience, 16) == 11
+    assert find_silence(make_ranks(0, 5, steps=(None, None)), patience, 50) is None
+    assert find_silence(make_ranks(0, 5, steps=(None, None)), patience, 106) == 101
+    assert find_silence(make_ranks(0, 5), Patience(start=0, step=0), 10**6) is None
+
+
+def test_the_first_error_is_the_one_that_counts() -> None:
+    ranks = [Seen(0, "a", 1, "", 3.0), Seen(1, "a", 2, "", 5.0, error="later"), Seen(2, "a", 3, "", 4.0, error="first")]
+    ranks[0].is_open = False
+    found = find_casualty(ranks)
+    assert found is not None
+    assert found.error == "first"
+    ranks[0].said_goodbye = True
+    assert find_casualty(ranks[:1]) is None
