@@ -44,7 +44,7 @@ code=0; for pid in $pids; do wait "$pid" || code=$?; done; exit $code
 LAUNCHER = """#!{python}
 import os, subprocess, sys, time
 words = sys.argv[1:]
-hosts = {{"here": 2}}
+hosts, forgives = {{"here": 2}}, "STANDIN_FORGIVES" in os.environ
 if words[0] == "--hostfile":
     hosts = {{line.split()[0]: int(line.split("=")[1]) for line in open(words[1])}}
 while words[0].startswith("-"):
@@ -63,10 +63,10 @@ for host, slots in hosts.items():
 while any(rank.poll() is None for rank in ranks):
     if any(rank.poll() for rank in ranks):
         for rank in ranks:
-            rank.terminate()
-        sys.exit(1)
+            rank.kill() if forgives else rank.terminate()
+        sys.exit(0 if forgives else 1)
     time.sleep(0.05)
-sys.exit(0 if os.environ.get("STANDIN_FORGIVES") else max(abs(rank.poll()) for rank in ranks))
+sys.exit(0 if forgives else max(abs(rank.poll()) for rank in ranks))
 """
 
 RANK = """

@@ -150,7 +150,7 @@ def test_what_a_killed_launcher_leaves_is_ended(stage: Stage) -> None:
 
 def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: Stage) -> None:
     stage.environment["STANDIN_FORGIVES"] = "1"
-    assert stage.run(command=stage.launch(4, die_0=3, die_1=3)) == 0
+    assert stage.run(command=stage.launch(4, die_0=3)) == 0
     assert [event["reason"] for event in stage.find("failed")] == ["all its ranks were killed"]
     assert stage.find("finished")[0]["step"] == 4
 
