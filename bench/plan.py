@@ -36,6 +36,7 @@ from deepspeed_ucp.forecast.target import cut_sub_groups
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.load.census import check_alike, settle_layouts, take_census
 from deepspeed_ucp.load.prepare import make_work
+from deepspeed_ucp.load.states import OptimizerMatch
 from deepspeed_ucp.load.transfer import negotiate
 from deepspeed_ucp.patterns import copy_runs, from_config, list_renames
 from deepspeed_ucp.plan import Blocks, ReadSizes, Want, address_claims, locate, make_claims
@@ -266,7 +267,7 @@ class Planner:
         rules = from_config(self.grid.patterns)
         made = feed(index, census.shapes, list_renames(rules), census.aliases)
         live = replace(census, renamed=made.renamed)
-        match = match_parameters(index, live, strict=True, with_states=True)
+        match = match_parameters(index, live, strict=True, with_states=True).require()
         check_alike(live, target, [])
         match_groups(index, target.group_members(), match)
         return match, settle_layouts(index, live, match, rules, tell=False)
@@ -349,7 +350,8 @@ class Peers:
 
     def claims_of(self, target: FakeTarget) -> Any:
         """Claims of a rank on these blocks, as a table."""
-        wants = make_work(self.index, target, self.match_for(target), [], self.layouts, with_states=True).wants
+        optimizer = OptimizerMatch(self.index, target, self.match_for(target))
+        wants = make_work(optimizer, [], self.layouts, with_states=True).wants
         pieces = [piece for want in wants.wants for part in self._narrow(want) for piece in locate(part)]
         claims = make_claims(pieces, wants.is_fresh, BLOCK)
         return address_claims(claims, self.blocks)[0][self.owner]
@@ -415,7 +417,7 @@ def plan_one(script: Script) -> Planned:
             comm = ScriptedComm(rank, grid.ranks, [lambda _: _load(script.returns)])
             match, layouts = planner.relate(index, target, comm)
         with planner.phase("wants"):
-            work = make_work(index, target, match, [], layouts, with_states=True)
+            work = make_work(OptimizerMatch(index, target, match), [], layouts, with_states=True)
         with planner.phase("claims, judgement, plan"):
             fresh = [sink.fresh for sink in work.into.sinks]
             plan = negotiate(work.wants, fresh, index, answers.comm(), ReadSizes.within(WINDOW))

@@ -60,6 +60,39 @@ class RemoteError(UcpError):
     """Another rank failed with an error that is not one of ours; carries its text."""
 
 
+class Objections:
+    """Errors of steps that do not need each other's results, to be raised as one.
+
+    As a context manager it keeps what a step raises; :meth:`settle` raises.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[UcpError] = []
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, UcpError):
+            self.found.append(error)
+        return isinstance(error, UcpError)
+
+    def settle(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            UcpError: of the first one's kind, with the lines of all.
+        """
+        if not self.found:
+            return
+        first, *others = self.found
+        if not others:
+            raise first
+        told = type(first)(*(line for error in self.found for line in error.args))
+        told.shared, told.echo = first.shared, first.echo
+        raise told from first
+
+
 def escape(text: str) -> str:
     """Text of a checkpoint as one line that shows what it is: no line breaks, terminal codes, changes of direction."""
     if text.isprintable():

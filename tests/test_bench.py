@@ -14,6 +14,7 @@ import pytest
 
 from deepspeed_ucp.atoms import count
 from deepspeed_ucp.load.prepare import make_work
+from deepspeed_ucp.load.states import OptimizerMatch
 from deepspeed_ucp.plan import address_claims, locate, make_claims
 from deepspeed_ucp.plan.rounds import BLOCK
 
@@ -40,7 +41,7 @@ def test_peers_claims_are_those_that_they_would_make(bench: Any, case: str, monk
     peers = bench.Peers(index, match, layouts, grid, RANK, script.mask)
     for rank in (0, 1, RANK, grid.ranks - 1):
         target = make_target(rank)
-        wants = make_work(index, target, peers.match_for(target), [], layouts, with_states=True).wants
+        wants = make_work(OptimizerMatch(index, target, peers.match_for(target)), [], layouts, with_states=True).wants
         pieces = [piece for want in wants.wants for piece in locate(want)]
         claims = make_claims(pieces, wants.is_fresh, 4096)
         expected = address_claims(claims, peers.blocks)[0][RANK]

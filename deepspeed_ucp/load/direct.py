@@ -19,7 +19,7 @@ import torch
 
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
-from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError
+from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
 from ..io.memory import pause_collection
 from ..stream.checks import Checks
 from ..targets import Target
@@ -36,7 +36,7 @@ from ..targets.guard import BROKEN, HALF_STATES, release, seal
 from .client import EXTRA_STATES, read_objects
 from .custom import run_custom_load
 from .job import LoadArguments, LoadJob
-from .prepare import prepare
+from .prepare import Work, prepare
 from .states import attach_states
 from .transfer import Transfer
 
@@ -58,15 +58,12 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     engine, comm, config, arguments, report = job.engine, job.comm, job.config, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
     custom = arguments.custom_load_fn is not None
-    comm.run(lambda: _refuse(index, target, custom=custom))
+    work, saved = _prepare(job, index, target, with_states=with_states)
     with report.phase("plan"), pause_collection():
-        strict = arguments.load_module_strict
-        work = prepare(index, target, comm, config, strict=strict, with_states=with_states, with_extras=not custom)
         index = work.index
         # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
         transfer = Transfer(index, work, comm, config, apart=engine.global_steps > 0)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
-    saved = _read_saved(job, index, target)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
     with report.phase("read"):
@@ -109,6 +106,25 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with_scheduler=arguments.load_lr_scheduler_states,
         with_optimizer=arguments.load_optimizer_states,
     )
+
+
+def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
+    """What there is to do, and what the state file holds; collective.
+
+    Raises:
+        UcpError: all that speaks against the load, in one.
+    """
+    comm, arguments, objections = job.comm, job.arguments, Objections()
+    custom = arguments.custom_load_fn is not None
+    with objections:
+        comm.run(lambda: _refuse(index, target, custom=custom))
+    with objections:
+        saved = _read_saved(job, index, target)
+    with objections, job.report.phase("plan"), pause_collection():
+        options = {"strict": arguments.load_module_strict, "with_states": with_states, "with_extras": not custom}
+        work = prepare(index, target, comm, job.config, **options)
+    objections.settle()
+    return work, saved
 
 
 def has_masters(target: Target, comm: Comm) -> bool:

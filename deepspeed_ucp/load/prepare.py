@@ -10,7 +10,7 @@ from itertools import zip_longest
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import shorten
+from ..errors import Objections, shorten
 from ..patterns import from_config, list_renames
 from ..plan.feeds import feed
 from ..plan.match import Live, Match, match_groups, match_parameters
@@ -97,36 +97,33 @@ def prepare(
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
         match.notes += made.notes
         check_alike(live, target, extras)
-        if with_states:
-            match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
-        layouts = settle_layouts(index, live, match, rules, tell=tell)
-        return make_work(index, target, match, extras, layouts, with_states=with_states), layouts
+        objections = Objections()
+        with objections:
+            match.require()
+        with objections:
+            if with_states:
+                match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
+        with objections:
+            layouts = settle_layouts(index, live, match, rules, tell=tell)
+        optimizer = OptimizerMatch(index, target, match)
+        with objections:
+            if with_states and not match.fault:
+                optimizer.check()
+        objections.settle()
+        return make_work(optimizer, extras, layouts, with_states=with_states), layouts
 
     work, layouts = comm.run(hold_against)
     _share(census, layouts, work, comm)
     return work
 
 
-def make_work(
-    index: AtomicIndex,
-    target: Target,
-    match: Match,
-    extras: Sequence[LiveBuffer],
-    layouts: Layouts,
-    *,
-    with_states: bool,
-) -> Work:
+def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: Layouts, *, with_states: bool) -> Work:
     """What this rank has to do, with the memory that it takes.
 
     Args:
         layouts: how source and target cut a tensor.
-
-    Raises:
-        MismatchError: the saved optimizer is of another kind, or its states cannot be cut.
     """
-    optimizer = OptimizerMatch(index, target, match)
-    if with_states:
-        optimizer.check()
+    index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []
     layout = describe_target(target, extras, states)
     wants = list_wants(index, layout, match, layouts, with_states=with_states)

@@ -28,6 +28,7 @@ class Match:
         hyper: live param group → the hyper-parameters that it takes over.
         notes: what is restored otherwise than it was saved, in words.
         resized: live names with another number of rows than the saved, in words: a vocabulary's padding, or a fault.
+        fault: what keeps the parameters from being matched, in words; empty where nothing does.
     """
 
     params: dict[str, ParamKey] = field(default_factory=dict)
@@ -37,11 +38,22 @@ class Match:
     hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resized: dict[str, str] = field(default_factory=dict)
+    fault: str = ""
 
     @property
     def saved(self) -> dict[str, str]:
         """Live name → saved name."""
         return {live: param.name for live, param in self.params.items()}
+
+    def require(self) -> Match:
+        """Itself.
+
+        Raises:
+            MismatchError: its fault.
+        """
+        if self.fault:
+            raise MismatchError(self.fault)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +99,9 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         strict: refuse missing and extra names (as ``load_module_strict``).
         with_states: optimizer states are loaded as well.
 
-    Raises:
-        MismatchError: listing every parameter that is missing or extra; or of another shape, where no tensor is cut.
+    Returns:
+        What is matched; its ``fault`` lists every parameter that is missing or extra, or of another shape where no
+        tensor is cut.
     """
     others: dict[str, list[str]] = {}
     for alias, name in live.aliases.items():
@@ -123,7 +136,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         faults += match.resized.values()
         hint = "" if not strict or not match.skipped else _advise(index, missing, len(match.skipped))
         hint = f"{hint}{experts.advise()}"
-        raise MismatchError(f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", "."))
+        match.fault = f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", ".")
     return match
 
 

@@ -344,6 +344,21 @@ def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Pa
     assert not rank.flats[0].data.eq(SENTINEL).any()
 
 
+def test_all_objections_are_one_message(tmp_path: Path) -> None:
+    """Else each would cost a launch: the client state, the parameters, and the param groups."""
+    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Scheduler()}))
+    params = (*PLAIN.params[:-1], replace(PLAIN.params[-1], name="other"))
+    rank = FakeTarget(replace(PLAIN, params=params), Topology(2), 0)
+    rank.group_members = lambda: {0: ("a", "b")}  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as told:
+        run_load(open_for(path, rank), rank)
+    lines = str(told.value).splitlines()
+    assert len(lines) == 3, lines
+    for line, text in zip(lines, ("Scheduler", "other", "param groups"), strict=True):
+        assert text in line
+    check_untouched(rank)
+
+
 def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Do something once everything has been read and verified."""
     check = Transfer.verify

@@ -27,7 +27,7 @@ def name_all(form: str, experts: int) -> dict[str, tuple[int, ...]]:
 
 
 def match(saved: dict[str, tuple[int, ...]], live: Live, strict: bool = True) -> Match:
-    return match_parameters(make_index(saved), live, strict=strict, with_states=True)
+    return match_parameters(make_index(saved), live, strict=strict, with_states=True).require()
 
 
 @pytest.mark.parametrize("form", [OWN, AUTOEP], ids=["own", "autoep"])

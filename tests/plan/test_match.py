@@ -47,7 +47,7 @@ def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, *, tp
     chosen = {"strict": True, "with_states": True}
     chosen.update({key: options.pop(key) for key in tuple(options) if key in chosen})
     shapes = [{name: (shape,) * tp for name, shape in held.items()} for held in (owned, extras or {})]
-    return match_parameters(index, Live(*shapes, **options), **chosen)
+    return match_parameters(index, Live(*shapes, **options), **chosen).require()
 
 
 def test_names_and_shapes_that_agree_match() -> None:
