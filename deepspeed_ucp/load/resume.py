@@ -288,6 +288,8 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
     found: list[str] = []
     if any(strip_writer(name) != name for name in map(os.path.basename, (file.path for file in index.stored.files))):
         found.append("files of DeepSpeed's fast writer, whose names its own load does not know")
+    if index.limits.left:
+        found.append("files of an earlier save, which DeepSpeed's own load would take for this one's")
     if index.run.topology.wrapper == "zero3" and index.run.counters.get("dp_world_size", 0) > index.run.topology.dp:
         found.append("the data-parallel ranks, which MiCS has grouped")
     if len({held.degree for held in target.experts.values()}) > 1:

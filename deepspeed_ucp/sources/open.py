@@ -181,12 +181,16 @@ def _list_everywhere(folder: str, comm: Comm) -> dict[str, Entry]:
 
 def _tell_warnings(report: FolderReport) -> None:
     warnings = [finding for finding in report.findings if finding.severity == WARNING]
-    left = [finding.file for finding in warnings if finding.kind == "leftover" and not finding.names]
-    if left:
+    if left := _list_left(warnings):
         logger.warning("%s: ignoring files of an earlier save: %s", report.folder, shorten(left))
     for finding in warnings:
         if finding.kind != "leftover":
             logger.warning("%s", finding.text)
+
+
+def _list_left(findings: Iterable[Finding]) -> list[str]:
+    """Files of an earlier save."""
+    return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 
 def _survey_normal(
@@ -201,6 +205,9 @@ def _survey_normal(
     if save is None or make_error(findings) is not None:
         return None, findings
     index, more = _build(save, naming)
+    left = tuple(name for name in _list_left(findings) if name.endswith("model_states.pt"))
+    if index is not None and left:
+        index = replace(index, limits=replace(index.limits, left=left))
     return index, [*findings, *more, *find_unsaved(save)]
 
 

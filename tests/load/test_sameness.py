@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def test_weights_alone_of_zero_3(key: str, tmp_path: Path) -> None:
     arguments = LoadArguments(**{key: key == "load_module_only"})
     assert find(tmp_path / "3", MODEL, MODEL, 3, arguments=arguments) == ["weights alone of ZeRO 3"]
     assert find(tmp_path / "2", MODEL, MODEL, 2, arguments=arguments) == []
+
+
+def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
+    """Of more tensor-parallel ranks: DeepSpeed's own load counts the files."""
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
+    target = FakeTarget(MODEL, Topology(1), 0)
+    target.wrapper = "zero12"
+    index = open_for(path, target)
+    assert find_unnoticed(index, target, ALL) == []
+    left = replace(index, limits=replace(index.limits, left=("mp_rank_01_model_states.pt",)))
+    assert "of an earlier save" in find_unnoticed(left, target, ALL)[0]
 
 
 def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
