@@ -67,6 +67,12 @@ TABLE += [
     ),
 ]
 
+_MEGATRON, _TRAINING = "megatron.checkpointing", "megatron.training"  # Megatron-DeepSpeed's
+TABLE += [
+    Wrapped(_MEGATRON, _MEGATRON, "load_checkpoint", "trainers.megatron", "load_checkpoint"),
+    Wrapped(_TRAINING, _TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config"),
+]
+
 _originals: dict[tuple[Any, str], Any] = {}
 """By owner (a class or a module) and name what was there itself; None where it was inherited."""
 
