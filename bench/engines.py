@@ -19,7 +19,7 @@ from ranks import Body, Peer, release_free_memory
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -119,16 +119,33 @@ def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
 
 
 def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
-    """Load into an engine that is ready and has never trained; each rank returns its measurements."""
+    """As :func:`load_into`, of this model."""
+
+    def make() -> tuple[Any, Callable[[], list[Part]]]:
+        engine = _initialise(topology, build_model(params_m))
+        return engine, lambda: list_parts(engine)
+
+    return load_into(make, folder, tag, with_plugin=with_plugin)
+
+
+def load_into(
+    make: Callable[[], tuple[Any, Callable[[], list[Part]]]], folder: Path, tag: str, *, with_plugin: bool
+) -> Body:
+    """Load into an engine that is ready and has never trained; each rank returns its measurements.
+
+    Args:
+        make: the engine, and what tells this rank's part of the fingerprint.
+    """
 
     def body(peer: Peer) -> dict[str, Any]:
+        deepspeed.init_distributed("gloo")
         if with_plugin:
             import deepspeed_ucp  # noqa: F401  (here and not above: the other cases run without its hook)
-        engine = _initialise(topology, build_model(params_m))
+        engine, tell = make()
         release_free_memory()
         peer.ready()
         measured = measure_load(engine, folder, tag, with_plugin=with_plugin)
-        measured["fingerprint"] = list_parts(engine)
+        measured["fingerprint"] = tell()
         dist.barrier()
         return measured
 

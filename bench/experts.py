@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
-from engines import Engine, fill_parameters, measure_load
+from engines import Engine, fill_parameters, load_into
 from fingerprint import Part, hold_whole, sum_parts
-from ranks import Body, Peer, release_free_memory
+from ranks import Body, Peer
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 EXPERTS = 8
@@ -110,20 +110,13 @@ def save_body(topology: ExpertEngine, params_m: float, folder: Path) -> Body:
 
 
 def load_body(topology: ExpertEngine, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
-    """Load into an engine that is ready and has never trained; each rank returns its measurements."""
+    """As :func:`engines.load_into`, of this model."""
 
-    def body(peer: Peer) -> dict[str, Any]:
-        if with_plugin:
-            import deepspeed_ucp  # noqa: F401  (here and not above: the other cases run without its hook)
+    def make() -> tuple[Any, Callable[[], list[Part]]]:
         engine = _initialise(topology, build_model(params_m, topology.ep))
-        release_free_memory()
-        peer.ready()
-        measured = measure_load(engine, folder, tag, with_plugin=with_plugin)
-        measured["fingerprint"] = list_parts(engine)
-        dist.barrier()
-        return measured
+        return engine, lambda: list_parts(engine)
 
-    return body
+    return load_into(make, folder, tag, with_plugin=with_plugin)
 
 
 def count_parameters(model: nn.Module, ep: int) -> int:

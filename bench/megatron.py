@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from engines import measure_load
+from engines import load_into
 from fingerprint import Part, sum_parts
-from ranks import Body, Peer, release_free_memory
+from ranks import Body, Peer
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "megatron_gpt"))
 import gpt
@@ -22,7 +21,7 @@ from config import PRESETS, Degrees, GPTConfig
 from training import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 CONTEXT = 128  # tokens; a step need not take long, and positions are a small part of the parameters
 _LAYERS = r"language_model\.encoder\.layers\.(\d+)\.(.*)"
@@ -92,23 +91,15 @@ def save_body(topology: Topology, params_m: float, folder: Path) -> Body:
 
 
 def load_body(topology: Topology, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
-    """Load into an engine that is ready and has never trained; each rank returns its measurements."""
+    """As :func:`engines.load_into`, of this model."""
 
-    def body(peer: Peer) -> dict[str, Any]:
-        deepspeed.init_distributed("gloo")
-        if with_plugin:
-            import deepspeed_ucp  # noqa: F401  (here and not above: the other cases run without its hook)
+    def make() -> tuple[Any, Callable[[], list[Part]]]:
         for module in (gpt, layers):  # what a load does not write stays visible
             module.draw_weight = _fill_weight
         trainer = Trainer(choose_sizes(params_m), topology.degrees, topology.config())
-        release_free_memory()
-        peer.ready()
-        measured = measure_load(trainer.engine, folder, tag, with_plugin=with_plugin)
-        measured["fingerprint"] = list_parts(trainer)
-        dist.barrier()
-        return measured
+        return trainer.engine, lambda: list_parts(trainer)
 
-    return body
+    return load_into(make, folder, tag, with_plugin=with_plugin)
 
 
 def _fill_weight(_seed: int, _name: str, shape: Sequence[int], _std: float) -> torch.Tensor:

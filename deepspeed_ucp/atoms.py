@@ -291,13 +291,13 @@ class Limits:
         irregular: optimizer states that cannot be cut for another topology, by parameter and state, with what they are.
         unreadable: tensors whose bytes cannot be cut, with the reason.
         dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
-        left: model states of an earlier save that lie in the folder, and are no part of this one.
+        unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
     """
 
     irregular: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     dropped: str = ""
-    left: tuple[str, ...] = ()
+    unnoticed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

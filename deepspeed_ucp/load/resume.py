@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..atoms import MODULE, AtomicIndex, ParamKey
+from ..atoms import AtomicIndex
 from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..experts import is_expert
 from ..io.memory import identify_host, pause_collection
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
-from ..plan.wants import list_states
 from ..sources import check_tag, open_checkpoint, read_latest
-from ..sources.files import holds_atoms, list_entries, strip_writer
+from ..sources.files import holds_atoms, list_entries
 from ..sources.latest import list_older
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.report import OutputReport
@@ -29,7 +27,6 @@ from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
 from ..targets.finish import refresh_after_own_load
 from ..targets.guard import BROKEN, check_states, release
-from ..targets.optimizer import find_other_kind
 from ..topology import ATOMIC, find_differences
 from .census import join_groups, list_live_rules, take_census
 from .client import check_trusted
@@ -277,7 +274,7 @@ def _list_differences(index: AtomicIndex, target: Target, arguments: LoadArgumen
 
 
 def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments) -> list[str]:
-    """What differs although the topologies are equal, and DeepSpeed's own load would not notice, in words.
+    """What DeepSpeed's own load would lose or not notice although the topologies are equal, in words.
 
     Ours runs then, which restores or refuses it.
 
@@ -285,60 +282,16 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         index: of the whole checkpoint.
         target: this rank's, of an equal topology.
     """
-    found: list[str] = []
-    if any(strip_writer(name) != name for name in map(os.path.basename, (file.path for file in index.stored.files))):
-        found.append("files of DeepSpeed's fast writer, whose names its own load does not know")
-    if index.limits.left:
-        found.append("files of an earlier save, which DeepSpeed's own load would take for this one's")
-    if index.run.topology.wrapper == "zero3" and index.run.counters.get("dp_world_size", 0) > index.run.topology.dp:
-        found.append("the data-parallel ranks, which MiCS has grouped")
-    if len({held.degree for held in target.experts.values()}) > 1:
-        found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
-    if any(map(is_expert, index.model.aliases)):
-        found.append("tied experts, of which DeepSpeed's own load gives every rank the first one's")
-    if any(held.folded and held.degree % target.place.tp for held in target.experts.values()):
-        found.append("experts' files of other tensor-parallel ranks, which DeepSpeed's own load does not find")
-    if target.wrapper == "zero3":
-        found += _find_fresh(index, target) if arguments.load_module_strict else []
-    found += list_lost(target, arguments)
-    if arguments.with_states and target.optimizer is not None:
-        found += dict.fromkeys(_find_other_kinds(index, target))
-    return found
+    return [*index.limits.unnoticed, *list_lost(target, arguments, index)]
 
 
-def list_lost(target: Target, arguments: LoadArguments) -> list[str]:
-    """What DeepSpeed's own load of the same topology does not restore of an engine, in words."""
-    if arguments.with_states:
-        return target.list_lost() if target.optimizer is not None else []
-    # Of these it takes the latest tag's, whichever it was given, or with load_module_only none.
-    return ["weights alone of ZeRO 3"] if target.wrapper == "zero3" else []
+def list_lost(target: Target, arguments: LoadArguments, index: AtomicIndex | None = None) -> list[str]:
+    """What DeepSpeed's own load of the same topology does not restore of an engine, in words.
 
-
-def _find_fresh(index: AtomicIndex, target: Target) -> Iterator[str]:
-    """ZeRO-3 parameters in no optimizer, which DeepSpeed restores where they were frozen alone, and by their size."""
-    for name in sorted(target.params.keys() - target.owned):
-        saved = index.find(index.resolve(name), MODULE)
-        if saved is None and name not in index.limits.unreadable:
-            yield f"{name} is not in the checkpoint as a parameter without optimizer"
-        elif saved is not None and saved.shards[target.lane_of(name)].shape != target.shape_of(name):
-            yield f"{name} has another shape"
-
-
-def _find_other_kinds(index: AtomicIndex, target: Target) -> Iterator[str]:
-    """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
-    states = list_states(index)
-    for name in index.limits.irregular:
-        param, _, state = name.rpartition(".")
-        states.setdefault(ParamKey(param), {})[state] = "of no known dtype"
-    groups = {param: group.hyper for group in index.run.groups for param in group.members}
-    for flat in target.flats:
-        params = [ParamKey(index.resolve(name)) for name in flat.names]
-        saved = set().union(*(states.get(param, ()) for param in params))
-        hyper = next((groups[param] for param in params if param in groups), {})
-        if flat.holder is not None and saved:
-            scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
-            told = find_other_kind(target.optimizer, target.param_group(flat), hyper, saved, flat.holder, scalars)
-            yield from [told] if told else []
+    Args:
+        index: the checkpoint; None where each rank knows its own files alone.
+    """
+    return target.list_lost(index, with_states=arguments.with_states, strict=arguments.load_module_strict)
 
 
 def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Loaded:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..atoms import (
@@ -20,10 +21,11 @@ from ..atoms import (
     strip_compiled,
 )
 from ..errors import UnsupportedError, shorten
-from ..experts import find_number
+from ..experts import find_number, is_expert
 from ..flat import FlatBuffer, count_degree
 from ..topology import Topology
 from .builder import Builder
+from .files import strip_writer
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
 from .naming import Naming
@@ -128,8 +130,22 @@ def make_index(
             recorded=dict(recorded or {}),
             fused=_find_fused(save, atoms),
         ),
-        limits=Limits({**builder.irregular, **_find_lost_states(save, atoms)}, builder.unreadable, dropped),
+        limits=Limits(
+            {**builder.irregular, **_find_lost_states(save, atoms)},
+            builder.unreadable,
+            dropped,
+            tuple(_find_unnoticed(builder, topology)),
+        ),
     )
+
+
+def _find_unnoticed(builder: Builder, topology: Topology) -> Iterator[str]:
+    if any(strip_writer(name) != name for name in (os.path.basename(file.path) for file in builder.files)):
+        yield "files of DeepSpeed's fast writer, whose names its own load does not know"
+    if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
+        yield "the data-parallel ranks, which MiCS has grouped"
+    if any(map(is_expert, builder.aliases)):
+        yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
 
 
 def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:

@@ -27,6 +27,8 @@ from .swapped import add_swapped, adopt_sums
 
 logger = logging.getLogger("deepspeed_ucp")
 
+_LEFT = "files of an earlier save, which DeepSpeed's own load would take for this one's"
+
 FindFirst = Callable[[Iterable[str]], FileHeader | None]
 """The header of the first of some files that can be read."""
 
@@ -205,9 +207,8 @@ def _survey_normal(
     if save is None or make_error(findings) is not None:
         return None, findings
     index, more = _build(save, naming)
-    left = tuple(name for name in _list_left(findings) if name.endswith("model_states.pt"))
-    if index is not None and left:
-        index = replace(index, limits=replace(index.limits, left=left))
+    if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
+        index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))
     return index, [*findings, *more, *find_unsaved(save)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -194,10 +194,7 @@ def _add_parts(
     if not buffer.by_parameter:
         _add_empty(builder, rank, shards[0], index, held.shapes)
     for part, shard in enumerate(shards):
-        if swaps := builder.save.swaps.get((shard.name, index)):
-            _add_swapped(builder, rank, shard, index, buffer, part, swaps)
-        else:
-            _add_part(builder, rank, shard, index, buffer, part, held.owners)
+        _add_part(builder, rank, shard, index, buffer, part, held.owners)
 
 
 def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
@@ -265,7 +262,28 @@ def _add_part(
     part: int,
     owners: Mapping[str, str],
 ) -> None:
-    """What a data-parallel rank holds of a flat buffer: the master, and the optimizer's states."""
+    """What a data-parallel rank holds of a flat buffer: the master, and the optimizer's states.
+
+    Of a sub-group that is swapped only what is in no swap file, as a step, is taken from the state file.
+    """
+    swaps = builder.save.swaps.get((shard.name, index), {})
+    for state, header in swaps.items():
+        if header.swap is not None:
+            builder.add_cuts(rank, state, buffer.cuts(part), header, header.swap)
+    if not swaps:
+        _add_master(builder, rank, shard, index, buffer, part, owners)
+    _add_states(builder, rank, shard, index, buffer, part, swaps)
+
+
+def _add_master(
+    builder: Builder,
+    rank: SavedRank,
+    shard: FileHeader,
+    index: int,
+    buffer: FlatBuffer,
+    part: int,
+    owners: Mapping[str, str],
+) -> None:
     optim, path, cuts = _get_optim(shard), builder.save.path(shard), buffer.cuts(part)
     found = _count_elements(builder, shard, index)
     if found != buffer.partition:
@@ -284,33 +302,26 @@ def _add_part(
                 f"({cut.offset + cut.numel} > {master.numel} elements). The file belongs to another rank or run."
             )
     builder.add_cuts(rank, MASTER, cuts, shard, master)
-    if index < len(optim.tensors):
-        stored = master.numel if optim.elastic else buffer.partition
-        states = optim.tensors[index]
-        if _keeps_whole_momentum(builder.save, optim, index):
-            states = _add_momentum(builder, rank, buffer, part, states, shard)
-        builder.add_states(rank, cuts, states, stored, shard)
 
 
-def _add_swapped(
+def _add_states(
     builder: Builder,
     rank: SavedRank,
     shard: FileHeader,
     index: int,
     buffer: FlatBuffer,
     part: int,
-    swaps: Mapping[str, FileHeader],
+    swapped: Container[str],
 ) -> None:
-    """What a data-parallel rank holds of a sub-group that is swapped; its scalars are in the state file."""
-    cuts = buffer.cuts(part)
-    for state, header in swaps.items():
-        if header.swap is not None:
-            builder.add_cuts(rank, state, cuts, header, header.swap)
     optim = _get_optim(shard)
-    if index < len(optim.tensors):
-        held = optim.tensors[index]
-        rest = {state: piece for state, piece in held.states.items() if state not in swaps}
-        builder.add_states(rank, cuts, replace(held, states=rest), buffer.partition, shard)
+    if index >= len(optim.tensors):
+        return
+    held = optim.tensors[index]
+    states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
+    if _keeps_whole_momentum(builder.save, optim, index):
+        states = _add_momentum(builder, rank, buffer, part, states, shard)
+    stored = optim.masters[index].numel if optim.elastic else buffer.partition
+    builder.add_states(rank, buffer.cuts(part), states, stored, shard)
 
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:

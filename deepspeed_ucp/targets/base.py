@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,13 +14,14 @@ from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
-from ..atoms import count, strip_compiled
+from ..atoms import AtomicIndex, ParamKey, count, strip_compiled
 from ..errors import UnsupportedError
 from ..experts import drop_fixed, find_layer, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
+from ..plan.wants import list_states
 from ..topology import Topology
 from .coverage import name_device
-from .optimizer import to_plain
+from .optimizer import find_other_kind, to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place
 from .swap import SwapFiles, SwapPlace
 
@@ -371,9 +372,54 @@ class Target(ABC):
         """Whether trained parameters, or their optimizer states, are on NVMe: all of them, or the large ones."""
         return False
 
-    def list_lost(self) -> list[str]:
-        """Optimizer states that DeepSpeed's own load does not restore in the same topology, in words."""
+    def list_lost(
+        self, index: AtomicIndex | None = None, *, with_states: bool = True, strict: bool = True
+    ) -> list[str]:
+        """What DeepSpeed's own load does not restore, or does not notice, in the same topology, in words.
+
+        Args:
+            index: the checkpoint; None where each rank knows its own files alone.
+            with_states, strict: arguments of the load.
+        """
+        found = [
+            *self._list_lost_experts(),
+            *self.list_lost_weights(index if strict else None, with_states=with_states),
+        ]
+        if with_states and self.optimizer is not None:
+            found += [*self.list_lost_states(), *dict.fromkeys(self._find_other_kinds(index) if index else ())]
+        return found
+
+    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool) -> list[str]:
+        """Weights among that; ``index`` where all of the checkpoint has to be there."""
         return []
+
+    def list_lost_states(self) -> list[str]:
+        """Masters and optimizer states among that, whatever was saved."""
+        return []
+
+    def _list_lost_experts(self) -> list[str]:
+        found = []
+        if len({held.degree for held in self.experts.values()}) > 1:
+            found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
+        if any(held.folded and held.degree % self.place.tp for held in self.experts.values()):
+            found.append("experts' files of other tensor-parallel ranks, which DeepSpeed's own load does not find")
+        return found
+
+    def _find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
+        """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
+        states = list_states(index)
+        for name in index.limits.irregular:
+            param, _, state = name.rpartition(".")
+            states.setdefault(ParamKey(param), {})[state] = "of no known dtype"
+        groups = {param: group.hyper for group in index.run.groups for param in group.members}
+        for flat in self.flats:
+            params = [ParamKey(index.resolve(name)) for name in flat.names]
+            saved = set().union(*(states.get(param, ()) for param in params))
+            hyper = next((groups[param] for param in params if param in groups), {})
+            if flat.holder is not None and saved:
+                scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
+                told = find_other_kind(self.optimizer, self.param_group(flat), hyper, saved, flat.holder, scalars)
+                yield from [told] if told else []
 
     def relink(self) -> None:
         """Called after optimizer states were attached: views into them are stale."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
 from torch._utils import _unflatten_dense_tensors
 
-from ..atoms import MOMENTUM
+from ..atoms import MODULE, MOMENTUM, AtomicIndex
 from ..comm import gather_in_place
 from ..flat import join_parameters, join_reserved
 from .base import Target
@@ -60,7 +61,7 @@ class Zero12Target(Target):
             partitions[ds_comm.get_rank(group=process_group)].data.copy_(master.data)
             gather_in_place(flat.data, process_group)
 
-    def list_lost(self) -> list[str]:
+    def list_lost_states(self) -> list[str]:
         # Every rank would get the first one's momentum, cut short.
         elastic = self.topology.elastic and any(flat.whole for flat in self.flats)
         found = ["an elastic checkpoint of Muon"] if elastic else []
@@ -91,10 +92,10 @@ class Bf16Target(Zero12Target):
     def _list_whole(self, group: int) -> frozenset[str]:
         return frozenset()
 
-    def list_lost(self) -> list[str]:
+    def list_lost_states(self) -> list[str]:
         # DeepSpeed's load gives the wrapper the file of an expert-parallel rank, which it does not take.
         unloadable = bool(self.experts) and self.engine.zero_optimization_stage() == 0
-        return [*super().list_lost(), *["experts under BF16_Optimizer without ZeRO"] * unloadable]
+        return [*super().list_lost_states(), *["experts under BF16_Optimizer without ZeRO"] * unloadable]
 
 
 class Zero3Target(Target):
@@ -145,7 +146,20 @@ class Zero3Target(Target):
         kept: dict[int, torch.Tensor] = getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
         return kept
 
-    def list_lost(self) -> list[str]:
+    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool) -> list[str]:
+        # Of these it takes the latest tag's, whichever it was given, or with load_module_only none.
+        return [*["weights alone of ZeRO 3"] * (not with_states), *(self._find_fresh(index) if index else ())]
+
+    def _find_fresh(self, index: AtomicIndex) -> Iterator[str]:
+        """Parameters in no optimizer, which DeepSpeed restores where they were frozen alone, and by their size."""
+        for name in sorted(self.params.keys() - self.owned):
+            saved = index.find(index.resolve(name), MODULE)
+            if saved is None and name not in index.limits.unreadable:
+                yield f"{name} is not in the checkpoint as a parameter without optimizer"
+            elif saved is not None and saved.shards[self.lane_of(name)].shape != self.shape_of(name):
+                yield f"{name} has another shape"
+
+    def list_lost_states(self) -> list[str]:
         found = ["Muon's momentum kept in memory"] if self.momentum_in_memory else []
         return found + ["optimizer states or parameters on NVMe"] * self.uses_nvme
 

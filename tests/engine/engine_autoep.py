@@ -16,7 +16,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
-from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on
+from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on, train_on_noise
 from torch import Tensor, nn
 
 EXPERTS = 4
@@ -176,22 +176,8 @@ def find_name(name: str) -> str:
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    losses = []
-    place = dist.get_rank(engine.seq_data_parallel_group)
-    for step in steps:
-        batch = torch.randn(BATCH, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size(engine.seq_data_parallel_group))[place]
-        own = own.to(next(engine.module.parameters()).dtype)
-        if isinstance(engine.module, PipelineModule):
-            losses.append(float(engine.train_batch(iter([(own, own)]))))
-            continue
-        loss = engine(own).float().pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses
+    group = engine.seq_data_parallel_group
+    return train_on_noise(engine, steps, (BATCH, 1, HIDDEN), (dist.get_rank(group), dist.get_world_size(group)))
 
 
 def read_states(engine: Any) -> States:

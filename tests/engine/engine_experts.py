@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
-from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on
+from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on, train_on_noise
 from torch import Tensor, nn
 
 EXPERTS = 4
@@ -85,17 +85,7 @@ def make(spread: Spread, seed: int) -> Any:
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
-        loss = engine(own.to(next(engine.module.parameters()).dtype)).float().pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses
+    return train_on_noise(engine, steps, (BATCH, 4), (dist.get_rank(), dist.get_world_size()))
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:

@@ -19,7 +19,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
+from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on, train_on_noise
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "megatron_gpt"))
@@ -201,22 +201,9 @@ def vary_experts(module: nn.Module, seed: int, rank: int) -> None:
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    losses = []
     place = engine.mpu.get_data_parallel_rank() if engine.mpu else dist.get_rank()
-    share = BATCH // engine.train_micro_batch_size_per_gpu()
-    for step in steps:
-        batch = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(share)[place].to(next(engine.module.parameters()).dtype)
-        if isinstance(engine.module, PipelineModule):
-            losses.append(float(engine.train_batch(iter([(own, own.flip(1))]))))
-            continue
-        loss = loss_of(engine(own), own.flip(1))
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses
+    part = place, BATCH // engine.train_micro_batch_size_per_gpu()
+    return train_on_noise(engine, steps, (BATCH, FEATURES), part, loss_of, lambda own: own.flip(1))
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from torch import Tensor
 
 States = dict[tuple[str, str], Tensor]
@@ -70,6 +72,41 @@ def load_and_report(engine: Any, folder: str) -> tuple[int, int, int]:
     report = engine.ucp_report
     engine.destroy()
     return report.bytes_read, report.requests, report.state_bytes
+
+
+def mean_square(output: Tensor, _label: Tensor) -> Tensor:
+    """A loss for which the labels do not matter."""
+    return output.float().pow(2).mean()
+
+
+def train_on_noise(
+    engine: Any,
+    steps: range,
+    shape: Sequence[int],
+    part: tuple[int, int],
+    loss_of: Callable[[Tensor, Tensor], Tensor] = mean_square,
+    label: Callable[[Tensor], Tensor] = lambda own: own,
+) -> list[float]:
+    """The losses of steps whose batches are drawn by the step's number; the mean over all ranks, or a pipeline's.
+
+    Args:
+        shape: of a whole batch.
+        part: which of how many parts of it this rank takes.
+    """
+    losses = []
+    for step in steps:
+        batch = torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+        own = batch.chunk(part[1])[part[0]].to(next(engine.module.parameters()).dtype)
+        if isinstance(engine.module, PipelineModule):
+            losses.append(float(engine.train_batch(iter([(own, label(own))]))))
+            continue
+        loss = loss_of(engine(own), label(own))
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
 
 
 class Saves(dict[Any, tuple[str, States, list[float]]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,17 @@ import torch
 
 from deepspeed_ucp.load.job import LoadArguments
 from deepspeed_ucp.load.resume import find_unnoticed
+from deepspeed_ucp.targets.engines import Zero3Target
 from tests.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+
+class ShardedTarget(FakeTarget):
+    """What ZeRO 3 says itself."""
+
+    list_lost_weights = Zero3Target.list_lost_weights
+    _find_fresh = Zero3Target._find_fresh
+
 
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 ALL = LoadArguments()
@@ -22,8 +31,8 @@ def find(folder: Path, saved: Model, live: Model, stage: int, optimizer: Any = N
     """One rank's differences between a checkpoint and a target of the same topology."""
     topology = Topology(stage)
     path = write_checkpoint(folder, saved, random_state(saved, 0), topology)
-    target = FakeTarget(live, topology, 0, optimizer or torch.optim.AdamW)
-    target.wrapper = "zero3" if stage == 3 else "zero12"
+    kind = ShardedTarget if stage == 3 else FakeTarget
+    target = kind(live, topology, 0, optimizer or torch.optim.AdamW)
     return find_unnoticed(open_for(path, target), target, arguments)
 
 
@@ -56,11 +65,9 @@ def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
     """Of more tensor-parallel ranks: DeepSpeed's own load counts the files."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     target = FakeTarget(MODEL, Topology(1), 0)
-    target.wrapper = "zero12"
-    index = open_for(path, target)
-    assert find_unnoticed(index, target, ALL) == []
-    left = replace(index, limits=replace(index.limits, left=("mp_rank_01_model_states.pt",)))
-    assert "of an earlier save" in find_unnoticed(left, target, ALL)[0]
+    assert find_unnoticed(open_for(path, target), target, ALL) == []
+    shutil.copy(path / "mp_rank_00_model_states.pt", path / "mp_rank_01_model_states.pt")
+    assert "of an earlier save" in find_unnoticed(open_for(path, target), target, ALL)[0]
 
 
 def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
