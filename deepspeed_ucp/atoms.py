@@ -191,6 +191,9 @@ class StoredAtoms:
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
 
+ASKED = "ucp_asked_batch"
+"""Key of a ds_config: a rank's samples of a step by the script, where a trainer has kept a saved total batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedJob:
@@ -202,6 +205,7 @@ class SavedJob:
         steps: optimizer steps.
         total_batch: samples of a step, over all ranks; None where nothing tells.
         accumulation: micro batches of a step; None where the ds_config does not tell.
+        asked: see :data:`ASKED`; None where the script's own batch was trained on.
     """
 
     ranks: int
@@ -209,6 +213,7 @@ class SavedJob:
     steps: int
     total_batch: int | None
     accumulation: int | None
+    asked: int | None = None
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
@@ -217,7 +222,7 @@ class SavedJob:
         steps, samples = counters.get("global_steps") or 0, counters.get("global_samples") or 0
         total = counters.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
         ranks = (counters.get("dp_world_size") or 1) * model_ranks
-        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]))
+        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]), counters.get(ASKED))
 
 
 @dataclass(frozen=True, slots=True)

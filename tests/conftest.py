@@ -11,7 +11,7 @@ import pytest
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
-WORLDS = ("tests/engine/", "tests/examples/", "tests/synth/test_against_deepspeed.py")
+WORLDS = ("tests/engine/", "tests/examples/", "tests/trainers/", "tests/synth/test_against_deepspeed.py")
 """Where tests with worlds are: they take longest, and their ranks are processes of their own."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..atoms import BATCH_SIZES, SavedJob
+from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import ConfigError, MismatchError, UnsupportedError
@@ -103,7 +103,7 @@ def load_state(
     original(accelerator, folder, *args, **kwargs)
     for scheduler, values in schedules:
         vars(scheduler).update(values)
-    restore_ranks(engine, folder, job, partial(_read_random, folder))
+    restore_ranks(engine, folder, job, partial(read_random, folder))
     _restore_step(accelerator, folder, job)
 
 
@@ -133,7 +133,8 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     """Accumulate as many micro batches as make the saved total batch.
 
     Raises:
-        MismatchError: the world is the saved one, or no number of these micro batches makes it.
+        MismatchError: the world is the saved one and the script asks for another batch than there, or no number of
+            these micro batches makes it.
     """
     live, micro = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
     was = accelerator.gradient_accumulation_steps
@@ -141,7 +142,8 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     if total == live or config.total_batch == "live":
         return
     fit = adapt_batch(total, micro, ranks)
-    if job.ranks == connect().size or fit is None or fit[0] != micro:
+    changed = job.ranks == connect().size and job.asked != micro * was
+    if changed or fit is None or fit[0] != micro:
         advice = "a number of ranks that divides it"
         if fit is not None:
             advice = f"a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
@@ -160,11 +162,12 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
 
 def set_accumulation(engine: Any, total: int, accumulation: int) -> None:
     """Have an engine accumulate otherwise, and say so in its saves."""
+    asked = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     engine.set_train_batch_size(total)
     if hasattr(engine.optimizer, BATCH_SIZES[2]):
         engine.optimizer.gradient_accumulation_steps = accumulation
     if isinstance(engine.config, dict):
-        engine.config.update({BATCH_SIZES[0]: total, BATCH_SIZES[2]: accumulation})
+        engine.config.update({BATCH_SIZES[0]: total, BATCH_SIZES[2]: accumulation, ASKED: asked})
 
 
 def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
@@ -236,7 +239,8 @@ def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **k
         scheduler.split_batches = False
 
 
-def _read_random(folder: str, rank: int) -> States:
+def read_random(folder: str, rank: int) -> States:
+    """What Accelerate saved of a rank."""
     return read_states(os.path.join(folder, f"random_states_{rank}.pkl"), _RANDOM, rank)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..atoms import BATCH_SIZES, SavedJob
+from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import CheckpointError, MismatchError
@@ -76,8 +76,8 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     if config.total_batch == "live":
         _tell_live(job, live, comm.rank)
         return micro
-    fit = _choose(job, folder, micro, ranks, live, _read_own_total(args))
-    _set_batch(trainer, *fit, job.total_batch or live)
+    fit = choose_batch(job, folder, micro, ranks, live, _read_own_total(args))
+    _set_batch(trainer, *fit, job.total_batch or live, asked=micro * accumulation)
     if comm.rank == 0:
         logger.warning(
             "%s: total batch %d kept on %d ranks: per-device batch %d → %d, gradient accumulation %d → %d",
@@ -104,11 +104,12 @@ def _tell_live(job: SavedJob, live: int, rank: int) -> None:
         )
 
 
-def _choose(job: SavedJob, folder: str, micro: int, ranks: int, live: int, written: int | None) -> tuple[int, int]:
+def choose_batch(job: SavedJob, folder: str, micro: int, ranks: int, live: int, written: int | None) -> tuple[int, int]:
     """(per-device batch, accumulation) of a saved total batch.
 
     Raises:
-        MismatchError: a ds_config has another one written out, the world is the saved one, or it cannot make it.
+        MismatchError: a ds_config has another one written out, the world is the saved one and what the script asks for
+            is not what it asked for there, or the ranks cannot make it.
     """
     total = job.total_batch or live
     told = (
@@ -120,7 +121,7 @@ def _choose(job: SavedJob, folder: str, micro: int, ranks: int, live: int, writt
         raise MismatchError(f'{told} Write train_batch_size {total} or "auto" into the ds_config, or {_LIVE}.')
     if fit is None:
         raise MismatchError(f"{told} Take a number of ranks that divides it, or {_LIVE}.")
-    if job.ranks == connect().size:
+    if job.ranks == connect().size and job.asked != live // ranks:
         raise MismatchError(
             f"{told} Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}, or {_LIVE}."
         )
@@ -137,13 +138,13 @@ def _read_own_total(args: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _set_batch(trainer: Any, micro: int, accumulation: int, total: int) -> None:
+def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked: int) -> None:
     """Before the engine is made: in the trainer, its arguments, and every ds_config that it holds."""
     args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
     trainer._train_batch_size = micro
-    sizes = dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True))
+    sizes = {**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), ASKED: asked}
     for held in (getattr(args, "hf_deepspeed_config", None), plugin.hf_ds_config):
         if held is not None:
             held.config.update(sizes)
@@ -199,9 +200,10 @@ def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str |
     if checkpoint is None or job is None:
         original(trainer, checkpoint)
         return
-    restore_ranks(trainer.model_wrapped, checkpoint, job, partial(_read_random, checkpoint, job.ranks))
+    restore_ranks(trainer.model_wrapped, checkpoint, job, partial(read_random, checkpoint, job.ranks))
 
 
-def _read_random(folder: str, ranks: int, rank: int) -> States:
+def read_random(folder: str, ranks: int, rank: int) -> States:
+    """What the trainer saved of one of so many ranks."""
     name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
     return read_states(os.path.join(folder, name), _RANDOM, rank)

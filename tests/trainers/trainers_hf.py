@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from trainers_gloo import choose_gloo
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import deepspeed_ucp  # noqa: F401 - what the test is about
 
@@ -30,7 +29,7 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
             self.seen.extend(number.tolist())
-        made = self.head(self.dropout(torch.tanh(self.base(x)))).squeeze(-1)
+        made = self.head(self.dropout(torch.tanh(self.base(x.to(self.head.weight.dtype))))).squeeze(-1).float()
         return {"loss": (made - labels).square().mean(), "logits": made}
 
 
@@ -56,7 +55,9 @@ class Trained:
         samples: of every step.
         log: what the trainer logged, of all steps.
         random: by step a digest of the random states with which it began.
-        weights: at the end, of rank 0.
+        weights: at the end, those that are trained.
+        sizes: per-device batch, accumulation, the engine's total batch.
+        best: the checkpoint that was the best one.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -64,24 +65,27 @@ class Trained:
     random: dict[int, str] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
-    told: list[str] = field(default_factory=list)
+    best: str | None = None
 
 
-class Notes(TrainerCallback):
-    """Fills in what a rank tells, and ends the run where it is to be interrupted."""
+def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
+    """A callback that fills in what a rank tells, and ends the run where it is to be interrupted."""
+    from transformers import TrainerCallback
 
-    def __init__(self, net: Net, told: Trained, stop: int | None) -> None:
-        self.net, self.told, self.stop = net, told, stop
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            torch.manual_seed(100 + args.process_index)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        states = (random.getstate(), torch.get_rng_state().tolist())
-        self.told.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
-        self.net.seen.clear()
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            states = (random.getstate(), torch.get_rng_state().tolist())
+            told.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
+            net.seen.clear()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.told.samples[state.global_step] = list(self.net.seen)
-        if state.global_step == self.stop:
-            control.should_training_stop = True
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            told.samples[state.global_step] = list(net.seen)
+            control.should_training_stop |= state.global_step == stop
+
+    return Notes()
 
 
 def train(
@@ -96,7 +100,9 @@ def train(
 ) -> Trained:
     """A run of the Trainer: three epochs by default; each step is logged."""
     told = Trained()
-    with choose_gloo():
+    with choose_gloo(), mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True):
+        from transformers import Trainer, TrainingArguments
+
         torch.manual_seed(5)
         net, model = Net(), None
         for parameter in net.parameters():
@@ -123,18 +129,18 @@ def train(
             args=args,
             train_dataset=Samples(size),
             eval_dataset=Samples(8),
-            callbacks=[Notes(net, told, stop)],
+            callbacks=[make_notes(net, told, stop)],
         )
         trainer.train(resume_from_checkpoint=resume)
         told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
         engine = trainer.deepspeed
         told.sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, engine.train_batch_size())
-        told.weights = _gather(engine)
+        told.best, told.weights = trainer.state.best_model_checkpoint, gather_weights(engine)
         engine.destroy()
     return told
 
 
-def _gather(engine: Any) -> dict[str, torch.Tensor]:
+def gather_weights(engine: Any) -> dict[str, torch.Tensor]:
     import deepspeed
 
     named = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
@@ -149,9 +155,3 @@ def attempt(*args: Any, **options: Any) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - the error is what the test looks at
         return type(error).__name__, str(error)
     return "", ""
-
-
-def remove(folder: str, names: list[str]) -> None:
-    """Files of a checkpoint."""
-    for name in names:
-        Path(folder, name).unlink()

@@ -1,0 +1,130 @@
+"""Accelerate, really launched on gloo: any world goes on as the uninterrupted run does."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainers_accelerate
+from trainers_accelerate import STEPS, Trained
+
+from deepspeed_ucp.testing import WorldPool
+
+pytest.importorskip("accelerate")
+
+
+def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "checkpoint": {"universal": universal},
+        "steps_per_print": 1_000_000,
+        **more,
+    }
+
+
+def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
+    """Of all steps from ``first`` on."""
+    assert list(rest[0].samples) == list(range(first, STEPS + 1))
+    for step in rest[0].samples:
+        taken, expected = (sorted(itertools.chain(*(each.samples[step] for each in run))) for run in (rest, whole))
+        assert taken == expected, step
+        assert rest[0].rates[step] == pytest.approx(whole[0].rates[step], rel=1e-12), step
+        mine, theirs = (sum(each.losses[step] for each in run) / len(run) for run in (rest, whole))
+        assert mine == pytest.approx(theirs, abs=2e-6), step
+    for name, weight in whole[0].weights.items():
+        torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=2e-6)
+    assert {(each.steps, each.custom) for each in rest} == {(STEPS, STEPS)}
+
+
+@pytest.fixture(scope="module")
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trained]]:
+    """A run of two ranks that accumulate two micro batches of two; the last save is in the middle of a step."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    save = {10: str(folder / "five"), 13: str(folder / "middle")}
+    options: dict[str, Any] = {"micro": 2, "accumulation": 2, "save": save}
+    return folder, ucp_worlds.get(2).run(trainers_accelerate.train, str(folder), make_config(2), **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "accumulation"), [(1, 4, 2), (1, 4, 1), (2, 2, 2)], ids=["1", "1-derived", "2"]
+)
+def test_goes_on(
+    ranks: int, micro: int, accumulation: int, saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+) -> None:
+    """In the middle of an epoch; with accumulation as it has to be, and as the script forgot it."""
+    (folder, whole), options = saved, dict[str, Any](micro=micro, accumulation=accumulation)
+    for resume, first in (("five", 6), ("eight", 9)):  # the second is of the resumed run
+        options |= {"resume": str(folder / resume), "save": {16: str(folder / "eight")}}
+        rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(3), **options)
+        agree(whole, rest, first)
+        assert rest[0].accumulation == 2
+
+
+@pytest.mark.parametrize("scheduler", ["plain", "cosine", "one-cycle"])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+def test_schedules_go_on(scheduler: str, ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Twice, so that what a resumed run saves is right as well; whatever the script counts in."""
+    before, after = ({"micro": 8 // each, "scheduler": scheduler} for each in ranks)
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    whole = ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, make_config(1), save={4: first}, **before)
+    after |= {"resume": first, "save": {7: second}}
+    agree(whole, ucp_worlds.get(ranks[1]).run(trainers_accelerate.train, first, make_config(1), **after), 5)
+    for world, options in zip(ranks, (before, after), strict=True):
+        again = {**options, "resume": second, "save": None}
+        agree(whole, ucp_worlds.get(world).run(trainers_accelerate.train, first, make_config(1), **again), 8)
+
+
+def test_the_middle_of_a_step_begins_it_anew(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+    """The loop takes the step's first micro batch again, whose gradient is in no file."""
+    folder, whole = saved
+    for ranks, micro in ((2, 2), (1, 4)):
+        options: dict[str, Any] = {"micro": micro, "accumulation": 2, "resume": str(folder / "middle")}
+        rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(1), **options)
+        agree(whole, rest, 7)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "told"),
+    [
+        (2, {"micro": 2, "accumulation": 1}, "Take a data loader with batch_size=2 and gradient_accumulation_steps=2"),
+        (1, {"micro": 3}, "Take a data loader with batch_size=2 and gradient_accumulation_steps=4"),
+    ],
+    ids=["same-world", "other-micro-batch"],
+)
+def test_another_total_batch_is_refused(
+    ranks: int, options: dict[str, Any], told: str, saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+) -> None:
+    arguments = (str(saved[0]), make_config(2))
+    errors = ucp_worlds.get(ranks).run(
+        trainers_accelerate.attempt, *arguments, resume=str(saved[0] / "five"), **options
+    )
+    for name, text in errors:
+        assert name == "MismatchError" and told in text
+
+
+def test_preserved_batches_are_the_loops_as_well(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+    config = make_config(2, {"preserve_batch_size": True}, train_batch_size=8)
+    options: dict[str, Any] = {"micro": 4, "accumulation": 1, "resume": str(saved[0] / "five")}
+    rest = ucp_worlds.get(1).run(trainers_accelerate.train, str(saved[0]), config, **options)
+    agree(saved[1], rest, 6)
+
+
+@pytest.mark.parametrize("stages", list(itertools.product((1, 2, 3), repeat=2)), ids=str)
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 4)], ids=str)
+@pytest.mark.exhaustive
+def test_every_stage_on_any_world(
+    stages: tuple[int, int], ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    before, after = ({"micro": 8 // each} for each in ranks)
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    configs = [make_config(stage) for stage in stages]
+    whole = ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, configs[0], save={6: first}, **before)
+    after |= {"resume": first, "save": {8: second}}
+    agree(whole, ucp_worlds.get(ranks[1]).run(trainers_accelerate.train, first, configs[1], **after), 7)
+    before |= {"resume": second}
+    agree(whole, ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, configs[0], **before), 9)

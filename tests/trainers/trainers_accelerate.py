@@ -1,0 +1,140 @@
+"""What the ranks do in the tests of Accelerate. Imported on the ranks only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trainers_gloo import choose_gloo
+from trainers_hf import Net, Samples, gather_weights
+
+import deepspeed_ucp  # noqa: F401 - what the test is about
+
+
+@dataclass
+class Trained:
+    """One rank's part of a run.
+
+    Attributes:
+        samples, rates, losses, random: of every step; a loss is the mean of the rank's micro batches.
+        steps: of the engine, at the end.
+        custom: what the registered object counts.
+    """
+
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    random: dict[int, list[int]] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: int = 0
+    custom: int = 0
+    accumulation: int = 0
+    told: list[str] = field(default_factory=list)
+
+
+class Count:
+    """An object of the script's own."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+STEPS, SIZE, TOTAL = 12, 32, 8
+"""Steps of a run of three epochs, samples, and samples of a step."""
+
+
+def make_scheduler(kind: str, optimizer: Any, ranks: int) -> Any:
+    """``scaled`` counts as Accelerate steps it, ``plain`` as two ranks step it, ``cosine`` is saved whole."""
+    from torch.optim import lr_scheduler
+
+    most = STEPS * (ranks if kind in ("scaled", "one-cycle") else 2)
+    if kind == "cosine":
+        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=most)
+    if kind == "one-cycle":
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=most)
+    return lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / most))
+
+
+def train(
+    folder: str,
+    ds_config: dict[str, Any],
+    *,
+    micro: int,
+    accumulation: int = 1,
+    scheduler: str = "scaled",
+    save: dict[int, str] | None = None,
+    resume: str | None = None,
+    stop: int = STEPS,
+) -> Trained:
+    """A loop as Accelerate's users write it, which knows the step it goes on with.
+
+    Args:
+        save: by micro batch (of all epochs, from 1 on) a folder.
+    """
+    told = Trained()
+    with choose_gloo():
+        from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
+        from accelerate.utils import set_seed
+
+        set_seed(5)
+        accelerator = Accelerator(
+            gradient_accumulation_steps=accumulation,
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+        net, count, ranks = Net(), Count(), accelerator.num_processes
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=micro, shuffle=True)
+        made = make_scheduler(scheduler, optimizer, ranks)
+        model, optimizer, loader, made = accelerator.prepare(net, optimizer, loader, made)
+        accelerator.register_for_checkpointing(count)
+        torch.manual_seed(100 + accelerator.process_index)
+        if resume is not None:
+            accelerator.load_state(resume)
+        begin, per_step = count.steps, accelerator.gradient_accumulation_steps
+        told.random[begin + 1] = torch.get_rng_state().tolist()
+        done, losses = begin * per_step, []
+        per_epoch = SIZE // TOTAL
+        for epoch in range(begin // per_epoch, STEPS // per_epoch):
+            loader.set_epoch(epoch)
+            first = (begin % per_epoch) * per_step if epoch == begin // per_epoch else 0
+            for batch in skip_first_batches(loader, first) if first else loader:
+                if count.steps == stop:
+                    break
+                with accelerator.accumulate(model):
+                    loss = model(**batch)["loss"]
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    rate = made.get_last_lr()[0]
+                    made.step()
+                    optimizer.zero_grad()
+                done += 1
+                losses.append(loss.item())
+                if accelerator.sync_gradients:
+                    count.steps += 1
+                    told.samples[count.steps], told.rates[count.steps] = list(net.seen), rate
+                    told.losses[count.steps] = sum(losses) / len(losses)
+                    net.seen.clear()
+                    losses.clear()
+                if save and done in save:
+                    accelerator.save_state(save[done])
+        told.steps, told.custom, told.accumulation = model.global_steps, count.steps, per_step
+        told.weights = gather_weights(model)
+        model.destroy()
+    return told
+
+
+def attempt(*args: Any, **options: Any) -> tuple[str, str]:
+    """The error of a run, or two empty strings."""
+    try:
+        train(*args, **options)
+    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+        return type(error).__name__, str(error)
+    return "", ""
