@@ -180,6 +180,7 @@ def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan:
     assert sum(file.stat().st_blocks for file in trillion.rglob("*.pt")) * 512 < 200 << 20
 
 
+@pytest.mark.exhaustive
 def test_the_text_shows_the_whole_and_what_the_resume_reads(trillion: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--target", "tp=8,pp=48,dp=2", "--read-gbs", "273", "--sample", "2"]
     assert main(["plan", str(trillion), *options]) == 0

@@ -38,6 +38,7 @@ def test_two_ranks_of_mpirun_write_the_same_bytes(source: Path, expected: dict[s
     assert read_bytes(tmp_path / "dst") == expected
 
 
+@pytest.mark.exhaustive  # the ranks of torchrun are tested with `comm`
 def test_two_ranks_of_torchrun_write_the_same_bytes(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     for code, _out, err in run_torch(2, [CONVERTING, str(source), str(tmp_path / "dst"), ""]):
         assert code == 0, err

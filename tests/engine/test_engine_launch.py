@@ -92,7 +92,7 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
 
 
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile its shared-memory collectives first
-@pytest.mark.parametrize("launcher", params([("torchrun",), ("deepspeed",)], [(each,) for each in LAUNCHERS]))
+@pytest.mark.parametrize("launcher", params([("deepspeed",)], [(each,) for each in LAUNCHERS]))
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
     if not Path(command[0]).exists():
