@@ -11,11 +11,19 @@ import pytest
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
-WORLDS = ("tests/engine/", "tests/examples/", "tests/trainers/", "tests/synth/test_against_deepspeed.py")
-"""Where tests with worlds are: they take longest, and their ranks are processes of their own."""
+APART = (
+    "tests/examples/",
+    "tests/trainers/",
+    "tests/synth/test_against_deepspeed.py",
+    *(f"tests/engine/test_engine_{name}.py" for name in ("launch", "muon", "nvme", "testing")),
+)
+WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
+"""Where tests with worlds are, and in which of two groups: they take longest, and their ranks are processes of their
+own. The first group shares what its sources have saved; the second shares nothing with it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
     plugin = importlib.import_module(PLUGIN)
@@ -30,10 +38,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out and EXHAUSTIVE not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    stray = [item.nodeid for item in items if uses_worlds(item) and find_group(item.nodeid) != "worlds"]
+    stray = [item.nodeid for item in items if uses_worlds(item) and not find_worlds(item.nodeid)]
     if stray:
         raise pytest.UsageError(f"tests with worlds are where tests/conftest.py's WORLDS says: {stray[0]}")
-    items.sort(key=lambda item: find_group(item.nodeid) != "worlds")
+    order = ["worlds", "worlds apart", None]
+    items.sort(key=lambda item: order.index(find_worlds(item.nodeid)))
 
 
 def pytest_collection_finish() -> None:
@@ -47,9 +56,14 @@ def uses_worlds(item: pytest.Item) -> bool:
     return "ucp_worlds" in getattr(item, "fixturenames", ())
 
 
+def find_worlds(nodeid: str) -> str | None:
+    """The group of a test with worlds."""
+    return next((group for place, group in WORLDS.items() if nodeid.startswith(place)), None)
+
+
 def find_group(nodeid: str) -> str:
-    """Tests of one group run in one worker, one after the other: all those with worlds, others file by file."""
-    return "worlds" if nodeid.startswith(WORLDS) else nodeid.partition("::")[0]
+    """Tests of one group run in one worker, one after the other: those with worlds, others file by file."""
+    return find_worlds(nodeid) or nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
