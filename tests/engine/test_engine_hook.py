@@ -43,6 +43,18 @@ def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worl
         assert answer["calls"] == 0
         assert answer["direct"] is True
         assert len(answer["info"]) == (1 if rank == 0 else 0)
+        changes = [f"ranks {source.dp} → {target.dp}"] if source.dp != target.dp else []
+        changes += ["precision float32 → bfloat16"] if source.precision != target.precision else []
+        told = f"this run differs from the saved one: {', '.join(changes)}"
+        assert [text.partition(": ")[2] for text in answer["changes"]] == ([told] if changes and rank == 0 else [])
+
+
+def test_another_total_batch_is_told_in_the_same_topology_too(sources: Any, ucp_worlds: WorldPool) -> None:
+    source = Case(1, 2)
+    target, folder = source.but(config={**ON, "train_batch_size": 30}), str(sources.get(source, **PLAIN).folder)
+    first, other = ucp_worlds.get(2).run(engine_ranks.watch_own_load, target.training(**PLAIN), folder)
+    assert (first["direct"], other["changes"]) == (False, [])
+    assert [text.partition("saved one: ")[2] for text in first["changes"]] == ["total batch 60 → 30"]
 
 
 @pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=str)
@@ -92,7 +104,7 @@ def test_without_the_flag(config: dict[str, Any], sources: Any, ucp_worlds: Worl
     case = Case(1, 2, config=config)
     folder = str(sources.get(Case(1, 2), **PLAIN).folder)
     for answer in ucp_worlds.get(2).run(engine_ranks.watch_own_load, case.training(**PLAIN), folder):
-        assert answer == {"calls": 1, "path": answer["path"], "info": [], "direct": None, "reason": ""}
+        assert answer == {"calls": 1, "path": answer["path"], "info": [], "changes": [], "direct": None, "reason": ""}
 
 
 def test_install_twice_and_uninstall(ucp_worlds: WorldPool) -> None:

@@ -63,6 +63,8 @@ def test_goes_on(
         rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(3), **options)
         agree(whole, rest, first)
         assert rest[0].accumulation == 2
+        kept = "total batch 8 kept on 1 ranks: gradient accumulation 1 → 2"
+        assert [kept in text for text in rest[0].told].count(True) == (accumulation == 1)
 
 
 @pytest.mark.parametrize("scheduler", ["plain", "cosine", "one-cycle"])
@@ -86,6 +88,9 @@ def test_the_middle_of_a_step_begins_it_anew(saved: tuple[Path, list[Trained]], 
         options: dict[str, Any] = {"micro": micro, "accumulation": 2, "resume": str(folder / "middle")}
         rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(1), **options)
         agree(whole, rest, 7)
+        assert ["go back by 1 micro batches" in text for text in rest[0].told].count(True) == 1
+    assert ["saving after 1 of the 2 micro batches" in text for text in whole[0].told] == [True]
+    assert not whole[1].told
 
 
 @pytest.mark.parametrize(

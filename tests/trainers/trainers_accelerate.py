@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class Trained:
         samples, rates, losses, random: of every step; a loss is the mean of the rank's micro batches.
         steps: of the engine, at the end.
         custom: what the registered object counts.
+        told: warnings of the plugin.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -79,6 +81,11 @@ def train(
         save: by micro batch (of all epochs, from 1 on) a folder.
     """
     told = Trained()
+
+    def listen(record: logging.LogRecord) -> bool:
+        told.told += [record.getMessage()] if record.levelno == logging.WARNING else []
+        return True
+
     with choose_gloo():
         from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
         from accelerate.utils import set_seed
@@ -95,6 +102,7 @@ def train(
         made = make_scheduler(scheduler, optimizer, ranks)
         model, optimizer, loader, made = accelerator.prepare(net, optimizer, loader, made)
         accelerator.register_for_checkpointing(count)
+        logging.getLogger("deepspeed_ucp").addFilter(listen)
         torch.manual_seed(100 + accelerator.process_index)
         if resume is not None:
             accelerator.load_state(resume)
@@ -128,6 +136,7 @@ def train(
         told.steps, told.custom, told.accumulation = model.global_steps, count.steps, per_step
         told.weights = gather_weights(model)
         model.destroy()
+        logging.getLogger("deepspeed_ucp").removeFilter(listen)
     return told
 
 
