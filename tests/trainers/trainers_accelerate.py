@@ -73,71 +73,88 @@ def train(
     scheduler: str = "scaled",
     save: dict[int, str] | None = None,
     resume: str | None = None,
-    stop: int = STEPS,
 ) -> Trained:
     """A loop as Accelerate's users write it, which knows the step it goes on with.
 
     Args:
         save: by micro batch (of all epochs, from 1 on) a folder.
     """
-    told = Trained()
+    told, log = Trained(), logging.getLogger("deepspeed_ucp")
 
     def listen(record: logging.LogRecord) -> bool:
         told.told += [record.getMessage()] if record.levelno == logging.WARNING else []
         return True
 
     with choose_gloo():
-        from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
-        from accelerate.utils import set_seed
-
-        set_seed(5)
-        accelerator = Accelerator(
-            gradient_accumulation_steps=accumulation,
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        )
-        net, count, ranks = Net(), Count(), accelerator.num_processes
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=micro, shuffle=True)
-        made = make_scheduler(scheduler, optimizer, ranks)
-        model, optimizer, loader, made = accelerator.prepare(net, optimizer, loader, made)
-        accelerator.register_for_checkpointing(count)
-        logging.getLogger("deepspeed_ucp").addFilter(listen)
-        torch.manual_seed(100 + accelerator.process_index)
+        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler)
+        log.addFilter(listen)
         if resume is not None:
             accelerator.load_state(resume)
-        begin, per_step = count.steps, accelerator.gradient_accumulation_steps
-        told.random[begin + 1] = torch.get_rng_state().tolist()
-        done, losses = begin * per_step, []
-        per_epoch = SIZE // TOTAL
-        for epoch in range(begin // per_epoch, STEPS // per_epoch):
-            loader.set_epoch(epoch)
-            first = (begin % per_epoch) * per_step if epoch == begin // per_epoch else 0
-            for batch in skip_first_batches(loader, first) if first else loader:
-                if count.steps == stop:
-                    break
-                with accelerator.accumulate(model):
-                    loss = model(**batch)["loss"]
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    rate = made.get_last_lr()[0]
-                    made.step()
-                    optimizer.zero_grad()
-                done += 1
-                losses.append(loss.item())
-                if accelerator.sync_gradients:
-                    count.steps += 1
-                    told.samples[count.steps], told.rates[count.steps] = list(net.seen), rate
-                    told.losses[count.steps] = sum(losses) / len(losses)
-                    net.seen.clear()
-                    losses.clear()
-                if save and done in save:
-                    accelerator.save_state(save[done])
-        told.steps, told.custom, told.accumulation = model.global_steps, count.steps, per_step
-        told.weights = gather_weights(model)
-        model.destroy()
-        logging.getLogger("deepspeed_ucp").removeFilter(listen)
+        told.random[count.steps + 1] = torch.get_rng_state().tolist()
+        _train(told, accelerator, count, net, *prepared, save or {})
+        told.steps, told.custom = prepared[0].global_steps, count.steps
+        told.accumulation, told.weights = accelerator.gradient_accumulation_steps, gather_weights(prepared[0])
+        prepared[0].destroy()
+        log.removeFilter(listen)
     return told
+
+
+def _prepare(
+    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str
+) -> tuple[Any, Count, Net, tuple[Any, ...]]:
+    from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
+    from accelerate.utils import set_seed
+
+    set_seed(5)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulation,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+    net, count = Net(), Count()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=micro, shuffle=True)
+    made = make_scheduler(scheduler, optimizer, accelerator.num_processes)
+    prepared = accelerator.prepare(net, optimizer, loader, made)
+    accelerator.register_for_checkpointing(count)
+    torch.manual_seed(100 + accelerator.process_index)
+    return accelerator, count, net, prepared
+
+
+def _train(
+    told: Trained,
+    accelerator: Any,
+    count: Count,
+    net: Net,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    scheduler: Any,
+    save: dict[int, str],
+) -> None:
+    per_step, per_epoch, losses = accelerator.gradient_accumulation_steps, SIZE // TOTAL, list[float]()
+    begin, done = count.steps, count.steps * per_step
+    for epoch in range(begin // per_epoch, STEPS // per_epoch):
+        loader.set_epoch(epoch)
+        first = (begin % per_epoch) * per_step if epoch == begin // per_epoch else 0
+        for batch in accelerator.skip_first_batches(loader, first) if first else loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                optimizer.step()
+                rate = scheduler.get_last_lr()[0]
+                scheduler.step()
+                optimizer.zero_grad()
+            done += 1
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                count.steps += 1
+                told.samples[count.steps], told.rates[count.steps] = list(net.seen), rate
+                told.losses[count.steps] = sum(losses) / len(losses)
+                net.seen.clear()
+                losses.clear()
+            if done in save:
+                accelerator.save_state(save[done])
 
 
 def attempt(*args: Any, **options: Any) -> tuple[str, str]:
