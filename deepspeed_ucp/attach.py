@@ -73,6 +73,16 @@ TABLE += [
     Wrapped(_TRAINING, _TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config"),
 ]
 
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    _STRATEGY, _LOOP = f"{_package}.strategies.deepspeed", f"{_package}.loops.training_epoch_loop"
+    _PRECISION = f"{_package}.plugins.precision.deepspeed"
+    TABLE += [
+        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.load_checkpoint", "trainers.lightning", "load_checkpoint"),
+        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.save_checkpoint", "trainers.lightning", "save_checkpoint"),
+        Wrapped(_PRECISION, _PRECISION, "DeepSpeedPrecision.backward", "trainers.lightning", "backward"),
+        Wrapped(_LOOP, _LOOP, "_TrainingEpochLoop.on_run_start", "trainers.lightning", "on_run_start"),
+    ]
+
 _originals: dict[tuple[Any, str], Any] = {}
 """By owner (a class or a module) and name what was there itself; None where it was inherited."""
 

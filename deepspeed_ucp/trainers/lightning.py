@@ -1,0 +1,185 @@
+"""Lightning's Trainer: counters of batches in whole steps of this run, and what of the data it would train on again.
+
+Lightning counts the batches of an epoch, and steps after every ``accumulate_grad_batches`` of them; the engine counts
+for itself, from the last whole step on. Data that was consumed Lightning counts as well, but does not pass over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..atoms import SavedJob
+from ..comm import connect
+from ..config import SECTION, UniversalConfig, adapt_batch
+from ..data import Order
+from ..errors import ConfigError, MismatchError, UnsupportedError
+from ..hook import get_config
+from ..sources.latest import find_checkpoint
+from ..sources.open import look_at_job
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_LOADERS = "combined_loader"
+"""Where the state of its loop has the loaders' own."""
+
+_DIVISOR = "_ucp_accumulation"
+"""Attribute of an engine, and key of its checkpoints: the accumulation of the run that began, where this run's differs.
+Lightning divides each loss by its accumulation, and so does DeepSpeed: the gradients that moments and clipping have
+known are smaller by that once."""
+
+
+def load_checkpoint(
+    original: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """``DeepSpeedStrategy.load_checkpoint``: a checkpoint of any world; collective.
+
+    Raises:
+        MismatchError: its total batch is another one.
+        UnsupportedError: a stateful data loader's position in another world.
+    """
+    config = _find_options(strategy)
+    fitting = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
+    if config is None or not fitting or not os.path.isdir(checkpoint_path):
+        return original(strategy, checkpoint_path, *args, **kwargs)
+    engine, folder = strategy.deepspeed_engine, os.fspath(checkpoint_path)
+    job: SavedJob = connect().once(lambda: look_at_job(find_checkpoint(folder)))
+    _check_total_batch(engine, folder, job, config)
+    state = original(strategy, checkpoint_path, *args, **kwargs)
+    loop = state["loops"]["fit_loop"]
+    if loop["state_dict"].get(_LOADERS) and job.ranks != connect().size:
+        raise UnsupportedError(
+            f"{folder}: a stateful data loader's position was saved by {job.ranks} ranks, each of its own batches, and "
+            f"means other samples on {connect().size}: use deepspeed_ucp.data.ElasticSampler."
+        )
+    live = engine.gradient_accumulation_steps()
+    rest = count_anew(loop["epoch_loop.batch_progress"], job.accumulation, live)
+    divisor = state.pop(_DIVISOR, None) or job.accumulation or live
+    setattr(engine, _DIVISOR, None if divisor == live else divisor)
+    if connect().rank == 0:
+        _tell(folder, state, job, rest)
+    return state
+
+
+def save_checkpoint(
+    original: Callable[..., Any], strategy: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``DeepSpeedStrategy.save_checkpoint``: by what the gradients were divided is saved where it is kept."""
+    divisor = getattr(strategy.model, _DIVISOR, None)
+    held = {} if divisor is None else {_DIVISOR: divisor}
+    return original(strategy, {**checkpoint, **held}, *args, **kwargs)
+
+
+def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedPrecision.backward``: gradients of the size that they had in the saved run."""
+    engine = model.trainer.model
+    divisor = getattr(engine, _DIVISOR, None)
+    if divisor is not None:
+        tensor = tensor * (engine.gradient_accumulation_steps() / divisor)
+    return original(precision, tensor, model, *args, **kwargs)
+
+
+def _find_options(strategy: Any) -> UniversalConfig | None:
+    """The plugin's options for a strategy's engine; None before it has one, or where the plugin is off."""
+    engine = strategy.model
+    return get_config(engine) if hasattr(engine, "_config") else None
+
+
+def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
+    total, live = job.total_batch, engine.train_batch_size()
+    if total in (None, live) or config.total_batch == "live":
+        return
+    micro = engine.train_micro_batch_size_per_gpu()
+    ranks = live // (micro * engine.gradient_accumulation_steps())
+    fit, advice = adapt_batch(total, micro, ranks), "Take a number of ranks that divides it"
+    if fit is not None:
+        loader = "" if fit[0] == micro else f" and its data loader batch_size={fit[0]}"
+        advice = f"Give the Trainer accumulate_grad_batches={fit[1]}{loader}"
+    raise MismatchError(
+        f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, {ranks} "
+        f"ranks): its samples and learning rates would be others. {advice}, or set "
+        f'"{SECTION}": {{"total_batch": "live"}}.'
+    )
+
+
+def count_anew(progress: Mapping[str, Any], was: int | None, now: int) -> int:
+    """Count an epoch's batches in those of this run: as many whole steps as it had.
+
+    Args:
+        progress: of Lightning's loop, as it is saved; is changed.
+        was, now: batches of a step, in the saved run and in this one.
+
+    Returns:
+        The saved run's batches since its last whole step.
+    """
+    was = was or now
+    for part in ("total", "current"):
+        counts = progress[part]
+        done = counts["processed"]
+        new = done // was * now
+        counts.update({name: new + count - done for name, count in counts.items()})
+    return int(done % was)
+
+
+def _tell(folder: str, state: Mapping[str, Any], job: SavedJob, rest: int) -> None:
+    if rest:
+        logger.warning(
+            "%s: was saved after %d of the %d batches of a step, whose gradients are in no file: these batches have to "
+            "be taken again. Save every so many batches as make whole steps.",
+            *(folder, rest, job.accumulation),
+        )
+    if state["global_step"] != job.steps:
+        logger.warning(
+            "%s: Lightning had counted %d steps where the engine took %d: an epoch's batches were no multiple of "
+            "accumulate_grad_batches, or steps were skipped. Its schedules and max_steps go on by its own count.",
+            *(folder, state["global_step"], job.steps),
+        )
+
+
+def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> Any:
+    """``_TrainingEpochLoop.on_run_start``: says which data an epoch trains on again, or in other steps.
+
+    Raises:
+        ConfigError: Lightning has put a sampler of its own around an elastic one.
+    """
+    trainer = loop.trainer
+    if _find_options(trainer.strategy) is not None:
+        loaders = trainer.fit_loop._combined_loader.flattened
+        if any(isinstance(_find_inner(loader), Order) for loader in loaders):
+            raise ConfigError(
+                "an ElasticSampler deals samples to ranks itself: Trainer(use_distributed_sampler=False)."
+            )
+        if trainer.global_rank == 0:
+            _tell_data(loop, loaders)
+    return original(loop, data_fetcher)
+
+
+def _find_inner(loader: Any) -> Any:
+    """The sampler that Lightning's own one deals out once more."""
+    return getattr(getattr(getattr(loader, "sampler", None), "dataset", None), "_sampler", None)
+
+
+def _tell_data(loop: Any, loaders: list[Any]) -> None:
+    done, trainer = loop.batch_progress.current.ready, loop.trainer
+    if loop.restarting and done and not all(map(_goes_on, loaders)):
+        logger.warning(
+            "Lightning goes on after batch %d of the epoch, but its data begins anew: it trains on the epoch's first "
+            "batches again, and not on its last %d. Take deepspeed_ucp.data.ElasticSampler, or checkpoints of an "
+            "epoch's end.",
+            *(done, done),
+        )
+    batches, accumulation = trainer.num_training_batches, trainer.accumulate_grad_batches
+    if batches != float("inf") and batches % accumulation:
+        logger.warning(
+            "an epoch has %d batches, no multiple of accumulate_grad_batches=%d: Lightning counts a step at its end "
+            "that the engine does not take. Take limit_train_batches=%d.",
+            *(batches, accumulation, batches // accumulation * accumulation),
+        )
+
+
+def _goes_on(loader: Any) -> bool:
+    """Whether a loader begins where the run stands."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return stateful or any(isinstance(getattr(loader, name, None), Order) for name in ("sampler", "dataset"))

@@ -1,0 +1,113 @@
+"""Lightning's Trainer with ``DeepSpeedStrategy``: a run goes on in any world with its samples, rates and counters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deepspeed_ucp.testing import WorldPool
+
+pytest.importorskip("lightning")
+
+import trainers_lightning
+
+if TYPE_CHECKING:
+    from trainers_lightning import Trained
+
+STEPS, CUT = 13, 4
+
+
+def set_up(stage: int, ranks: int, accumulation: int, elastic: bool = True) -> trainers_lightning.Setting:
+    """So that a step takes the same samples in every world."""
+    micro = trainers_lightning.TOTAL // ranks // accumulation
+    return trainers_lightning.Setting(stage, micro, accumulation, elastic)
+
+
+def join(ranks: list[Trained]) -> dict[int, tuple[list[int], float, int]]:
+    """By step the samples of all ranks, the learning rate, and what Lightning had counted."""
+    first = ranks[0]
+    samples = {step: sorted(chain.from_iterable(rank.samples[step] for rank in ranks)) for step in first.samples}
+    return {step: (taken, first.rates[step], first.counted[step]) for step, taken in samples.items()}
+
+
+def average(ranks: list[Trained]) -> list[float]:
+    """Mean loss of each step."""
+    held = [[sum(rank.losses[step]) / len(rank.losses[step]) for rank in ranks] for step in ranks[0].losses]
+    return [sum(losses) / len(losses) for losses in held]
+
+
+def check(whole: list[Trained], begun: list[Trained], resumed: list[Trained]) -> None:
+    assert "".join(rank.error for rank in (*whole, *begun, *resumed)) == ""
+    assert sorted(join(whole)) == list(range(1, STEPS + 1))
+    assert join(begun) | join(resumed) == join(whole)
+    assert average(begun) + average(resumed) == pytest.approx(average(whole), rel=1e-5)
+
+
+PAIRS = [(2, 1), (1, 2)]
+STAGES = [1, 2, 3]
+
+
+@pytest.mark.timeout(600)
+def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Cut in mid-epoch: shrunk, as it was, and grown, with other accumulations and stages; then what is told."""
+    one, two = ucp_worlds.get(1), ucp_worlds.get(2)
+    source = set_up(1, 2, 1)
+    folder = str(tmp_path / "a")
+    whole = two.run(trainers_lightning.train, source, STEPS)
+    begun = two.run(trainers_lightning.train, source, STEPS, save=(CUT, folder))
+    shrunk = one.run(trainers_lightning.train, set_up(3, 1, 2), STEPS, load=folder)
+    check(whole, begun, shrunk)
+    same = two.run(trainers_lightning.train, set_up(1, 2, 1), STEPS, load=folder)
+    check(whole, begun, same)
+    assert [rank.drawn[CUT + 1] for rank in same] == [rank.drawn[CUT + 1] for rank in whole]
+    other = one.run(trainers_lightning.train, set_up(3, 1, 2), STEPS, save=(7, str(tmp_path / "b")), load=folder)
+    grown = two.run(trainers_lightning.train, set_up(2, 2, 4), STEPS, load=str(tmp_path / "b"))
+    assert join(begun) | join(other) | join(grown) == join(whole)
+    assert average(begun) + average(other) + average(grown) == pytest.approx(average(whole), rel=1e-5)
+    (wrong,) = one.run(trainers_lightning.train, set_up(1, 2, 1, elastic=False), STEPS, load=folder)
+    assert "MismatchError" in wrong.error and "accumulate_grad_batches=2" in wrong.error
+    for rank in two.run(trainers_lightning.train, source, STEPS, load=folder, use_distributed_sampler=True):
+        assert "ConfigError" in rank.error and "use_distributed_sampler=False" in rank.error
+    (again,) = one.run(trainers_lightning.train, set_up(1, 1, 2, elastic=False), 5, load=folder)
+    told = "\n".join(again.log)
+    assert "trains on the epoch's first batches again, and not on its last 8" in told
+    assert "an epoch has 13 batches, no multiple of accumulate_grad_batches=2" in told
+
+
+def test_own_classes_and_frozen_layers(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """What a checkpoint holds of the script's own needs its consent; what it leaves out, `strict_loading = False`."""
+    one, two, folder = ucp_worlds.get(1), ucp_worlds.get(2), str(tmp_path / "own")
+    setting = replace(set_up(2, 2, 1), own=True, frozen=True)
+    begun = two.run(trainers_lightning.train, setting, 3, save=(2, folder))
+    assert (Path(folder) / "latest").read_text() == "checkpoint"
+    target = replace(set_up(1, 1, 1), own=True, frozen=True)
+    (refused,) = one.run(trainers_lightning.train, target, 3, load=folder)
+    assert "trainers_lightning.Own" in refused.error and "trust_pickle" in refused.error
+    (resumed,) = one.run(trainers_lightning.train, target, 3, load=folder, default_on={"trust_pickle": True})
+    assert (resumed.error, resumed.loaded, list(resumed.samples)) == ("", "Own", [3])
+    assert not (set(begun[0].samples[1]) & set(resumed.samples[3]))
+
+
+def test_fabric(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    one, two, train = ucp_worlds.get(1), ucp_worlds.get(2), trainers_lightning.train_with_fabric
+    (whole,) = one.run(train, 2, 8, 6, str(tmp_path / "whole"), load=False)
+    begun = two.run(train, 1, 4, 3, str(tmp_path / "cut"), load=False)
+    (resumed,) = one.run(train, 3, 8, 6, str(tmp_path / "cut"), load=True)
+    assert [sum(pair) / 2 for pair in zip(*begun, strict=True)] + resumed == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("stages", "ranks"), list(product(product(STAGES, STAGES), PAIRS)), ids=str)
+def test_every_stage_into_every_other(
+    stages: tuple[int, int], ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    first, second = (ucp_worlds.get(count) for count in ranks)
+    source, target = (set_up(stage, count, 2) for stage, count in zip(stages, ranks, strict=True))
+    whole = first.run(trainers_lightning.train, source, STEPS)
+    begun = first.run(trainers_lightning.train, source, STEPS, save=(CUT, str(tmp_path)))
+    check(whole, begun, second.run(trainers_lightning.train, target, STEPS, load=str(tmp_path)))

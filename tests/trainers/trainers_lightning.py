@@ -1,0 +1,243 @@
+"""What the ranks do in the tests of Lightning. Imported on the ranks only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators import CPUAccelerator as FabricAccelerator
+from lightning.fabric.strategies import deepspeed as fabric_deepspeed
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
+
+from deepspeed_ucp import install, rng
+from deepspeed_ucp.data import ElasticSampler
+
+FEATURES, SAMPLES, TOTAL = 11, 51, 8
+"""Six steps an epoch; three samples are left over."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a script would be written: the options that a resume changes."""
+
+    stage: int
+    micro: int
+    accumulation: int
+    elastic: bool = True
+    frozen: bool = False
+    """With a frozen layer, which is in no checkpoint."""
+    own: bool = False
+    """With an object of the script's own class in the hyper-parameters."""
+
+
+class Own:
+    """A class of the training script."""
+
+
+@dataclass
+class Trained:
+    """One rank's part of a run, by step of the engine.
+
+    Attributes:
+        samples, losses: of every micro batch.
+        rates: learning rate.
+        counted: Lightning's own steps.
+        drawn: the first random number.
+        log: what the plugin told.
+        loaded: class of the hyper-parameter that was loaded.
+    """
+
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
+    drawn: dict[int, float] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    error: str = ""
+    loaded: str = ""
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Drawn by their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(FEATURES, generator=torch.Generator().manual_seed(number)), number
+
+
+class Net(pl.LightningModule):
+    """Notes what it is trained on."""
+
+    def __init__(self, setting: Setting, told: Trained, save: tuple[int, str] | None) -> None:
+        super().__init__()
+        self.setting, self.told, self.save = setting, told, save
+        self.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1))
+        self.layers[0].requires_grad_(not setting.frozen)
+        self.strict_loading = not setting.frozen
+        if setting.own:
+            self.save_hyperparameters({"own": Own()})
+
+    def on_fit_start(self) -> None:
+        engine, world = self.trainer.strategy.deepspeed_engine, self.trainer.world_size
+        if self.setting.elastic:
+            self.sampler = ElasticSampler(SAMPLES, TOTAL, rank=self.global_rank, world=world, seed=3)
+            self.sampler.follow(engine)
+        rng.follow(engine)
+
+    def train_dataloader(self) -> Any:
+        sampler = self.sampler if self.setting.elastic else None
+        own = torch.Generator()  # else a loader takes a number from the global one whenever it begins
+        return torch.utils.data.DataLoader(Samples(), self.setting.micro, sampler=sampler, generator=own)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        inputs, numbers = batch
+        step = self.trainer.strategy.deepspeed_engine.global_steps + 1
+        loss = self.layers(inputs).square().mean()
+        if step not in self.told.samples:
+            self.told.rates[step] = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.told.counted[step] = self.trainer.global_step
+            self.told.drawn[step] = torch.rand(1).item()
+        self.told.samples.setdefault(step, []).extend(numbers.tolist())
+        self.told.losses.setdefault(step, []).append(loss.item())
+        return loss
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.told.loaded = type(checkpoint.get("hyper_parameters", {}).get("own")).__name__
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        steps = self.trainer.strategy.deepspeed_engine.global_steps
+        if self.save is not None and steps == self.save[0]:
+            self.trainer.save_checkpoint(self.save[1])
+            self.trainer.should_stop = True
+
+
+def train(
+    setting: Setting,
+    steps: int,
+    *,
+    save: tuple[int, str] | None = None,
+    load: str | None = None,
+    default_on: Any = True,
+    **options: Any,
+) -> Trained:
+    """Train up to a step; an error of a load is told.
+
+    Args:
+        save: after which step to save and end, and where.
+        default_on: options of the plugin.
+        options: of the Trainer.
+    """
+    told = Trained()
+    torch.manual_seed(7)
+    net = Net(setting, told, save)
+    torch.manual_seed(100 * bool(load) + dist.get_rank())
+    with _choose_cpu(default_on), _listen(told.log):
+        config = {
+            "zero_optimization": {"stage": setting.stage},
+            "train_micro_batch_size_per_gpu": setting.micro,
+            "zero_allow_untested_optimizer": True,
+        }
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=DeepSpeedStrategy(
+                config=config, process_group_backend="gloo", exclude_frozen_parameters=setting.frozen
+            ),
+            plugins=[LightningEnvironment()],
+            max_steps=steps,
+            accumulate_grad_batches=setting.accumulation,
+            **{
+                "use_distributed_sampler": not setting.elastic,
+                "logger": False,
+                "enable_checkpointing": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                **options,
+            },
+        )
+        try:
+            trainer.fit(net, ckpt_path=load)
+        except Exception as error:  # noqa: BLE001 - told to the test
+            told.error = "".join(traceback.format_exception(error))
+    return told
+
+
+@contextmanager
+def _choose_cpu(default_on: Any) -> Iterator[None]:
+    """Lightning refuses DeepSpeed on the CPU (strategies/deepspeed.py, ``setup_environment``): the device is chosen for
+    it, nothing else."""
+    rank, devices = str(dist.get_rank()), [torch.device("cpu", index) for index in range(dist.get_world_size())]
+    with (
+        mock.patch.dict(os.environ, LOCAL_RANK=rank, NODE_RANK="0"),
+        mock.patch.object(CPUAccelerator, "get_parallel_devices", return_value=devices),
+        mock.patch.object(FabricAccelerator, "get_parallel_devices", return_value=devices),
+        mock.patch.object(deepspeed, "CUDAAccelerator", CPUAccelerator),
+        mock.patch.object(fabric_deepspeed, "CUDAAccelerator", FabricAccelerator),
+    ):
+        install(default_on=default_on)
+        try:
+            yield
+        finally:
+            install(default_on=False)
+
+
+@contextmanager
+def _listen(lines: list[str]) -> Iterator[None]:
+    log, handler = logging.getLogger("deepspeed_ucp"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: bool) -> list[float]:
+    """The same model under Fabric, in its own loop: losses of each step; the step travels as the state's own."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment as Environment
+
+    torch.manual_seed(7)
+    model: torch.nn.Module = torch.nn.Linear(FEATURES, 1)
+    torch.manual_seed(1)
+    with _choose_cpu(True):
+        config = {
+            "zero_optimization": {"stage": stage},
+            "train_micro_batch_size_per_gpu": micro,
+            "zero_allow_untested_optimizer": True,
+        }
+        strategy = fabric_deepspeed.DeepSpeedStrategy(config=config, process_group_backend="gloo")
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[Environment()])
+        fabric.launch()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if load:
+            fabric.load(folder, state)
+        losses = []
+        for step in range(state["step"], steps):
+            whole = torch.randn(TOTAL, FEATURES, generator=torch.Generator().manual_seed(step))
+            loss = model(whole.chunk(dist.get_world_size())[dist.get_rank()]).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            state["step"] = step + 1
+        fabric.save(folder, state)
+    return losses
