@@ -163,6 +163,7 @@ def test_sparse_files_are_what_torch_saves(tmp_path: Path) -> None:
     assert found["b"].untyped_storage().data_ptr() == found["a"].untyped_storage().data_ptr()
 
 
+@pytest.mark.exhaustive
 def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan: Plan) -> None:
     options = ("--read-gbs", "273", "--patterns", "megatron-gpt", "--sample", "1")
     code, found = plan(trillion, "dp=384,zero=3", *options)
