@@ -1,0 +1,118 @@
+"""What the ranks do in the tests of Megatron-DeepSpeed's scripts, on its stand-in. Imported on the ranks only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+from deepspeed_ucp import install
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
+SIZES = {"layers": 2, "hidden": 32, "heads": 4, "context": 16, "vocabulary": 256, "vocabulary_divisor": 8}
+BATCH, SEED = 4, 1234
+
+
+@dataclass
+class Pretrained:
+    """One rank's part of a run.
+
+    Attributes:
+        losses: of every step.
+        drawn: by step what the tensor-parallel tracker drew before it.
+        begin: iteration that it went on from.
+        consumed: samples, by Megatron's count.
+        universal: `--universal-checkpoint`, as it stands in the end.
+        section: of the ds_config.
+    """
+
+    losses: list[float]
+    drawn: list[float]
+    begin: int
+    consumed: int
+    universal: bool
+    section: Any
+    error: str = ""
+
+
+def pretrain(
+    degrees: tuple[int, int, bool],
+    stage: int,
+    folder: str,
+    steps: int,
+    *,
+    save: int = -1,
+    flag: bool = False,
+    section: Any = None,
+    default_on: Any = None,
+) -> Pretrained:
+    """A script of Megatron's: make the ds_config and the engine, load, train, save.
+
+    Args:
+        degrees: tensor-parallel ranks, pipeline stages, and whether there is a pipeline.
+        save: after which step.
+        flag: `--universal-checkpoint`.
+        section: `checkpoint` of the ds_config.
+    """
+    for path in (str(EXAMPLE), str(Path(__file__).with_name("standin"))):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    install(default_on=default_on)
+    from config import Degrees, GPTConfig  # type: ignore[import-not-found]
+    from megatron import checkpointing, global_vars, training  # type: ignore[import-not-found]
+    from training import Trainer  # type: ignore[import-not-found]
+
+    tp, pp, pipeline = degrees
+    config = GPTConfig(**SIZES, seed=1)
+    args = _make_args(degrees, folder, flag, stage, section)
+    global_vars.set_args(args)
+    torch.manual_seed(SEED)
+    ds_config = training.make_config()
+    trainer = Trainer(config, Degrees(tp, pp, pipeline=pipeline), ds_config)
+    args.tensor_rank = trainer.parallel.tensor.rank
+    checkpointing.seed_tensor_ranks(SEED)
+    told = Pretrained([], [], 0, 0, False, ds_config.get("checkpoint"))
+    try:
+        told.begin = training.resume(trainer.engine)
+    except AssertionError as error:
+        told.error = str(error)
+    while not told.error and trainer.step < steps:
+        with get_cuda_rng_tracker().fork(checkpointing.TRACKER):
+            told.drawn.append(torch.rand(1).item())
+        told.losses.append(trainer.train_step())
+        args.consumed_train_samples += BATCH
+        if trainer.step == save:
+            client_state = {**trainer.make_client_state(), "tokens": 1}
+            checkpointing.save_checkpoint(trainer.step, [trainer.engine], client_state)
+    told.consumed, told.universal = args.consumed_train_samples, args.universal_checkpoint
+    trainer.engine.destroy()
+    dist.barrier()
+    install(default_on=False)
+    return told
+
+
+def _make_args(degrees: tuple[int, int, bool], folder: str, flag: bool, stage: int, section: Any) -> Any:
+    from config import Degrees, GPTConfig
+    from metadata import megatron_arguments  # type: ignore[import-not-found]
+
+    tp, pp, pipeline = degrees
+    args = megatron_arguments(GPTConfig(**SIZES, seed=1), Degrees(tp, pp, pipeline=pipeline))
+    path = Path(folder) / f"ds_config_{dist.get_rank()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ds_config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **({} if section is None else {"checkpoint": section}),
+    }
+    path.write_text(json.dumps(ds_config))
+    args.deepspeed_config, args.universal_checkpoint = str(path), flag
+    args.save = args.load = folder
+    args.seed, args.consumed_train_samples = SEED, 0
+    return args
