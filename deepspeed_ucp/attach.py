@@ -2,7 +2,8 @@
 imported for that.
 
 Methods are wrapped at class level, functions in the module that calls them (:data:`TABLE`). The wrappers import what
-takes their place when they are first called: by then the library and torch are there, whichever was imported first.
+takes their place when they are first called: by then the library and torch are there, whichever was imported first. A
+trainer that runs without DeepSpeed never calls it.
 """
 
 from __future__ import annotations
@@ -186,6 +187,8 @@ def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _ENGINE not in sys.modules:  # a trainer that runs without DeepSpeed is left alone
+            return original(*args, **kwargs)
         room = importlib.import_module(f"{__package__}.{wrapped.room}")
         return getattr(room, wrapped.replacement)(original, *args, **kwargs)
 

@@ -169,12 +169,18 @@ def use():
     ids=["ours-first", "library-first"],
 )
 def test_a_trainer_is_wrapped_like_deepspeed(order: str) -> None:
-    """As soon as it is imported, without DeepSpeed; uninstalling puts back what it had itself."""
-    told = run(FAKE + LIBRARY + order + "; use(); print('deepspeed' in sys.modules); attach.uninstall(); use()")
-    wrapped, names, imported, own, own_names = told.splitlines()
+    """As soon as it is imported, which does not import DeepSpeed; without that it runs as it is. Uninstalling puts back
+    what it had itself."""
+    told = run(
+        FAKE
+        + LIBRARY
+        + order
+        + "; use(); print('deepspeed' in sys.modules); import deepspeed; use(); attach.uninstall(); use()"
+    )
+    without, names, imported, wrapped, _, own, own_names = told.splitlines()
+    assert without == own == "['own 3', 'own here', 'own', 'own']"
     assert wrapped == "['ours, own 3', 'ours, own here', 'ours, own', 'own']"
-    assert (names, imported) == ("own here ['save', 'train']", "False")
-    assert (own, own_names) == ("['own 3', 'own here', 'own', 'own']", "own here ['train']")
+    assert (names, imported, own_names) == ("own here ['save', 'train']", "False", "own here ['train']")
 
 
 def test_deepspeed_itself_gets_the_hook() -> None:
