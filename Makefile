@@ -48,7 +48,8 @@ TIDY = bash -c "$$TIDY_SCRIPT" tidy
 .PHONY: help demo figures test test-all fuzz mutants bench lint pytest test-oldest clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
-	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt)'
+	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
+	@echo '             and a job under torchrun loses an agent, gets one, and hangs (examples/elastic_restart)'
 	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
 	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
@@ -60,6 +61,7 @@ help:
 demo: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/byte_gpt/demo.py
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py demo --out demo_out
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/elastic_restart/demo.py
 
 figures: $(STAMP)
 	for figure in fig7a fig7b fig8 fig9 experts; do \

@@ -16,7 +16,7 @@ from ..version import __version__
 from .common import HelpFormatter
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
 
-COMMANDS = ("run", "supervise", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
+COMMANDS = ("run", "supervise", "torchrun", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 
 _EPILOG = """\
@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parse(ours)
         options.launcher = launcher
         return int(load_command("run").run(options))
+    if ours[:1] == ["torchrun"] and ours[1:2] not in (["-h"], ["--help"]):  # all options are torchrun's
+        return int(load_command("torchrun").run(argparse.Namespace(args=ours[1:])))
     prepare_streams()
     try:
         return _run_command(_parse(ours))

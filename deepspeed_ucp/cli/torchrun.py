@@ -1,0 +1,37 @@
+"""``ds_ucp torchrun``: torchrun whose agents survive each other."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .common import add_command
+from .printing import OK
+
+if TYPE_CHECKING:
+    from .common import Commands
+
+
+def add_parser(commands: Commands) -> None:
+    """The command line."""
+    parser = add_command(
+        commands,
+        "torchrun",
+        help="torchrun whose agents survive each other, with hang detection",
+        description="torchrun with its own options. A lost agent is missed within seconds, its workers end with it, "
+        "the others go on without it, and workers that hang are started again.",
+        examples="""
+            ds_ucp torchrun --nnodes 1:2 --nproc-per-node 8 --rdzv-endpoint /shared/rendezvous --rdzv-id job7 train.py
+            ds_ucp torchrun --nnodes 2:8 --rdzv-endpoint head:29400 --rdzv-id job7 --rdzv-conf hang=120 train.py
+        """,
+        general=False,
+    )
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="torchrun's options, script, arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run torchrun; its errors are its own."""
+    from ..supervise.agent import run as run_agent
+
+    run_agent(options.args)
+    return OK

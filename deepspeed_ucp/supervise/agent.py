@@ -1,0 +1,161 @@
+"""torchrun whose agents survive each other: what ``ds_ucp torchrun`` adds to torch's own rendezvous.
+
+With torch's own the agents that are left after a loss start their workers on the store of the round before, whose
+addresses are those of dead processes, until no restarts are left; workers of a killed agent train on; a hanging rank is
+nobody's fault. Here every round has a store of its own, a lost agent is missed within seconds, workers hold a line to
+their agent (:mod:`deepspeed_ucp.lifeline`) and end with it, and silence on those lines ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from ..errors import UcpError
+from ..lifeline import VARIABLE
+from .policy import Attempt, Limits, decide
+from .processes import kill_descendant
+from .watch import Patience, Watch, find_silence
+
+BACKEND = "deepspeed_ucp"
+
+DEFAULTS = {"keep_alive_interval": 3, "keep_alive_max_attempt": 4, "last_call_timeout": 10}
+"""Of torch's rendezvous: seconds between an agent's words, how many may be missing, and seconds that a round waits for
+more agents when there are enough."""
+
+RESTARTS = 100
+"""Where torchrun is not told how many there may be; none is its own default."""
+
+_LOOK_EVERY = 0.2
+
+
+def run(words: Sequence[str]) -> None:
+    """Run torchrun's command line.
+
+    Raises:
+        ChildFailedError: the workers failed for good.
+        UcpError: they failed three times at one step.
+    """
+    # A store that the agents keep is the same in every round, and so is what dead ranks have left in it.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    rendezvous_handler_registry.register(BACKEND, _create)
+    record(torchrun.run)(prepare(words))
+
+
+def prepare(words: Sequence[str]) -> Any:
+    """Torchrun's arguments, with our rendezvous in the place of its own."""
+    args = torchrun.parse_args(list(words))
+    conf = dict(DEFAULTS)
+    if args.standalone or not args.rdzv_endpoint:
+        args.rdzv_endpoint, args.rdzv_id, args.standalone = "localhost:0", str(uuid.uuid4()), False
+    elif "/" in args.rdzv_endpoint:
+        conf["store_type"] = "file"
+    args.rdzv_conf = ",".join(filter(None, [*(f"{key}={value}" for key, value in conf.items()), args.rdzv_conf]))
+    args.rdzv_backend = BACKEND
+    args.max_restarts = args.max_restarts or RESTARTS
+    return args
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    backend, store = create_backend(params)
+    patience = Patience(start=float(params.get("start", "1800")), step=float(params.get("hang", "600")))
+    return GuardedRendezvous(create_handler(store, backend, params), patience, params.get("events"))
+
+
+class GuardedRendezvous(RendezvousHandler):
+    """A rendezvous whose workers are watched between two rounds.
+
+    Args:
+        own: torch's, which brings the agents together.
+        events: a file that gets a JSON line per event.
+    """
+
+    def __init__(self, own: RendezvousHandler, patience: Patience, events: str | None) -> None:
+        self.own, self.patience, self.events = own, patience, events
+        self._watch, self._attempts = Watch(), list[Attempt]()
+        self._world: int | None = None
+        self._is_watching = threading.Event()
+        threading.Thread(target=self._guard, daemon=True, name="guard").start()
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Torch's next round; before its workers start they are given a line.
+
+        Raises:
+            UcpError: the last rounds have all come to the same step, with the same agents.
+        """
+        self._is_watching.clear()
+        step = max((seen.step for seen in self._watch.look() if seen.step is not None), default=None)
+        self._tell("rendezvous", step=step)
+        os.environ[VARIABLE] = self._watch.begin()
+        info = self.own.next_rendezvous()
+        former, self._world = self._world, info.world_size
+        if former is not None:
+            self._look_back(Attempt(step, lost=former != info.world_size))
+        self._tell("round", agents=info.world_size, agent=info.rank)
+        self._is_watching.set()
+        return info
+
+    def _look_back(self, attempt: Attempt) -> None:
+        self._attempts.append(attempt)
+        decision = decide(self._attempts, Limits(restarts=1 << 30))  # torchrun counts them
+        if decision.pause is None:
+            self._tell("gave_up", reason=decision.reason)
+            self.own.set_closed()
+            raise UcpError(f"the workers are not started again: {decision.reason}.")
+
+    def _guard(self) -> None:
+        """End the workers of this agent when they have fallen silent: torch then restarts them, here and elsewhere."""
+        while True:
+            time.sleep(_LOOK_EVERY)
+            ranks = self._watch.look() if self._is_watching.is_set() else []
+            silence = find_silence(ranks, self.patience, time.monotonic())
+            if silence is not None:
+                self._is_watching.clear()
+                self._tell("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])
+                for seen in ranks:
+                    kill_descendant(seen.pid)
+
+    def _tell(self, event: str, **fields: object) -> None:
+        if self.events:
+            line = json.dumps({"event": event, "time": round(time.time(), 3), "pid": os.getpid(), **fields})
+            with open(self.events, "a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+
+    def is_closed(self) -> bool:
+        return self.own.is_closed()
+
+    def set_closed(self) -> None:
+        self.own.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self.own.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self.own.get_run_id()
+
+    def shutdown(self) -> bool:
+        self._is_watching.clear()
+        return self.own.shutdown()

@@ -1,0 +1,126 @@
+"""A training job that may be killed at any moment, on any number of ranks: what `demo.py` runs under `ds_ucp torchrun`.
+
+The model and the text are those of ../byte_gpt. Samples come in one order whatever the world, random states travel with
+the checkpoint, and a rank that is told to go (torchrun does so when an agent joins) lets all of them save first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "byte_gpt"))
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from model import ByteGPT, GPTConfig
+from torch.utils.data import DataLoader, Dataset
+from train import read_corpus
+
+from deepspeed_ucp import preemption, rng
+from deepspeed_ucp.data import ElasticSampler
+
+SIZES = GPTConfig(context=64, width=64, layers=2)
+CONFIG = {
+    "train_batch_size": 16,
+    "steps_per_print": 1 << 30,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "gradient_clipping": 1.0,
+    "checkpoint": {"universal": {"fallback": True, "seal": True}},
+}
+
+
+class Windows(Dataset[tuple[int, torch.Tensor]]):
+    """Windows of a text, with their numbers."""
+
+    def __init__(self, text: np.ndarray, context: int) -> None:
+        self.text, self.context = text, context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, number: int) -> tuple[int, torch.Tensor]:
+        window = self.text[number * self.context :][: self.context + 1]
+        return number, torch.from_numpy(window.astype(np.int64))
+
+
+class Log:
+    """JSON lines, each at once."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def write(self, event: str, **fields: object) -> None:
+        line = json.dumps({"event": event, "time": time.time(), "rank": dist.get_rank(), **fields})
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def build(seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = ByteGPT(SIZES)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    return engine
+
+
+def train_step(engine: Any, batches: Any, log: Log) -> None:
+    """One step. The loss of the total batch is logged, and the sum of its samples' numbers: whether they are others."""
+    told = torch.zeros(2, dtype=torch.float64)
+    for _ in range(engine.gradient_accumulation_steps()):
+        which, window = next(batches)
+        loss = engine(window[:, :-1], window[:, 1:])
+        engine.backward(loss)
+        told += torch.tensor([loss.item(), float(which.sum())], dtype=torch.float64)
+        if engine.is_gradient_accumulation_boundary():  # before the step, whose end may be this process's
+            log_step(engine, told, log)
+        engine.step()
+
+
+def log_step(engine: Any, told: torch.Tensor, log: Log) -> None:
+    dist.all_reduce(told)
+    world = dist.get_world_size()
+    if dist.get_rank() == 0:
+        loss = told[0].item() / world / engine.gradient_accumulation_steps()
+        log.write("step", step=engine.global_steps + 1, loss=loss, samples=int(told[1]), world=world)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--folder", required=True, help="of the checkpoints")
+    parser.add_argument("--record", required=True)
+    parser.add_argument("--save_every", type=int, default=10)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    args = parser.parse_args()
+    deepspeed.init_distributed()
+    log = Log(args.record)
+    engine = build(seed=1)
+    text = Windows(read_corpus()[0], SIZES.context)
+    sampler = ElasticSampler(text, engine.train_batch_size(), rank=dist.get_rank(), world=dist.get_world_size())
+    sampler.follow(engine)
+    rng.follow(engine)
+    preemption.follow(engine, args.folder)
+    log.write("started", pid=os.getpid(), world=dist.get_world_size())
+    engine.load_checkpoint(args.folder)
+    log.write("loaded", step=engine.global_steps)
+    batches = iter(DataLoader(text, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler))
+    while engine.global_steps < args.steps:
+        began = time.monotonic()
+        train_step(engine, batches, log)
+        if args.save_every and engine.global_steps % args.save_every == 0:
+            engine.save_checkpoint(args.folder)
+        time.sleep(max(0.0, args.pace - (time.monotonic() - began)))
+    dist.barrier()  # gloo's worker may else still hold tensors when the interpreter ends, and abort
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
