@@ -57,6 +57,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "fallback": False,
         "param_groups": "saved",
         "total_batch": "saved",
+        "report": None,
         "trust_pickle": False,
     }
 
@@ -74,6 +75,7 @@ def test_every_key_can_be_set() -> None:
         "fallback": True,
         "param_groups": "live",
         "total_batch": "live",
+        "report": "reports",
         "trust_pickle": True,
     }
     found = parse(given)

@@ -16,7 +16,10 @@ from ..version import __version__
 from .common import HelpFormatter
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
 
-COMMANDS = ("run", "supervise", "torchrun", "convert", "inspect", "plan", "verify", "diff", "export", "completion")
+COMMANDS = (
+    "run", "supervise", "torchrun",
+    "convert", "inspect", "plan", "verify", "diff", "export", "report", "completion",
+)  # fmt: skip
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 
 _EPILOG = """\

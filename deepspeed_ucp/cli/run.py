@@ -30,6 +30,7 @@ _VALUES: dict[str, tuple[str, type, str]] = {
     "verify": ("HOW", str, "check what is read: crc (default) or off"),
     "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
     "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
+    "report": ("DIR", str, "a folder that gets a file per load, for ds_ucp report"),
     "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
     "threads": ("N", int, "reading threads per rank (default: from its cores)"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -57,6 +58,9 @@ class RecordReader:
         records, files: of the source.
         checksum: form the CRC32 of what is read.
         allocate: makes the memory for bytes that cannot be read straight to their places.
+
+    Attributes:
+        spent: by file the bytes read of it and the seconds that this took, over all threads.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class RecordReader:
     ) -> None:
         self.records, self.files, self.checksum = records, files, checksum
         self._make_scratch = Scratch if allocate is None else lambda: Scratch(allocate)
+        self.spent: dict[int, tuple[int, float]] = {}
         self._open: dict[int, StoredFile] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
@@ -115,7 +120,9 @@ class RecordReader:
     def _read_one(self, request: Request, sinks: Sequence[Sink | None]) -> Checked:
         record = self.records[request.record]
         views, staged = _arrange(request, sinks, self._scratch.take(request.nbytes))
-        self._file(record.file).read(list(views), record.offset + request.offset)
+        file, begin = self._file(record.file), time.perf_counter()
+        file.read(list(views), record.offset + request.offset)
+        self._note(record.file, request.nbytes, time.perf_counter() - begin)
         crc = 0
         if self.checksum:
             for view in views:
@@ -123,6 +130,11 @@ class RecordReader:
         for sink, part, view in staged:
             sink.store(part, view)
         return Checked(request.record, request.offset, request.nbytes, crc)
+
+    def _note(self, file: int, nbytes: int, seconds: float) -> None:
+        with self._lock:
+            before = self.spent.get(file, (0, 0.0))
+            self.spent[file] = before[0] + nbytes, before[1] + seconds
 
     @property
     def _scratch(self) -> Scratch:

@@ -66,6 +66,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
+    report.files, report.threads = transfer.reader.files, transfer.reader.threads
     with report.phase("read"):
         report.count(transfer.read())
     with report.phase("verify"):

@@ -44,6 +44,7 @@ class CollectiveReader:
 
     Attributes:
         checks: of what pass 1 has read.
+        files: by path the bytes read of it and the seconds that its threads waited for them.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class CollectiveReader:
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
         self.stage = Scratch()
         self.checks = Checks()
+        self.files: dict[str, tuple[int, float]] = {}
 
     def read_fresh(self) -> list[Checked]:
         """Pass 1: fresh memory is filled, everything is checksummed; collective.
@@ -111,7 +113,14 @@ class CollectiveReader:
                 checks += more
                 arrived = partial(self._scatter, claims, self._swap(packed, sends, claims))
             self.comm.run(arrived)
+            self._note_files(reader)
         return checks
+
+    def _note_files(self, reader: RecordReader) -> None:
+        for number, (nbytes, seconds) in reader.spent.items():
+            path = self.index.stored.files[number].path
+            before = self.files.get(path, (0, 0.0))
+            self.files[path] = before[0] + nbytes, before[1] + seconds
 
     def _begin(self, reader: RecordReader, requests: Sequence[Request], fresh: bool) -> list[Checked]:
         self.into.zero_blanks(fresh=fresh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..atoms import SavedJob
@@ -40,6 +40,8 @@ class LoadReport(Report):
         bytes_again: bytes that it took from the page cache a second time, after everything had been verified.
         requests: reads that it issued.
         state_bytes: bytes of state that all ranks together restored.
+        files: by path the bytes that this rank read of it, and the seconds that its threads waited for them.
+        threads: that read.
         saved: what ran around the engine when it was saved; None where nothing was loaded by its index.
         converted: in mode "atomic", the :class:`~deepspeed_ucp.stream.report.OutputReport` of the conversion before.
     """
@@ -49,6 +51,8 @@ class LoadReport(Report):
     bytes_again: int = 0
     requests: int = 0
     state_bytes: int = 0
+    files: dict[str, tuple[int, float]] = field(default_factory=dict)
+    threads: int = 1
     saved: SavedJob | None = None
     converted: Any = None
 

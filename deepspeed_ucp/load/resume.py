@@ -32,6 +32,7 @@ from .census import join_groups, list_live_rules, take_census
 from .client import check_trusted
 from .direct import has_masters, load_direct
 from .job import LoadArguments, LoadJob, LoadReport
+from .told import write_report
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -85,9 +86,12 @@ def resume(
     comm.run(lambda: check_states(engine, with_states=arguments.with_states))
     job = LoadJob(engine, comm, config, arguments, report)
     if tag is not None or not config.fallback:
-        return _resume_tag(job, os.path.join(load_dir, found), own, upstream=upstream, unknown=unknown)
-    tags = comm.once(lambda: list_older(load_dir, found, sealed=config.seal))
-    return _resume_first_whole(job, load_dir, tags, own, upstream=upstream, unknown=unknown)
+        loaded = _resume_tag(job, os.path.join(load_dir, found), own, upstream=upstream, unknown=unknown)
+    else:
+        tags = comm.once(lambda: list_older(load_dir, found, sealed=config.seal))
+        loaded = _resume_first_whole(job, load_dir, tags, own, upstream=upstream, unknown=unknown)
+    write_report(job, loaded[0])
+    return loaded
 
 
 def _resume_first_whole(
@@ -126,7 +130,8 @@ def _resume_tag(
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
     if decision.index is None or decision.target is None:
-        loaded = own()
+        with report.phase("own load"):
+            loaded = own()
         if decision.target is not None:
             refresh_after_own_load(decision.target, with_states=arguments.with_states)
         release(engine)

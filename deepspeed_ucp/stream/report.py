@@ -15,20 +15,24 @@ class Report:
 
     Attributes:
         phases: seconds per phase on this rank.
+        spans: (phase, seconds since the epoch at which it began, seconds) in order.
         bytes_read: bytes asked of storage, each once.
     """
 
     phases: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
     bytes_read: int = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a block."""
-        begin = time.perf_counter()
+        begin, at = time.perf_counter(), time.time()
         try:
             yield
         finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+            self.spans.append((name, at, seconds))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> None:
 def prepare(words: Sequence[str]) -> Any:
     """Torchrun's arguments, with our rendezvous in the place of its own."""
     args = torchrun.parse_args(list(words))
-    conf = dict(DEFAULTS)
+    conf: dict[str, object] = dict(DEFAULTS)
     if args.standalone or not args.rdzv_endpoint:
         args.rdzv_endpoint, args.rdzv_id, args.standalone = "localhost:0", str(uuid.uuid4()), False
     elif "/" in args.rdzv_endpoint:

@@ -1,0 +1,94 @@
+"""Draws where the time of a load went: a timeline per rank, a heat map by phase, throughput against the floor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from .plot import FAINT_INK, INK
+from .report import COLOURS, Rank, list_phases
+
+_ROWS = 64
+"""Ranks that are named; of more every n-th."""
+
+
+def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
+    """Draw a load into a file whose ending names the format.
+
+    Raises:
+        ConfigError: matplotlib is not there, or does not know the format.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'deepspeed_ucp[plot]'.") from None
+    height = min(max(0.3 * len(ranks), 1.6), 6.0)
+    figure = Figure(figsize=(13, 2 * height + 2.6), facecolor="white", layout="constrained")
+    if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
+        known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
+        raise ConfigError(f"--plot: {path} does not end in a format that can be drawn ({known}).")
+    timeline, (heat, rates) = figure.add_subplot(2, 1, 1), (figure.add_subplot(2, 2, 3), figure.add_subplot(2, 2, 4))
+    phases = list_phases(ranks)
+    _draw_timeline(timeline, ranks, phases)
+    _draw_heat(heat, ranks, phases)
+    _draw_rates(rates, ranks)
+    for axes in (timeline, heat, rates):
+        _name_ranks(axes, ranks)
+    title = f"{told['loaded']}: step {told['step']}, {len(ranks)} ranks · {told['reason']}"
+    figure.suptitle(title[:150], x=0.01, ha="left", color=INK, fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_timeline(axes: Any, ranks: Sequence[Rank], phases: Sequence[str]) -> None:
+    """Phases from the first process's start on; a phase that a rank enters several times is one colour."""
+    zero = min((at for each in ranks for _, at, _ in each.spans), default=0.0)
+    for number, phase in enumerate(phases):
+        colour = COLOURS[number % len(COLOURS)]
+        for row, each in enumerate(ranks):
+            bars = [(at - zero, seconds) for name, at, seconds in each.spans if name == phase]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, label=phase if row == 0 else None)
+    axes.set_xlabel("seconds since the first process began", color=FAINT_INK, fontsize=9)
+    axes.legend(frameon=False, fontsize=8, ncols=len(phases) or 1, loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def _draw_heat(axes: Any, ranks: Sequence[Rank], phases: Sequence[str]) -> None:
+    """Seconds by rank and phase, each phase coloured on its own scale: what differs from the others stands out."""
+    seconds = [[each.sum(phase) for phase in phases] for each in ranks]
+    most = [max(column) or 1.0 for column in zip(*seconds, strict=True)]
+    axes.imshow(
+        [[s / m for s, m in zip(row, most, strict=True)] for row in seconds], aspect="auto", cmap="OrRd", vmin=0
+    )
+    axes.set_xticks(range(len(phases)), phases, rotation=30, ha="right", fontsize=8)
+    if len(ranks) <= _ROWS // 2:
+        for row, values in enumerate(seconds):
+            for column, value in enumerate(values):
+                ink = "white" if value > 0.7 * most[column] else INK
+                axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=7, color=ink)
+    axes.set_title("seconds by rank and phase", fontsize=9, color=FAINT_INK, loc="left")
+
+
+def _draw_rates(axes: Any, ranks: Sequence[Rank]) -> None:
+    """Bytes a second over the whole load, and those of reading alone."""
+    for row, each in enumerate(ranks):
+        mega = each.nbytes / 1e6
+        if mega and each.floor and each.sum():
+            axes.barh(row, mega / each.floor, height=0.8, color="#e4e0d8", label="reading alone" if row == 0 else None)
+            axes.barh(row, mega / each.sum(), height=0.5, color="#2f5d8a", label="the load" if row == 0 else None)
+    axes.set_xlabel("MB a second", color=FAINT_INK, fontsize=9)
+    axes.set_title("bytes that each rank read, over its seconds", fontsize=9, color=FAINT_INK, loc="left")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _name_ranks(axes: Any, ranks: Sequence[Rank]) -> None:
+    every = -(-len(ranks) // _ROWS)
+    shown = range(0, len(ranks), every)
+    axes.set_yticks(list(shown), [f"rank {ranks[at].rank}" for at in shown], fontsize=8)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=0, labelcolor=INK)
