@@ -215,7 +215,10 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
         held.sort()
         if len(held) > 1 and (_OPTIM.fullmatch(role) or held[-1][2] == role):
             two = f"{held[0][2]} and {held[-1][2]}"
-            raise CheckpointError(f"{folder}: holds the files of two saves ({two}). Remove the older save's files.")
+            raise CheckpointError(
+                f"{folder}: holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast "
+                "writer leaves them, with other numbers of writers, where a tag is saved into that was there already."
+            )
     chosen = {role: held[0][2] for role, held in found.items()}
     return chosen, {name: held[0][2] for held in found.values() for _, _, name in held[1:]}
 

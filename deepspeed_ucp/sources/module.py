@@ -57,7 +57,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
     builder.instances.update(instances)
     for mp, rank in enumerate(ranks):
         header, model = save.models[mp][0], save.model(mp)
-        ties, buffers = _find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
+        ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
         for name, piece in drop_ties(held[mp], ties):
             if name in buffers or not (name in optimized or save.is_sharded):
                 builder.add(rank, name, MODULE, header, piece)
@@ -119,7 +119,7 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
                 builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
 
 
-def _find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
+def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
     """``shared_params``, which DeepSpeed fills on rank 0 alone.
 
     It ties parameters without elements as well, all of them together, though they share no storage.

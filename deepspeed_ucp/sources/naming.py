@@ -9,7 +9,7 @@ from typing import Any
 from ..atoms import count, strip_compiled
 from ..errors import ConfigError, MismatchError, shorten
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape
-from .module import drop_ties, read_module
+from .module import drop_ties, find_ties, read_module
 from .save import Save
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
@@ -123,8 +123,11 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
             f"{save.path(save.main)}: a pipeline's files do not tell which of its layers are tied, so that the order "
             "of its parameters is not known. Give the names of each group as a list of lists."
         )
-    others = {*save.model(0).buffers, *save.model(0).shared}
-    return [[(name, True) for name, _ in drop_ties(read_module(save, save.main, ()), {}) if name not in others]]
+    ties, others = find_ties(save, save.model(0)), {*save.model(0).buffers, *save.model(0).shared}
+    dense = [name for name, _ in drop_ties(read_module(save, save.main, ()), ties) if name not in others]
+    # DeepSpeed, or its ``split_params_into_different_moe_groups_for_optimizer``, takes experts out of the group.
+    experts = dict.fromkeys(name for _, header in sorted(save.experts.items()) for name in header.layer or {})
+    return [[(name, True) for name in names] for names in (dense, list(experts)) if names]
 
 
 def fit_groups(

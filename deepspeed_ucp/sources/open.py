@@ -16,7 +16,7 @@ from ..io.read import sum_range
 from ..io.store import StoredFile
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
-from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files
+from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files, strip_writer
 from .findings import WARNING, Finding, from_error, make_error, sort_findings
 from .headers import FileHeader
 from .index import build_index, enabled
@@ -28,6 +28,11 @@ from .swapped import add_swapped, adopt_sums
 logger = logging.getLogger("deepspeed_ucp")
 
 _LEFT = "files of an earlier save, which DeepSpeed's own load would take for this one's"
+
+_OVERWRITTEN = (
+    " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
+    "leave the end of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
+)
 
 FindFirst = Callable[[Iterable[str]], FileHeader | None]
 """The header of the first of some files that can be read."""
@@ -302,7 +307,7 @@ def _read_header(folder: str, name: str, reader: str = "") -> FileHeader | Findi
     except CheckpointError as error:
         # What the system refuses, it may refuse on one node alone; damage is the same for all.
         where = reader if isinstance(error.__cause__, OSError) else ""
-        return Finding("header", name, f"{error}{where}")
+        return Finding("header", name, f"{error}{where}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
 def _find_save(listing: Listing) -> tuple[list[FileHeader], list[str], list[Finding]]:

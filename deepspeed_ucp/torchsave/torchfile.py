@@ -139,6 +139,11 @@ def _read_legacy(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
 
 def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     """The object, the storages' keys in their order, and where the storages start."""
+    if _is_datastates(data):
+        raise UnsupportedError(
+            f"{path}: is of the DataStates library's own format (datastates_ckpt), which is not read here. Save once "
+            "more without datastates_ckpt."
+        )
     magic = read_pickle(data, path) if data[:1] == b"\x80" else None
     if magic is None or magic.root != _LEGACY_MAGIC:
         raise CheckpointError(f"{path}: neither a torch.save zip nor its legacy format; the file is damaged.")
@@ -151,6 +156,11 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     if not isinstance(keys.root, list) or not all(isinstance(key, str) for key in keys.root):
         raise CheckpointError(f"{path}: holds {describe(keys.root)} for the keys of its storages; it is damaged.")
     return pickled, keys.root, keys.end
+
+
+def _is_datastates(data: bytes) -> bool:
+    """Whether a file begins with the length of a JSON object and that (``datastates/llm/checkpointing.py``)."""
+    return len(data) > 9 and 1 < struct.unpack("<Q", data[:8])[0] < _MOST_FRONT and data[8:10] in (b'{"', b"{}")
 
 
 def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:

@@ -248,3 +248,14 @@ def test_a_dense_export_has_autoeps_names(tmp_path: Path, run_json: Run) -> None
     assert found.keys() == {"wte", "h.mlp.router.gate.weight", *experts}
     both = torch.stack([torch.cat([found[f"h.mlp.experts.w{w}.{e}"] for w in (1, 3)]) for e in range(4)])
     assert torch.equal(both, plain["h.mlp.experts.gate_up_proj"])
+
+
+def test_a_save_of_stage_0_is_named_by_its_module(tmp_path: Path, run_json: Run) -> None:
+    """DeepSpeed's own function takes the experts out of the one group that the optimizer was to have."""
+    path, state = write(tmp_path / "saved", Topology(0, 4, "bf16", "unfused", ep=(2, 2)))
+    assert run_json("convert", path, tmp_path / "out")[0] == 2
+    assert run_json("convert", path, tmp_path / "out", "--groups", "module")[0] == 0
+    for name, held in state.atoms.items():
+        for each in ("fp32", "exp_avg"):
+            found = torch.load(tmp_path / "out" / "zero" / name / f"{each}.pt", weights_only=False)["param"]
+            assert torch.equal(found, held[each]), (name, each)

@@ -24,7 +24,8 @@ WIDTH = 1024
 class Kind:
     """An engine: ranks, ZeRO stage, precision, devices of optimizer and parameters.
 
-    Of swapping ``read``, or ``both``, may be pipelined; ``frozen``: one of the large matrices is.
+    Of swapping ``read``, or ``both``, may be pipelined; ``frozen``: one of the large matrices is; ``muon`` trains them;
+    ``early``: the model is made under ``zero.Init``, partitioned from the start.
     """
 
     world: int
@@ -34,11 +35,18 @@ class Kind:
     params: str = "none"
     pipelined: str = ""
     frozen: bool = False
+    muon: bool = False
+    early: bool = False
     universal: bool = True
 
     def __str__(self) -> str:
         places = f"-{self.optimizer}-{self.params}" if (self.optimizer, self.params) != ("none", "none") else ""
-        more = f"-{self.pipelined}-pipelined" * bool(self.pipelined) + "-frozen" * self.frozen
+        more = (
+            f"-{self.pipelined}-pipelined" * bool(self.pipelined)
+            + "-frozen" * self.frozen
+            + "-muon" * self.muon
+            + "-early" * self.early
+        )
         return f"zero{self.stage}-{self.precision}-dp{self.world}{places}{more}"
 
     def make_config(self, swap: str) -> dict[str, Any]:
@@ -63,6 +71,9 @@ class Kind:
             "zero_force_ds_cpu_optimizer": False,
             "checkpoint": {"universal": self.universal},
         }
+        if self.muon:
+            config["optimizer"] = {"type": "Muon", "params": {"lr": 0.002, "muon_lr": 0.01, "momentum": 0.9}}
+            zero["reduce_scatter"] = False
         if self.precision != "fp32":
             config[self.precision] = {"enabled": True}
         return config
@@ -91,9 +102,15 @@ class Model(nn.Module):
 def make(kind: Kind, seed: int, swap: str) -> Any:
     """An engine that swaps to a folder."""
     aio_standin.install()
+    torch._dynamo.config.disable = True  # Muon's compiled update needs minutes
     torch.manual_seed(seed)
-    module = Model()
+    with deepspeed.zero.Init(config_dict_or_path=kind.make_config(swap), enabled=kind.early):
+        module = Model()
     module.other.requires_grad_(not kind.frozen)
+    if kind.muon:
+        return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=kind.make_config(swap))[
+            0
+        ]
     first, second = [], []
     for name, param in module.named_parameters():
         if param.requires_grad:

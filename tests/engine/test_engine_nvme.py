@@ -153,3 +153,28 @@ def test_frozen_parameters_on_nvme(tmp_path: Path, ucp_worlds: WorldPool) -> Non
     (((direct, states, _), refused),) = ucp_worlds.get(1).run(engine_nvme.load_each, target, folders, swap)
     assert direct and all(torch.equal(tensor, sources[0][1][key]) for key, tensor in states.items())
     assert "other.weight" in refused and "placeholder" in refused
+
+
+@pytest.mark.parametrize("feature", params([("early",)], [("early",), ("muon",)]))
+def test_muon_and_models_that_are_made_partitioned(feature: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Muon's momentum is in swap files of its own; ``zero.Init`` gives parameters other ids."""
+    kinds = [
+        replace(kind, **{feature: True})
+        for kind in (Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme"), Kind(1, 3))
+    ]
+    saved = [save(kind, tmp_path / str(kind), ucp_worlds, seed) for seed, kind in enumerate(kinds[:2])]
+    for target in kinds:
+        answers = ucp_worlds.get(target.world).run(
+            engine_nvme.load_each, target, [folder for folder, _, _ in saved], str(tmp_path / "swap")
+        )
+        for place, (_, expected, losses) in enumerate(saved):
+            parts = [answer[place] for answer in answers]
+            assert not isinstance(parts[0], str), parts[0]
+            states = join([states for _, states, _ in parts])
+            assert states.keys() == expected.keys() and all(direct for direct, _, _ in parts)
+            assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items()), (target, place)
+            if target.world == kinds[place].world:
+                assert [own for _, _, own in parts] == losses
+    held = {state for _, state in saved[0][1]}
+    assert ("momentum_buffer" in held) == (feature == "muon")
+    assert any("momentum_buffer" in path.name for path in tmp_path.rglob("*.swp")) == (feature == "muon")

@@ -157,3 +157,9 @@ def test_loss_scaler_and_skipped_steps(stage: int, resume_each: ResumeEach) -> N
     """Steps that overflow are skipped and halve the loss scale; both come back."""
     sources = [Case(other, 3, "fp16", config=OVERFLOWING) for other in (*STAGES[stage + 1 :], *STAGES[: stage + 1])]
     resume_each(sources, Case(stage, 2, "fp16", config=OVERFLOWING), model="plain", steps=(10, 2))
+
+
+def test_the_hybrid_engine_is_the_engine_below_it(resume_each: ResumeEach) -> None:
+    """On a CPU without inference kernels; what it generates with are views of the same parameters."""
+    hybrid = {"hybrid_engine": {"enabled": True}}
+    resume_each([Case(1, 2, "bf16", config=hybrid), Case(3, 3)], Case(3, 2, "bf16", config=hybrid), model="plain")

@@ -57,6 +57,33 @@ def test_what_is_damaged_is_named(folders: tuple[Path, Path], name: str) -> None
         open_checkpoint(str(folders[1]), Comm())
 
 
+def write_over(folder: Path, model: Model, writer: str) -> Path:
+    """As a second save into a tag: what is longer keeps its end."""
+    topology = Topology(1, 2)
+    plain = write_checkpoint(folder / "once", model, random_state(model, 0), topology)
+    tag = folder / "tag"
+    tag.mkdir(exist_ok=True)
+    for file in plain.iterdir():
+        path, data = tag / f"{file.name}-{writer}", file.read_bytes()
+        path.write_bytes(data + (path.read_bytes()[len(data) :] if path.exists() else b""))
+    return tag
+
+
+@pytest.mark.parametrize(
+    ("rows", "writer", "words"),
+    [
+        (3, "0.2", r"cuts no file short .* Save into a new tag, or remove the tag's folder"),
+        (300, "0.4", r"two saves .* Remove the older save's files; DeepSpeed's fast writer leaves them"),
+    ],
+    ids=["shorter", "other writers"],
+)
+def test_a_save_into_an_older_tag_says_what_to_do(tmp_path: Path, rows: int, writer: str, words: str) -> None:
+    write_over(tmp_path, Model((Param("a", (300, 5)),)), "0.2")
+    tag = write_over(tmp_path, Model((Param("a", (rows, 5)),)), writer)
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(str(tag), Comm())
+
+
 def test_what_is_missing_is_named(folders: tuple[Path, Path]) -> None:
     (folders[1] / f"{OPTIM % 3}-0.1").unlink()
     with pytest.raises(CheckpointError, match=f"{OPTIM % 3} is missing"):

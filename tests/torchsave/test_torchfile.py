@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,4 +232,16 @@ def test_another_end_behind_a_file_is_refused(tmp_path: Path) -> None:
     )
     path.write_bytes(path.read_bytes() + repeat_end(other))
     with pytest.raises(CheckpointError, match="no zip directory|has no header"):
+        read_header(str(path))
+
+
+def test_a_file_of_datastates_is_refused_by_name(tmp_path: Path) -> None:
+    """Its own format: the length of a JSON header, the header, tensors, a pickle (datastates/llm/checkpointing.py)."""
+    lean = pickle.dumps({"module": {"w": "TENSOR|module|w"}})
+    places = {"data_offsets": [8, 8 + len(lean)]}
+    weight = {"dtype": "torch.float32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"module|w": weight, "datastates_metadata": places}).encode()
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8) + lean)
+    with pytest.raises(UnsupportedError, match=r"DataStates library's own format .* without datastates_ckpt"):
         read_header(str(path))
