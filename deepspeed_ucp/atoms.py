@@ -243,6 +243,8 @@ class RunState:
         globals: classes and functions that the files' pickles name, beyond those of every checkpoint: dotted name →
             path of a file that does.
         flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
+        degrees: tensor- and pipeline-parallel degrees of the ranks whose client states there are, where these are not
+            the topology's (an atomic checkpoint has none).
     """
 
     topology: Topology
@@ -257,6 +259,7 @@ class RunState:
     client_records: tuple[int, ...] = ()
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     globals: dict[str, str] = field(default_factory=dict)
+    degrees: tuple[int, int] | None = None
 
     @property
     def job(self) -> SavedJob:

@@ -39,7 +39,7 @@ CONVERSION = OutputKind(
     name="an atomic checkpoint",
     maker="conversion",
     is_one=_is_output,
-    parts=re.compile(r"zero(\.\d+)?|tmp|ucp_manifest\.json|.*_model_states\.pt"),
+    parts=re.compile(r"zero(\.\d+)?|client|tmp|ucp_manifest\.json|.*_model_states\.pt"),
     resumable=True,
 )
 """What may be replaced: nothing but what conversions write, ours and upstream's."""

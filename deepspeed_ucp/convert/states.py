@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..atoms import AtomicIndex, GroupInfo
 from ..io.disk import explain_full
 from ..sources.atomic.manifest import StateRecord
 from ..sources.atomic.plainjson import is_plain
-from ..sources.files import sort_files
+from ..sources.files import CLIENT, sort_files
+from ..sources.ownfiles import find_state_file
 from ..sources.reading import EXTRA_STATE
 from ..torchsave.dtypes import pack_scalar
 from ..torchsave.objects import Global, PickledObject, make_instance
@@ -82,7 +83,20 @@ def _write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
         StateRecord(MODEL_STATES, size, crc),
         StateRecord(MODEL_STATES_ZERO3, size, crc),
         StateRecord(OPTIMIZER_STATE, *told),
+        *_write_client_states(index, folder),
     ]
+
+
+def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecord]:
+    """Those of the other model-parallel ranks: a script's random states are there."""
+    tp, pp = index.run.degrees or (index.run.topology.tp, index.run.topology.pp)
+    for rank in range(1, tp * pp):
+        if (path := find_state_file(index.run, rank)) is None:
+            continue
+        file, name = read_header(path), f"{CLIENT}/mp_rank_{rank:02d}_model_states.pt"
+        os.makedirs(os.path.join(folder, CLIENT), exist_ok=True)
+        saved = _strip_model(_as_dict(file.tree))
+        yield StateRecord(name, *save_parts(file, saved, os.path.join(folder, name)))
 
 
 def _link(path: str, name: str) -> None:

@@ -10,7 +10,6 @@ where there is memory for it, its buffers are filled apart (``transfer``), and p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
 from ..io.memory import pause_collection
+from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..targets import Target
 from ..targets.finish import (
@@ -230,14 +230,9 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     """The state file that this rank's place in the saved world wrote, where the checkpoint has one beside the first."""
     place, topology = target.place, index.run.topology
-    if (place.tp, place.pp) != (topology.tp, topology.pp):
+    if (place.tp, place.pp) != (index.run.degrees or (topology.tp, topology.pp)):
         return None
-    folder, name = os.path.split(index.run.state_file)
-    name = name.replace("mp_rank_00", f"mp_rank_{place.mp_rank:02d}")
-    if place.dp == topology.dp:
-        name = name.replace("zero_pp_rank_0_", f"zero_pp_rank_{place.dp_rank}_")
-    path = os.path.join(folder, name)
-    return path if path != index.run.state_file and os.path.isfile(path) else None
+    return find_state_file(index.run, place.mp_rank, place.dp_rank if place.dp == topology.dp else 0)
 
 
 def _finish(

@@ -29,6 +29,9 @@ OFFLOADED = "offloaded_tensors"
 ZERO = "zero"
 """Folder of an atomic checkpoint that holds a folder per parameter."""
 
+CLIENT = "client"
+"""Folder of an atomic checkpoint that holds the client states of all model-parallel ranks but the first."""
+
 SEAL = "ucp_seal.json"
 
 FOLDER = -1

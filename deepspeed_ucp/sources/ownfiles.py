@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..atoms import RunState
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
+from .files import CLIENT
 from .index import enabled
 from .reading import as_list, list_globals
 
@@ -23,6 +25,19 @@ _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
 
 _SHOWN = 120
 """Characters of a value that a message shows."""
+
+
+def find_state_file(run: RunState, mp_rank: int, dp_rank: int = 0) -> str | None:
+    """The state file that a rank of the saved world wrote, where the checkpoint has one beside the first.
+
+    Args:
+        mp_rank: its model-parallel rank.
+        dp_rank: its data-parallel one, which counts at ZeRO 3.
+    """
+    folder, name = os.path.split(run.state_file)
+    name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
+    paths = (os.path.join(folder, name), os.path.join(folder, CLIENT, name))
+    return next((path for path in paths if path != run.state_file and os.path.isfile(path)), None)
 
 
 def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from deepspeed_ucp.convert.driver import convert_index
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
+from tests.load.test_direct import run_load
 from tests.load.test_reshard import AWKWARD
 from tests.ranks import run_ranks
 from tests.reshard import (
@@ -237,3 +240,32 @@ def test_other_numbers_of_rows_are_refused(tmp_path: Path) -> None:
     targets = make_targets(Model((VOCABULARY.params[0], Param("w", (4, 5)))), Topology(3, 2))
     with pytest.raises(MismatchError, match=r"w: shape \(3, 5\) in the checkpoint, \(4, 5\) in the model"):
         load(open_for(tmp_path / "tag", targets[0]), targets)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "converted again"])
+def test_client_states_are_each_ranks_own_at_the_same_degrees(again: bool, tmp_path: Path) -> None:
+    """At those of the run that was converted, its data-parallel ranks aside."""
+    held = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]]), Topology(1, 2, tp=2, pp=2))
+    source = held.write(tmp_path / "source")
+    for rank in range(4):
+        path = source / f"mp_rank_{rank:02d}_model_states.pt"
+        torch.save({**torch.load(path, weights_only=False), "epoch": rank}, path)
+    first = expect(held, Topology(1, 1, tp=2, pp=2)).make_targets()
+    _, out = convert(source, first, make_config(held.model))  # type: ignore[arg-type]
+    if again:
+        index = open_checkpoint(str(out), Comm())
+        out = tmp_path / "again"
+        convert_index(index, str(tmp_path / "atomic"), str(out), Comm(), ConvertOptions(workers=1))
+    opened = open_checkpoint(str(out), Comm())
+    for target, epochs in (
+        (Topology(1, 2, tp=2, pp=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (Topology(1, 1, tp=4), [0] * 4),
+    ):
+        targets = expect(held, target).make_targets()
+        found = run_ranks(len(targets), partial(_load_on, opened, targets))
+        told = sorted((each.place.mp_rank, client["epoch"]) for each, (*_, client) in zip(targets, found, strict=True))
+        assert [epoch for _, epoch in told] == epochs
+
+
+def _load_on(index: AtomicIndex, targets: list[FakeTarget], rank: int, comm: Comm) -> Any:
+    return run_load(index, targets[rank], comm, PATIENT)

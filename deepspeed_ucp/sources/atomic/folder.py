@@ -145,6 +145,7 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader) -> AtomicInd
             optimizer=manifest.optimizer,
             client_records=client,
             scalar_dtypes=manifest.scalar_dtypes,
+            degrees=(manifest.source["tp"], manifest.source["pp"]),
         ),
         model=ModelInfo(
             aliases=manifest.aliases,

@@ -290,6 +290,8 @@ def make_manifest(
         UnsupportedError: a param group, or what the client tells, holds something that is not plain data.
     """
     topology = {each.name: getattr(index.run.topology, each.name) for each in fields(Topology) if each.name != "flats"}
+    if index.run.degrees is not None:
+        topology["tp"], topology["pp"] = index.run.degrees
     return Manifest(
         version=FORMAT,
         package=__version__,

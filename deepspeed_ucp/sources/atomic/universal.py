@@ -73,6 +73,7 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     )
     groups, recorded = _make_groups(part, notes), _record_cuts(part)
     index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
+    index = replace(index, run=replace(index.run, degrees=(save.tp, save.pp)))
     held = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
     return split_experts(index, {name: each.experts for name, each in held.items() if each and each.experts}), notes
 
