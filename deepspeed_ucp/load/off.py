@@ -58,5 +58,6 @@ def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
     do = "Import deepspeed_ucp before deepspeed.initialize, with" if late else "Write"
     return (
         f"deepspeed_ucp is imported but off for this engine: {why}. {folder} was saved in another topology "
-        f'({shorten(differences, 4)}), which it resumes. {do} "checkpoint": {{"universal": true}} in the ds_config.'
+        f'({shorten(differences, 4)}), which it resumes. {do} "checkpoint": {{"universal": true}} in the ds_config, '
+        "or set the environment variable DEEPSPEED_UCP=true."
     )
