@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
@@ -58,7 +60,8 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
     if found is None:
         return prepared
     engine, _ = found
-    micro, given = engine.train_micro_batch_size_per_gpu(), accelerator.deepspeed_config[BATCH_SIZES[1]]
+    micro = engine.train_micro_batch_size_per_gpu()
+    given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
         raise ConfigError(
             f"preserve_batch_size: {connect().size} ranks make a train_batch_size of {engine.train_batch_size()} of "
@@ -103,7 +106,8 @@ def load_state(
     original(accelerator, folder, *args, **kwargs)
     for scheduler, values in schedules:
         vars(scheduler).update(values)
-    restore_ranks(engine, folder, job, partial(read_random, folder))
+    if engine.ucp_report.saved is not None:  # else only DeepSpeed knows how its ranks are numbered
+        restore_ranks(engine, folder, job, partial(read_random, folder))
     _restore_step(accelerator, folder, job)
 
 
@@ -192,17 +196,17 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
     was, now = (int(saved.get(_RATE, job.ranks)), ranks) if by_rank else (1, 1)
     if was == now:
         return inner, {}
-    steps = saved["last_epoch"] // was
     if _is_scaled(inner, saved, was, now):
+        steps = saved["last_epoch"] // was
         return inner, {"last_epoch": steps * now, "_step_count": steps * now + 1, _RATE: now}
     return inner, {_RATE: was}
 
 
 def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
     """Whether a scheduler's functions count ``now`` steps per optimizer step, and not ``was`` of them."""
-    functions: Sequence[Callable[[int], float]] = getattr(inner, "lr_lambdas", ())
-    if not functions or type(inner).__name__ != "LambdaLR":
+    if not isinstance(inner, LambdaLR):
         return False
+    functions: Sequence[Callable[[int], float]] = inner.lr_lambdas
     count, told = saved["last_epoch"], saved["_last_lr"]
 
     def gives(at: int, rates: Sequence[float]) -> bool:
@@ -233,7 +237,7 @@ def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **k
     scheduler.split_batches = True  # one step
     try:
         for _ in range(rate):
-            if inner._step_count <= getattr(inner, "total_steps", inner._step_count):
+            if not hasattr(inner, "total_steps") or inner._step_count <= inner.total_steps:
                 original(scheduler, *args, **kwargs)
     finally:
         scheduler.split_batches = False

@@ -139,24 +139,22 @@ def _read_own_total(args: Any) -> int | None:
 
 
 def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked: int) -> None:
-    """Before the engine is made: in the trainer, its arguments, and every ds_config that it holds."""
-    args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
+    """Before the engine is made: in the trainer, its arguments, and the ds_config that it has made of them."""
+    args, held = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
     trainer._train_batch_size = micro
-    sizes = {**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), ASKED: asked}
-    for held in (getattr(args, "hf_deepspeed_config", None), plugin.hf_ds_config):
-        if held is not None:
-            held.config.update(sizes)
-            held.mismatches = [text for text in held.mismatches if not text.startswith(_OF_SIZES)]
-    plugin.deepspeed_config.update(sizes)
+    held.config.update({**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), ASKED: asked})
+    held.mismatches = [text for text in held.mismatches if not text.startswith(_OF_SIZES)]
 
 
 _OF_SIZES = tuple(f"- ds {key}=" for key in BATCH_SIZES)
 """How the trainer's complaints about these begin."""
 
 
-def set_initial_training_values(original: Callable[..., Any], trainer: Any, args: Any, dataloader: Any) -> Any:
+def set_initial_training_values(
+    original: Callable[..., Any], trainer: Any, args: Any, dataloader: Any, *more: Any
+) -> Any:
     """``Trainer.set_initial_training_values``: a resumed epoch has as many steps as it had.
 
     With ``dataloader_drop_last`` the trainer drops what is less than a micro batch of all ranks, and not what is less
@@ -165,8 +163,8 @@ def set_initial_training_values(original: Callable[..., Any], trainer: Any, args
     Raises:
         MismatchError: it cannot have as many.
     """
-    values = original(trainer, args, dataloader)
-    folder: str | None = trainer._ucp_resumed
+    values = original(trainer, args, dataloader, *more)
+    folder: str | None = getattr(trainer, "_ucp_resumed", None)
     epochs, steps, examples, samples, total, batches, most = values
     saved = None if folder is None or not hasattr(dataloader, "__len__") else _read_steps(folder)
     if saved in (None, steps):

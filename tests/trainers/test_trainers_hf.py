@@ -69,11 +69,22 @@ def shrunk(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> t
     return folder, ucp_worlds.get(2).run(trainers_hf.train, str(folder), make_config(2), **options)
 
 
-def test_one_rank_goes_on(shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "config", "options"),
+    [(3, {}, {}), (1, {"train_batch_size": 8}, {}), (2, {}, {"auto_find_batch_size": True})],
+    ids=["auto", "written-out", "found"],
+)
+def test_one_rank_goes_on(
+    stage: int,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    shrunk: tuple[Path, list[Trained]],
+    ucp_worlds: WorldPool,
+) -> None:
     """In the middle of an epoch; with another stage, and arguments that would give half the total batch."""
     folder, whole = shrunk
-    resume, options = str(folder / "checkpoint-6"), {"per_device_train_batch_size": 4}
-    rest = ucp_worlds.get(1).run(trainers_hf.train, str(folder), make_config(3), resume=resume, **options)
+    chosen = {"per_device_train_batch_size": 4, "resume": str(folder / "checkpoint-6"), **options}
+    rest = ucp_worlds.get(1).run(trainers_hf.train, str(folder), make_config(stage, **config), **chosen)
     agree(whole, rest, 7)
     assert (whole[0].sizes, rest[0].sizes) == ((4, 1, 8), (4, 2, 8))
     assert rest[0].random[7] == whole[0].random[7] != whole[1].random[7]
