@@ -133,9 +133,8 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
         of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
-        yield of_stage, "groups", _read_optim("groups"), FAULT
-        for held in (save.models[ranks], save.shards[ranks]):
-            yield chain(*held), "groups", _read_optim("groups"), FAULT
+        for held in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
+            yield held, "groups", _read_groups, FAULT
     for each in ("partition_count", "alignment"):
         yield from ((held, each, _read_optim(each), FAULT) for held in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
@@ -160,6 +159,12 @@ def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
         return getattr(optim, attribute) if optim else None
 
     return read
+
+
+def _read_groups(header: FileHeader) -> Any:
+    """Param groups; those of experts by name: of several degrees DeepSpeed makes them in any order on each rank."""
+    groups = _read_optim("groups")(header)
+    return groups and tuple(sorted(groups, key=lambda group: str(group.get("name")) if group.get("moe") else ""))
 
 
 def _read_step(header: FileHeader) -> Any:

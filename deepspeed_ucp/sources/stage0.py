@@ -225,8 +225,9 @@ def _deal_experts(save: Save, live: GroupNames) -> list[GroupNames]:
         if len({str(group.get("name")) for group in groups if group.get("moe")}) > 1:
             raise MismatchError(
                 f"{save.path(file)}: stage 0 does not save which layer's experts were spread over how many ranks, and "
-                "here were several such degrees. Resume in the topology that saved it, or load with "
-                "load_optimizer_states=False."
+                "here were several such degrees. Load with load_optimizer_states=False; or, where every layer has the "
+                'degree and every param group the place that it had, set "checkpoint": {"universal": false} for '
+                "DeepSpeed's own load, which takes them by their order."
             )
     dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in _find_holders(save)[0]]
     for group in live:

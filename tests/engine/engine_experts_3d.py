@@ -12,6 +12,7 @@ import deepspeed
 import engine_experts
 import torch
 import torch.distributed as dist
+from deepspeed import pipe
 from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -52,6 +53,8 @@ class Spread:
         fp32_grads: gradients are summed in fp32, which makes DeepSpeed take BF16_Optimizer.
         second: expert-parallel degree of the second layer, where it is another one; odd ranks have the param groups of
             the two in another order then.
+        turns: dense layers and those of experts take turns.
+        dual: every pipeline rank holds two stages, one of the way there and one of the way back (DualPipeV).
     """
 
     world: int
@@ -65,6 +68,8 @@ class Spread:
     fp32_grads: bool = False
     pipeline: bool = False
     second: int = 0
+    turns: bool = False
+    dual: bool = False
 
     @property
     def dp(self) -> int:
@@ -72,7 +77,7 @@ class Spread:
 
     def __str__(self) -> str:
         marks = ["cut"] * self.cut + ["data-first"] * self.data_first + ["fp32grads"] * self.fp32_grads
-        marks += ["pipeline"] * (self.pipeline and self.pp == 1)
+        marks += ["pipeline"] * (self.pipeline and self.pp == 1) + ["turns"] * self.turns + ["dual"] * self.dual
         degrees = f"dp{self.dp}-tp{self.tp}" + f"-pp{self.pp}" * (self.pp > 1) + f"-ep{self.ep}"
         degrees += f".{self.second}" * (self.second > 0)
         return "-".join([f"zero{self.stage}-{self.precision}-{degrees}", *marks])
@@ -172,10 +177,14 @@ def make(spread: Spread, seed: int) -> Any:
     torch.manual_seed(seed)
     sparse = [LayerSpec(Sparse, line, spread, degree) for degree in (spread.ep, spread.second or spread.ep)]
     specs = [LayerSpec(Block, line), *sparse, LayerSpec(Block, line)]
+    if spread.turns:
+        specs = [sparse[0], LayerSpec(Block, line), sparse[1], LayerSpec(Block, line)]
+    if spread.dual:  # of which a step takes twice as many micro-batches as there are ranks
+        config["train_micro_batch_size_per_gpu"] = BATCH // (2 * spread.pp * spread.dp)
     mpu = None
     if spread.pipeline or spread.pp > 1:
         topology = PipeModelDataParallelTopology(num_pp=spread.pp, num_mp=spread.tp, num_dp=spread.dp)
-        module: nn.Module = PipelineModule(
+        module: nn.Module = (pipe.DualPipeVModule if spread.dual else PipelineModule)(
             specs,
             topology=topology,
             loss_fn=loss_of,
@@ -202,7 +211,7 @@ def vary_experts(module: nn.Module, seed: int, rank: int) -> None:
 
 def train(engine: Any, steps: range) -> list[float]:
     place = engine.mpu.get_data_parallel_rank() if engine.mpu else dist.get_rank()
-    part = place, BATCH // engine.train_micro_batch_size_per_gpu()
+    part = place, BATCH // (engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps())
     return train_on_noise(engine, steps, (BATCH, FEATURES), part, loss_of, lambda own: own.flip(1))
 
 

@@ -101,7 +101,8 @@ def train_on_noise(
         batch = torch.randn(*shape, generator=torch.Generator().manual_seed(step))
         own = batch.chunk(part[1])[part[0]].to(next(engine.module.parameters()).dtype)
         if isinstance(engine.module, PipelineModule):
-            losses.append(float(engine.train_batch(iter([(own, label(own))]))))
+            parts = own.split(engine.train_micro_batch_size_per_gpu())
+            losses.append(float(engine.train_batch(iter([(each, label(each)) for each in parts]))))
             continue
         loss = loss_of(engine(own), label(own))
         engine.backward(loss)

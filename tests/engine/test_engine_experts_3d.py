@@ -176,3 +176,39 @@ def test_an_atomic_checkpoint_of_experts(source: Spread, tmp_path: Path, saved: 
     states = join([states for ((_, states, _),) in answers], target)
     assert states.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items() if key[1] != "copy")
+
+
+DUAL = Spread(4, 1, 2, 1, pp=2, turns=True, dual=True)
+
+
+THERE = [Spread(4, 1, 2, 1, pp=2, turns=True), Spread(4, 2, 4, 2, "bf16", turns=True)]
+WAYS = [(DUAL, (DUAL, *THERE)), (THERE[0], (DUAL,)), (THERE[1], (DUAL,))]
+
+
+@pytest.mark.parametrize(("source", "targets"), params(WAYS[:1], WAYS, lambda row: str(row[0])))
+def test_experts_of_a_bidirectional_pipeline(
+    source: Spread, targets: tuple[Spread, ...], tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="DeepSpeed before DualPipeV")
+    world, folder = ucp_worlds.get(4), str(tmp_path)
+    answers = world.run(engine_experts_3d.save, source, folder, 3)
+    expected, losses = join([states for states, _ in answers], source), answers[0][1]
+    for target in targets:
+        with subtests.test(target=str(target)):
+            parts = [part for (part,) in world.run(engine_experts_3d.load_each, target, [folder])]
+            assert not isinstance(parts[0], str), parts[0]
+            assert all(direct == (source != target) for direct, _, _ in parts)
+            states = join([states for _, states, _ in parts], target)
+            assert states.keys() == expected.keys()
+            for (name, state), tensor in states.items():
+                wanted = expected[name, "fp32"].to(tensor.dtype) if state == "copy" else expected[name, state]
+                assert torch.equal(tensor, wanted), (name, state)
+            if source.precision == target.precision == "fp32":
+                assert parts[0][2] == pytest.approx(losses, rel=1e-5)
+
+
+def test_degrees_that_stage_0_does_not_save_beside_tensor_parallelism(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    world = ucp_worlds.get(4)
+    world.run(engine_experts_3d.save, Spread(4, 2, 2, 0, second=4), str(tmp_path), 1)
+    for (told,) in world.run(engine_experts_3d.load_each, Spread(4, 2, 2, 1), [str(tmp_path)]):
+        assert isinstance(told, str) and "several such degrees" in told, told
