@@ -90,7 +90,8 @@ def fill_parameters(model: nn.Module) -> None:
             parameter.fill_(0.5)
 
 
-def _initialise(topology: Engine, model: nn.Module) -> Any:
+def initialise(topology: Engine, model: nn.Module) -> Any:
+    """An engine with two param groups, in a launch that has its process group or its environment."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -108,7 +109,7 @@ def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
-        engine = _initialise(topology, model)
+        engine = initialise(topology, model)
         peer.ready()
         engine.backward(engine(torch.tensor(1e-2)))
         engine.step()
@@ -122,7 +123,7 @@ def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_pl
     """As :func:`load_into`, of this model."""
 
     def make() -> tuple[Any, Callable[[], list[Part]]]:
-        engine = _initialise(topology, build_model(params_m))
+        engine = initialise(topology, build_model(params_m))
         return engine, lambda: list_parts(engine)
 
     return load_into(make, folder, tag, with_plugin=with_plugin)

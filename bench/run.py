@@ -32,6 +32,7 @@ from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from planning import make_plan_section, measure_plans  # noqa: E402
 from ranks import Body, RankFailed, Ranks  # noqa: E402
 from report import SUMMARY, Measured, Results, describe_machine, explain, make_section, summarise_loads, table  # noqa: E402
+from restart import make_restart_section, measure_restarts  # noqa: E402
 from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
 from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
 
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 TAG = "global_step1"
 UNIVERSAL_TAG = f"{TAG}_universal"
-PLAN, SCALING = "plan", "scaling"
+PLAN, SCALING, RESTART = "plan", "scaling", "restart"
 TITLES = {suite.name: suite.short for suite in SUITES}
-ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING, PLAN)
+ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING, PLAN, RESTART)
 ATTEMPTS = 6
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
 CONVERSION = """
@@ -291,6 +292,8 @@ def make_page(found: dict[str, Any]) -> str:
         sections.append(make_scaling_section(found[SCALING]))
     if PLAN in found:
         sections.append(make_plan_section(found[PLAN]))
+    if RESTART in found:
+        sections.append(make_restart_section(found[RESTART]))
     how = f"{explain(suites[0][1])}\n\n" if suites else ""
     return f"# Benchmarks\n\n`make bench` on {describe_machine()}.\n\n{how}" + "\n".join(sections)
 
@@ -368,6 +371,8 @@ def main() -> None:
             found[SCALING] |= {"simulated": simulate_scaling(say, quick=args.quick), "command": tell_command()}
         if PLAN in args.suites and not args.only:
             found[PLAN] = measure_plans(folder / PLAN, quick=args.quick, rounds=args.rounds, say=say)
+        if RESTART in args.suites and not args.only:
+            found[RESTART] = measure_restarts(folder / RESTART, args.params_m, args.rounds, say)
         note.write_text(json.dumps(found, indent=1))
         page = make_page(found)
         is_whole = not args.partial and {*found} == {*ALL}

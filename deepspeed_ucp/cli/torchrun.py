@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ..errors import UcpError
 from .common import add_command
-from .printing import OK
+from .printing import ERROR, OK, tell
 
 if TYPE_CHECKING:
     from .common import Commands
@@ -33,5 +34,9 @@ def run(options: argparse.Namespace) -> int:
     """Run torchrun; its errors are its own."""
     from ..supervise.agent import run as run_agent
 
-    run_agent(options.args)
+    try:
+        run_agent(options.args)
+    except UcpError as error:
+        tell(f"ds_ucp torchrun: {error}")
+        return ERROR
     return OK

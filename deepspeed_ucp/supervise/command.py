@@ -54,10 +54,17 @@ class Command:
         if lost:  # the launcher finds it out: it may have been a lost host's
             options = [option for option in options if option is not None and option[0] != "--master_addr"]
         kept = [option for option in options if option is not None]
-        # With one host it starts the ranks on this machine, whichever that host is, unless it is told not to.
-        if len(hosts) == 1 and not is_local(next(iter(hosts))) and ("--force_multi", None) not in kept:
-            kept.append(("--force_multi", None))
+        if len(hosts) == 1 and ("--force_multi", None) not in kept:
+            kept += _settle_lone(next(iter(hosts)))
         return replace(self, options=(("--hostfile", hostfile), *kept))
+
+
+def _settle_lone(host: str) -> list[tuple[str, str | None]]:
+    """Options for one host: unless told not to, the launcher starts its ranks on this machine, whichever it is, and
+    asks it over ssh, although nothing else goes that way."""
+    if not is_local(host):
+        return [("--force_multi", None)]
+    return [("--no_ssh_check", None), ("--master_addr", "127.0.0.1")]
 
 
 def _leave_out(key: str, value: str | None, lost: Sequence[str]) -> tuple[str, str | None] | None:

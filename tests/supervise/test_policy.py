@@ -115,7 +115,11 @@ def test_a_launchers_command_is_taken_apart() -> None:
         ({"127.0.0.1": 1, "b": 1}, ("a",), "--hostfile new --no_ssh_check --include b --master_port 29501"),
         # a lone host that is not this machine: the launcher would start its ranks here
         ({"b.invalid": 1}, ("a", "b"), "--hostfile new --no_ssh_check --master_port 29501 --force_multi"),
-        ({"127.0.0.1": 1}, ("a", "b"), "--hostfile new --no_ssh_check --master_port 29501"),
+        (
+            {"127.0.0.1": 1},
+            ("a", "b"),
+            "--hostfile new --no_ssh_check --master_port 29501 --no_ssh_check --master_addr 127.0.0.1",
+        ),
     ],
 )
 def test_a_command_is_narrowed_to_the_hosts_that_are_left(

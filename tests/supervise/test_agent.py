@@ -1,0 +1,182 @@
+"""``ds_ucp torchrun``: what it makes of torchrun's arguments, and a rendezvous that watches its workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.lifeline import VARIABLE
+from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, prepare
+from deepspeed_ucp.supervise.watch import Patience
+from tests.supervise.standins import ROOT, is_running, wait_until
+
+
+class Rounds:
+    """A rendezvous whose rounds have these many agents."""
+
+    def __init__(self, *worlds: int) -> None:
+        self.worlds, self.closed = list(worlds), False
+
+    def next_rendezvous(self) -> Any:
+        return SimpleNamespace(world_size=self.worlds.pop(0), rank=0)
+
+    def set_closed(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield
+    os.environ.pop(VARIABLE, None)
+
+
+def make(tmp_path: Path, *worlds: int, step: float = 60) -> GuardedRendezvous:
+    return GuardedRendezvous(Rounds(*worlds), Patience(start=60, step=step), str(tmp_path / "events"))  # type: ignore[arg-type]
+
+
+def read_events(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+
+
+WORKER = "from deepspeed_ucp import lifeline; lifeline.beat({step}); import time; time.sleep({seconds})"
+
+
+def work(step: int, seconds: float = 0) -> subprocess.Popen[bytes]:
+    """A worker of the round that has just begun."""
+    code = WORKER.format(step=step, seconds=seconds)
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": "0", "PYTHONPATH": str(ROOT)})
+
+
+def test_workers_that_fail_thrice_at_one_step_are_given_up(tmp_path: Path) -> None:
+    rendezvous = make(tmp_path, 2, 2, 2, 2)
+    for _ in range(3):
+        rendezvous.next_rendezvous()
+        work(7).wait()
+    with pytest.raises(UcpError, match="3 times after step 7"):
+        rendezvous.next_rendezvous()
+    assert rendezvous.own.closed  # type: ignore[attr-defined]
+    assert [event["event"] for event in read_events(tmp_path)] == [
+        *["rendezvous", "round"] * 3,
+        "rendezvous",
+        "gave_up",
+    ]
+
+
+def test_agents_that_come_and_go_are_no_fault_of_the_script(tmp_path: Path) -> None:
+    rendezvous = make(tmp_path, 2, 1, 2, 1, 2, 1)
+    for _ in range(6):
+        rendezvous.next_rendezvous()
+    assert [event["agents"] for event in read_events(tmp_path) if event["event"] == "round"] == [2, 1, 2, 1, 2, 1]
+
+
+def test_workers_that_hang_are_ended_also_when_they_are_stopped(tmp_path: Path) -> None:
+    rendezvous = make(tmp_path, 1, step=1)
+    rendezvous.next_rendezvous()
+    process = work(3, seconds=60)
+    wait_until(lambda: rendezvous._watch.look() and rendezvous._watch.look()[0].step == 3)
+    process.send_signal(signal.SIGSTOP)
+    assert process.wait(timeout=20) == -signal.SIGKILL
+    assert [event["ranks"] for event in read_events(tmp_path) if event["event"] == "hanging"] == [[0]]
+
+
+def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:
+    rendezvous = make(tmp_path, 1, 1)
+    rendezvous.next_rendezvous()
+    process = work(3, seconds=60)
+    wait_until(rendezvous._watch.look)
+    rendezvous.next_rendezvous()
+    assert process.wait(timeout=20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("words", "endpoint", "conf"),
+    [
+        (["--nnodes", "1:2", "--rdzv-endpoint", "/shared/x"], "/shared/x", "last_call_timeout=10,store_type=file"),
+        (["--rdzv-endpoint", "head:29400", "--rdzv-conf", "hang=5"], "head:29400", "last_call_timeout=10,hang=5"),
+        (["--standalone", "--nproc-per-node", "2"], "localhost:0", "last_call_timeout=10"),
+        ([], "localhost:0", "last_call_timeout=10"),
+    ],
+)
+def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], endpoint: str, conf: str) -> None:
+    args = prepare([*words, "train.py", "--rdzv-conf", "x"])
+    assert (args.rdzv_backend, args.rdzv_endpoint, args.standalone, args.max_restarts) == (
+        BACKEND,
+        endpoint,
+        False,
+        100,
+    )
+    assert args.rdzv_conf == f"keep_alive_interval=3,keep_alive_max_attempt=4,{conf}"
+    assert args.training_script_args == ["--rdzv-conf", "x"]
+    assert prepare(["--max-restarts", "3", "train.py"]).max_restarts == 3
+
+
+SCRIPT = """
+import os, pathlib, sys, time
+import deepspeed_ucp
+from deepspeed_ucp import lifeline
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+folder, saved = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / "saved"
+(folder / "pids").open("a").write(f"{os.getpid()} {os.getppid()} {dist.get_world_size()}\\n")
+step = int(saved.read_text() or 0) if saved.exists() else 0
+while not (folder / "stop").exists() or step % 20:
+    dist.all_reduce(torch.ones(1))
+    step += 1
+    lifeline.beat(step)
+    if dist.get_rank() == 0:
+        (folder / "next").write_text(str(step)); os.replace(folder / "next", saved)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.exhaustive
+def test_agents_survive_each_other(tmp_path: Path) -> None:
+    """The first of two agents, which has rank 0, is killed; the other goes on; a third comes; a worker is stopped."""
+    (tmp_path / "worker.py").write_text(SCRIPT)
+    conf = f"keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=2,hang=4,events={tmp_path / 'events'}"
+    command = [
+        *(sys.executable, "-m", "deepspeed_ucp", "torchrun", "--nnodes", "1:2", "--nproc-per-node", "1"),
+        *("--rdzv-endpoint", str(tmp_path / "store"), "--rdzv-id", "test", "--rdzv-conf", conf),
+        *(str(tmp_path / "worker.py"), str(tmp_path)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def workers(world: int) -> list[tuple[int, int]]:
+        """Live workers in a world of this size, with their agents."""
+        path = tmp_path / "pids"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [tuple(map(int, line.split())) for line in lines]
+        return [(pid, agent) for pid, agent, size in found if size == world and is_running(pid)]
+
+    agents = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    try:
+        wait_until(lambda: len(workers(2)) == 2, 90)
+        doomed = [pid for pid, agent in workers(2) if agent == agents[0].pid]
+        agents[0].kill()
+        wait_until(lambda: len(workers(1)) == 1, 60)
+        assert not any(map(is_running, doomed))
+        agents.append(subprocess.Popen(command, env=environment))
+        wait_until(lambda: len(workers(2)) == 2, 90)
+        stopped, _ = workers(2)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: not is_running(stopped), 30)
+        wait_until(lambda: len(workers(2)) == 2, 90)
+        (tmp_path / "stop").touch()
+        assert [agent.wait(timeout=60) for agent in agents[1:]] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert {event["event"] for event in read_events(tmp_path)} == {"rendezvous", "round", "hanging"}
