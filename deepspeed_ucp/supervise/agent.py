@@ -62,6 +62,9 @@ def prepare(words: Sequence[str]) -> Any:
     """Torchrun's arguments, with our rendezvous in the place of its own."""
     args = torchrun.parse_args(list(words))
     conf: dict[str, object] = dict(DEFAULTS)
+    _, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    if not args.rdzv_endpoint and most > 1 and not args.standalone:
+        args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"  # as for its static rendezvous
     if args.standalone or not args.rdzv_endpoint:
         args.rdzv_endpoint, args.rdzv_id, args.standalone = "localhost:0", str(uuid.uuid4()), False
     elif "/" in args.rdzv_endpoint:

@@ -106,6 +106,7 @@ def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:
         (["--rdzv-endpoint", "head:29400", "--rdzv-conf", "hang=5"], "head:29400", "last_call_timeout=10,hang=5"),
         (["--standalone", "--nproc-per-node", "2"], "localhost:0", "last_call_timeout=10"),
         ([], "localhost:0", "last_call_timeout=10"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "head"], "head:29500", "last_call_timeout=10"),
     ],
 )
 def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], endpoint: str, conf: str) -> None:
