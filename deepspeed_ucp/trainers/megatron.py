@@ -23,7 +23,7 @@ def create_ds_config(original: Callable[..., Any], *args: Any) -> Any:
     if isinstance(given, str):
         with open(given, encoding="utf-8") as stream:
             given = json.load(stream)
-    section = given.get("checkpoint") or {}  # before it is replaced
+    section = (given or {}).get("checkpoint") or {}  # before it is replaced
     config = original(*args)
     if section.get("universal"):
         config["checkpoint"] = section
@@ -54,8 +54,8 @@ def load_checkpoint(original: Callable[..., Any], model: list[Any], *args: Any, 
 def _accept_degrees(saved: Any) -> None:
     live = _get_args()
     changed = [name for name in _DEGREES if getattr(saved, name, None) != getattr(live, name)]
-    if saved is None or not changed or live.universal_checkpoint:
-        return
+    if saved is None or not changed or getattr(live, "universal_checkpoint", True):
+        return  # also in releases that lack the flag, whose check of the degrees stands
     live.universal_checkpoint = True
     if connect().rank == 0:
         told = ", ".join(f"{name} {getattr(saved, name, None)} → {getattr(live, name)}" for name in changed)
