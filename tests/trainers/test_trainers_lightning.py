@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.trainers.lightning import count_anew
 
 pytest.importorskip("lightning")
 
@@ -45,6 +46,29 @@ def check(whole: list[Trained], begun: list[Trained], resumed: list[Trained]) ->
     assert sorted(join(whole)) == list(range(1, STEPS + 1))
     assert join(begun) | join(resumed) == join(whole)
     assert average(begun) + average(resumed) == pytest.approx(average(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "done", "lag", "expected"),
+    [
+        (1, 2, 7, 1, (14, 13, 0)),  # saved at a batch's end, before Lightning calls it completed
+        (2, 1, 6, 0, (3, 3, 0)),
+        (2, 2, 7, 1, (6, 5, 1)),  # what was accumulated since is in no file
+        (4, 2, 7, 0, (2, 2, 3)),
+        (None, 3, 6, 0, (6, 6, 0)),
+    ],
+)
+def test_batches_are_counted_in_whole_steps_of_this_run(
+    was: int | None, now: int, done: int, lag: int, expected: tuple[int, int, int]
+) -> None:
+    counts = {"ready": done, "started": done, "processed": done, "completed": done - lag}
+    progress = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
+    rest = count_anew(progress, was, now)
+    for part in ("total", "current"):
+        held = progress[part]
+        assert isinstance(held, dict)
+        assert held["ready"] == held["started"] == held["processed"]
+        assert (held["processed"], held["completed"], rest) == expected
 
 
 PAIRS = [(2, 1), (1, 2)]
