@@ -184,7 +184,7 @@ def describe(loads: Sequence[str], told: Mapping[str, Any], ranks: Sequence[Rank
         for each in ranks
     ]
     numbers = range(2, len(phases) + 4)
-    lines += format_table(rows, ["rank", "host", *phases, "read", "requests"], right=[0, *numbers])
+    lines += format_table(rows, ["rank", "host", *phases, "bytes", "requests"], right=[0, *numbers])
     lines += ["", f"slowest rank  {slowest.rank} on {slowest.host}: {format_duration(slowest.sum())}"]
     files = [each.slowest for each in ranks if each.slowest]
     if files:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from ..errors import ConfigError
 from .plot import FAINT_INK, INK
 from .report import COLOURS, Rank, list_phases
+
+_NOTED = 0.05
+"""Of all seconds; what is less beyond the others' stays pale."""
 
 _ROWS = 64
 """Ranks that are named; of more every n-th."""
@@ -32,13 +36,13 @@ def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
     if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
         known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
         raise ConfigError(f"--plot: {path} does not end in a format that can be drawn ({known}).")
-    timeline, (heat, rates) = figure.add_subplot(2, 1, 1), (figure.add_subplot(2, 2, 3), figure.add_subplot(2, 2, 4))
+    axes = figure.subplot_mosaic([["timeline", "timeline"], ["heat", "rates"]])
     phases = list_phases(ranks)
-    _draw_timeline(timeline, ranks, phases)
-    _draw_heat(heat, ranks, phases)
-    _draw_rates(rates, ranks)
-    for axes in (timeline, heat, rates):
-        _name_ranks(axes, ranks)
+    _draw_timeline(axes["timeline"], ranks, phases)
+    _draw_heat(axes["heat"], ranks, phases)
+    _draw_rates(axes["rates"], ranks)
+    for each in axes.values():
+        _name_ranks(each, ranks)
     title = f"{told['loaded']}: step {told['step']}, {len(ranks)} ranks · {told['reason']}"
     figure.suptitle(title[:150], x=0.01, ha="left", color=INK, fontsize=11)
     figure.savefig(path, dpi=130)
@@ -57,19 +61,21 @@ def _draw_timeline(axes: Any, ranks: Sequence[Rank], phases: Sequence[str]) -> N
 
 
 def _draw_heat(axes: Any, ranks: Sequence[Rank], phases: Sequence[str]) -> None:
-    """Seconds by rank and phase, each phase coloured on its own scale: what differs from the others stands out."""
+    """Seconds by rank and phase; what is coloured are those beyond the phase's median, so that stragglers stand out."""
     seconds = [[each.sum(phase) for phase in phases] for each in ranks]
-    most = [max(column) or 1.0 for column in zip(*seconds, strict=True)]
-    axes.imshow(
-        [[s / m for s, m in zip(row, most, strict=True)] for row in seconds], aspect="auto", cmap="OrRd", vmin=0
-    )
+    usual = [median(column) for column in zip(*seconds, strict=True)]
+    beyond = [[max(0.0, value - held) for value, held in zip(row, usual, strict=True)] for row in seconds]
+    most = max(*map(max, beyond), _NOTED * sum(usual), 1e-9)
+    axes.imshow(beyond, aspect="auto", cmap="OrRd", vmin=0, vmax=most)
     axes.set_xticks(range(len(phases)), phases, rotation=30, ha="right", fontsize=8)
     if len(ranks) <= _ROWS // 2:
         for row, values in enumerate(seconds):
             for column, value in enumerate(values):
-                ink = "white" if value > 0.7 * most[column] else INK
+                ink = "white" if beyond[row][column] > 0.6 * most else INK
                 axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=7, color=ink)
-    axes.set_title("seconds by rank and phase", fontsize=9, color=FAINT_INK, loc="left")
+    axes.set_title(
+        "seconds by rank and phase; coloured: beyond the phase's median", fontsize=9, color=FAINT_INK, loc="left"
+    )
 
 
 def _draw_rates(axes: Any, ranks: Sequence[Rank]) -> None:

@@ -42,7 +42,7 @@ def test_the_last_load_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["report", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "/ckpt/mp.pt: step 40, loaded by deepspeed_ucp on 2 ranks in 2.85 s"
-    assert lines[4].split() == ["rank", "host", "start", "index", "read", "fill", "finish", "read", "requests"]
+    assert lines[4].split() == ["rank", "host", "start", "index", "read", "fill", "finish", "bytes", "requests"]
     assert lines[6].split() == ["1", "worker-1", "10.00", "0.50", "2.00", "0.25", "0.10", "2.86", "MiB", "7"]
     assert "slowest rank  1 on worker-1: 2.85 s" in lines
     assert r"slowest file  /ckpt/b\x1b1.pt: 488 KiB/s while it was read" in lines
