@@ -168,6 +168,10 @@ def describe_os_error(error: OSError) -> str:
     return f"{files or 'a file'}: {error.strerror or error} ({name})"
 
 
+_LENGTH, _ROW = 8, 256
+"""Bytes of a length, and of a length with a small value behind it."""
+
+
 class TorchComm(Comm):
     """The ranks of the default process group, over whatever backend the launch uses."""
 
@@ -181,14 +185,38 @@ class TorchComm(Comm):
         self.owner = owner
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        self.dist.all_gather_object(values, value)
-        return values
+        """In one collective where all values are small, as they mostly are: the wait for it is what it costs."""
+        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        size = len(packed).to_bytes(_LENGTH, "little")
+        rows = self._gather_rows(size + packed[: _ROW - _LENGTH], _ROW)
+        sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+        longest = max(sizes)
+        if longest > _ROW - _LENGTH:
+            rows = self._gather_rows(size + packed, _LENGTH + longest)
+        return [pickle.loads(row[_LENGTH : _LENGTH + size]) for row, size in zip(rows, sizes, strict=True)]  # noqa: S301
+
+    def _gather_rows(self, row: bytes, width: int) -> list[bytes]:
+        import torch
+
+        own = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
+        rows = torch.empty(self.size, width, dtype=torch.uint8, device=self.device)
+        self.dist.all_gather(list(rows), own)  # not into one tensor, which MPI's groups do not know
+        return [row.tobytes() for row in rows.cpu().numpy()]
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        values = [value]
-        self.dist.broadcast_object_list(values, src=src)
-        return values[0]
+        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
+        row = self._broadcast_row(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW, src)
+        size = int.from_bytes(row[:_LENGTH], "little")
+        if size > _ROW - _LENGTH:
+            row = row[:_LENGTH] + self._broadcast_row(packed, size, src)
+        return pickle.loads(row[_LENGTH : _LENGTH + size])  # noqa: S301 - another rank of this launch made it
+
+    def _broadcast_row(self, row: bytes, width: int, src: int) -> bytes:
+        import torch
+
+        data = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
+        self.dist.broadcast(data, src=src)
+        return data.cpu().numpy().tobytes()
 
     def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
         import torch

@@ -63,9 +63,12 @@ class EngineState:
 def capture(engine: Any) -> EngineState:
     """Copy the state of `engine`. Collective: all ranks of the engine call it together."""
     homes = dict(_list_homes(engine))
+    named = dict(engine.module.named_parameters())
+    with GatheredParameters([each for each in named.values() if hasattr(each, "ds_id")]):  # at stage 3
+        values = {name: _copy(each.data) for name, each in named.items()}
     parameters = {}
-    for name, parameter in engine.module.named_parameters():
-        parameters[strip_compiled(name)] = state = ParameterState(value=_read_value(parameter))
+    for name, parameter in named.items():
+        parameters[strip_compiled(name)] = state = ParameterState(value=values[name])
         if id(parameter) in homes:
             _fill(state, parameter, homes[id(parameter)])
     scheduler = engine.lr_scheduler
@@ -220,14 +223,6 @@ def _is_scalar(value: Any, elementwise: list[str], key: str) -> bool:
     if key in elementwise or isinstance(value, bool):
         return False
     return isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
-
-
-def _read_value(parameter: Any) -> Tensor:
-    """The parameter that the model computes with; gathered at stage 3."""
-    if not hasattr(parameter, "ds_id"):
-        return _copy(parameter.data)
-    with GatheredParameters([parameter]):
-        return _copy(parameter.data)
 
 
 def _copy_buffers(engine: Any) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class Launch:
     def ds_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_batch_size": BATCH,
-            "train_micro_batch_size_per_gpu": 1 if self.dual else 4 if self.dp == 1 else 2,
+            "train_micro_batch_size_per_gpu": 1 if self.dual else BATCH // self.dp,
             "zero_optimization": {"stage": self.stage},
             "gradient_clipping": 0.0,  # stage 0 with a pipeline clips by another norm than the others
             "steps_per_print": 1 << 30,
