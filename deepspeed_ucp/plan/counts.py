@@ -66,7 +66,7 @@ class ExpertCounts:
     def advise(self) -> str:
         """What to do where the experts of the two sides are not the same; empty where they are."""
         for block, (have, want) in self.differing.items():
-            number = f"e % {have}" if want > have else f"e * {have // want}"
+            number = _choose(have, want)
             saved, live = rf"(?P<x>.*\.experts\.w[123])\.{{{number}}}", "{x}.{e}"
             if find_expert(self.saved[block][0]):
                 saved, live = rf"(?P<x>.*\.deepspeed_experts)\.{{{number}}}\.(?P<rest>.*)", "{x}.{e}.{rest}"
@@ -78,6 +78,16 @@ class ExpertCounts:
         if self.saved.keys() != self.live.keys():
             return f" Rename rules tell which saved parameter feeds which expert ({_DOCUMENT})."
         return ""
+
+
+def advise_fused(name: str, have: int, want: int) -> str:
+    """What to do where a parameter that may hold experts, one behind the other, has another number of them."""
+    rule = json.dumps({"from": rf"{re.escape(name)}\.{{{_choose(have, want)}}}", "to": f"{name}.{{e}}"})
+    return f" (of experts the rename rule {rule} would tell which feeds which)"
+
+
+def _choose(have: int, want: int) -> str:
+    return f"e % {have}" if want > have else f"e * {have // max(want, 1)}"
 
 
 def _list_blocks(names: Iterable[str]) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 from ..experts import is_expert
 from ..flat import Shape
-from .counts import ExpertCounts
+from .counts import ExpertCounts, advise_fused
 from .settling import Shapes
 
 FIRST = (0, 1)
@@ -181,6 +181,8 @@ def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: in
 def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[str]:
     """What is wrong with a whole tensor's shape; whether another number of rows is, patterns have to tell."""
     told = f"{name}: shape {saved} in the checkpoint, {live} in the model"
+    if len(saved) == len(live) == 3 and saved[1:] == live[1:] and saved != live:
+        return [f"{told}{advise_fused(name, saved[0], live[0])}"]
     if len(saved) == len(live) > 0 and saved[1:] == live[1:]:
         match.resized.update({name: told} if saved != live else {})
         return []

@@ -336,3 +336,16 @@ def test_we_load_what_either_wrote(
             check_loaded(join([states for _, states, _ in parts]), expected)
             if source.precision == target.precision == "fp32":
                 assert parts[0][2] == pytest.approx(losses, abs=1e-7)
+
+
+def test_other_numbers_of_experts_in_one_parameter_take_a_rule(
+    saved: Any, ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
+    (folder, expected, _), world = saved[Form(2, 1, "fused")], ucp_worlds.get(2)
+    rules = [{"from": r"(?P<x>.*_proj)\.{e % 4}", "to": "{x}.{e}"}, {"from": r".*\.mlp\.gate\.weight", "to": None}]
+    told, _ = load(world, Form(2, 3, "fused", 8), folder, [], tmp_path / "refused")
+    assert "MismatchError" in told and r'gate_up_proj\\.{e % 4}", "to": ' in told, told
+    told, states = load(world, Form(2, 3, "fused", 8), folder, rules, tmp_path / "again")
+    assert "MismatchError" not in told, told
+    assert "_proj.{0-7} are copies of" in told and "gate.weight keep the new model's values" in told
+    check_experts(states, expected, lambda e: e % 4)

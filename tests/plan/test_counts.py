@@ -69,3 +69,16 @@ def test_a_router_is_refused_by_a_lenient_load_too() -> None:
     with pytest.raises(MismatchError, match="a row for each expert") as error:
         match(name_all(AUTOEP, 4), Live(shapes), strict=False)
     assert "4 experts" not in str(error.value)  # missing ones are passed over by the user's word
+
+
+@pytest.mark.parametrize(("have", "want"), [(4, 8), (8, 4)])
+def test_the_rule_for_experts_in_one_parameter_brings_them_together(have: int, want: int) -> None:
+    saved, live = {"m.up": (have, 2, 3)}, {"m.up": ((want, 2, 3),)}
+    with pytest.raises(MismatchError) as error:
+        match(saved, Live(live))
+    (rule,) = re.findall(r"rename rule (\{.*?\"\})", str(error.value))
+    index, data = make_bytes(saved)
+    made = feed(index, live, parse_renames([json.loads(rule)]))
+    rows = [e % have if want > have else e * 2 for e in range(want)]
+    assert np.array_equal(read(made.index, data, "m.up"), read(index, data, "m.up")[rows])
+    assert match_parameters(made.index, Live(live), strict=True, with_states=True).saved == {"m.up": "m.up"}
