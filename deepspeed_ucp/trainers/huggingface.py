@@ -21,7 +21,7 @@ from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import CheckpointError, MismatchError
-from ..hook import read_options
+from ..hook import read_options, show_decisions
 from ..sources.latest import find_checkpoint, find_tags
 from ..sources.open import look_at_job
 from .randomness import States, read_states, restore_ranks
@@ -40,6 +40,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     folder, config = call.arguments.get("resume_from_checkpoint"), find_options(trainer)
     trainer._ucp_resumed = None
     if config is not None and folder:
+        show_decisions()
         trainer._ucp_resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments.get("batch_size") or trainer._train_batch_size
         call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
