@@ -112,8 +112,11 @@ def convert(checkpoint: Path, target: Path) -> None:
     tag = (checkpoint / "latest").read_text().strip()
     target.mkdir()
     folders = ["--input_folder", str(checkpoint / tag), "--output_folder", str(target / f"{tag}_universal")]
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders]
+    with (target.parent / "conversion.out").open("wb") as output:
+        done = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError((target.parent / "conversion.out").read_text()[-3000:])
     (target / "latest_universal").write_text(f"{tag}_universal")
 
 
