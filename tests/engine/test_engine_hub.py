@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +19,22 @@ from deepspeed_ucp.testing import WorldPool
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 pytest.importorskip("transformers", minversion="5.0", reason="AutoEP knows transformers' fused experts alone")
 
-import engine_hub
-
 NAMES = {"mixtral": ("hf-mixtral", 2), "qwen3": ("hf-moe", 3), "deepseek": ("hf-moe", 1)}
 """Of each model the family of names, and the ZeRO stage that it is trained at."""
 
 CLOSE = {"rtol": 0, "atol": 1e-6}  # AutoEP sums an expert's tokens in another order
 
 
+@pytest.fixture(scope="module")
+def engine_hub() -> Any:
+    """Imported late: every worker collects this module, and the models take seconds to import."""
+    return importlib.import_module("engine_hub")
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_what_autoep_trained_is_a_model_of_the_hub(name: str, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+def test_what_autoep_trained_is_a_model_of_the_hub(
+    engine_hub: Any, name: str, ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
     family, stage = NAMES[name]
     trained, *_ = ucp_worlds.get(2).run(engine_hub.save, name, stage, 2, str(tmp_path))
     index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), weights_only=stage == 3)
@@ -44,7 +52,7 @@ def test_what_autoep_trained_is_a_model_of_the_hub(name: str, ucp_worlds: WorldP
     assert all(torch.equal(tensor, exported[key]) for key, tensor in dense.items())
 
 
-def test_a_model_of_the_hub_goes_on_under_autoep(ucp_worlds: WorldPool, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_goes_on_under_autoep(engine_hub: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     trained, *_ = ucp_worlds.get(2).run(engine_hub.save, "deepseek", 3, None, str(tmp_path))
     for logits, _ in ucp_worlds.get(2).run(engine_hub.load, "deepseek", 2, 2, str(tmp_path)):
         torch.testing.assert_close(logits, trained, **CLOSE)
