@@ -134,6 +134,8 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
     wrong = [text for text, (regex, equals, _) in zip(options.rename, pairs, strict=True) if not (regex and equals)]
     if wrong:
         raise ConfigError(f"--rename {wrong[0]!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
+    if options.experts is not None and options.experts < 1:
+        raise ConfigError(f"--experts {options.experts}: a positive number is needed.")
     return ExportOptions(
         dtype=DTYPES[options.dtype],
         tied=options.tied,

@@ -88,7 +88,7 @@ class _Foreseen:
         elif rule.source:
             held = self.counted[rule.split(groups, name)]
             held.add(rule.find_saved(groups))
-            self._spread(rule.split(groups, name), self.experts or len(held), _cut(shapes, 1, rule.part[1]))
+            self._spread(rule.split(groups, name), self.experts or len(held), _cut(shapes, rule.part[1]))
         else:
             count = self._count_fed(rule, name, shapes[0])
             whole = len(shapes[0]) == 3
@@ -98,12 +98,15 @@ class _Foreseen:
 
     def _count_inside(self, rule: Rename, name: str, shapes: tuple[Shape, ...]) -> None:
         """A parameter that holds the experts: it stays one under its own name, and is cut under another."""
+        if not shapes[0]:  # a rule that matches everything
+            self.shapes[name] = shapes
+            return
         ends = rule.split(rule.match(f"{name}.0") or {}, name)
         count = self.experts or shapes[0][0]
         if ends == (f"{name}.", ""):
             self.shapes[name] = tuple((count, *shape[1:]) for shape in shapes)
         else:
-            self._spread(ends, count, _cut(tuple(shape[1:] for shape in shapes), 1, rule.part[1]))
+            self._spread(ends, count, _cut(tuple(shape[1:] for shape in shapes), rule.part[1]))
 
     def _count_fed(self, rule: Rename, name: str, shape: Shape) -> int:
         """How many experts one saved parameter feeds."""

@@ -70,6 +70,13 @@ def test_what_the_rules_do_not_tell(saved: Shapes, rules: Sequence[Any], experts
         feed_foreseen(index, parse_renames(rules), experts)
 
 
+def test_a_rule_that_matches_scalars_too() -> None:
+    index, data = make_index({"x.up": (4, 3, 2), "scale": ()})
+    made = feed_foreseen(index, parse_renames([{"from": r"(?P<x>.*)\.{e % 4}", "to": "{x}.{e}"}]), 8)
+    assert read(made.index, data, "x.up").shape == (8, 3, 2)
+    assert read(made.index, data, "scale").shape == ()
+
+
 def test_copies_alone_are_renamed_too() -> None:
     """Where the optimizer's files are not wanted."""
     index, _ = make_index({"2.w": (3,)})
