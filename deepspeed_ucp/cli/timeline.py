@@ -8,8 +8,10 @@ from statistics import median
 from typing import Any
 
 from ..errors import ConfigError
+from .loads import Rank, list_phases
 from .plot import FAINT_INK, INK
-from .report import COLOURS, Rank, list_phases
+
+COLOURS = ("#9db8d2", "#2f5d8a", "#d1a13b", "#e08e45", "#4a9d7c", "#a8577e", "#6b7178", "#77b5d9", "#c9c4b8")
 
 _NOTED = 0.05
 """Of all seconds; what is less beyond the others' stays pale."""

@@ -9,7 +9,7 @@ from typing import Any
 import engine_experts
 import pytest
 
-from deepspeed_ucp.cli.report import list_loads, make_rank, read_load
+from deepspeed_ucp.cli.loads import list_loads, make_rank, read_load
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.forecast.degrees import parse_degrees
 from deepspeed_ucp.forecast.dryrun import dry_run
