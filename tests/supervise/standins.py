@@ -48,7 +48,7 @@ hosts, forgives = {{"here": 2}}, "STANDIN_FORGIVES" in os.environ
 if words[0] == "--hostfile":
     hosts = {{line.split()[0]: int(line.split("=")[1]) for line in open(words[1])}}
 while words[0].startswith("-"):
-    del words[: 1 if words[0] in ("--no_python", "--force_multi") else 2]
+    del words[: 1 if words[0] in ("--no_python", "--force_multi", "--no_ssh_check") else 2]
 exports = dict(line.strip().split("=", 1) for line in open(os.environ["DS_ENV_FILE"])) if len(hosts) > 1 else {{}}
 world, ranks = sum(hosts.values()), []
 for host, slots in hosts.items():
