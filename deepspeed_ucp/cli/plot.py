@@ -147,8 +147,8 @@ def _mark_layers(places: dict[ParamKey, tuple[float, float]]) -> list[tuple[floa
     return marks
 
 
-def draw_map(survey: Survey, path: str) -> None:
-    """Draw the map into a file whose ending names the format.
+def make_figure(path: str) -> Any:
+    """An empty figure that is to be saved as ``path``, whose ending names the format.
 
     Raises:
         ConfigError: matplotlib is not there, or does not know the format.
@@ -164,6 +164,12 @@ def draw_map(survey: Survey, path: str) -> None:
     if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
         known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
         raise ConfigError(f"--plot: {path} does not end in a format that can be drawn ({known}).")
+    return figure
+
+
+def draw_map(survey: Survey, path: str) -> None:
+    """Draw the map into a file; errors are those of :func:`make_figure`."""
+    figure = make_figure(path)
     drawn = make_map(survey.index, survey.parameters)
     height = min(max(0.26 * len(drawn.rows), min(0.5 * len(drawn.rows), 2.4)), 11.0)
     figure.set_size_inches(13.0, height + 1.8)

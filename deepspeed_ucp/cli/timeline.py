@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..errors import ConfigError
 from .loads import Rank, list_phases
-from .plot import FAINT_INK, INK
+from .plot import FAINT_INK, INK, make_figure
 
 COLOURS = ("#9db8d2", "#2f5d8a", "#d1a13b", "#e08e45", "#4a9d7c", "#a8577e", "#6b7178", "#77b5d9", "#c9c4b8")
 
@@ -21,23 +19,10 @@ _ROWS = 64
 
 
 def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
-    """Draw a load into a file whose ending names the format.
-
-    Raises:
-        ConfigError: matplotlib is not there, or does not know the format.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'deepspeed_ucp[plot]'.") from None
+    """Draw a load into a file; errors are those of :func:`make_figure`."""
     height = min(max(0.3 * len(ranks), 1.6), 6.0)
-    figure = Figure(figsize=(13, 2 * height + 2.6), facecolor="white", layout="constrained")
-    if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
-        known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
-        raise ConfigError(f"--plot: {path} does not end in a format that can be drawn ({known}).")
+    figure = make_figure(path)
+    figure.set_size_inches(13, 2 * height + 2.6)
     axes = figure.subplot_mosaic([["timeline", "timeline"], ["heat", "rates"]])
     phases = list_phases(ranks)
     _draw_timeline(axes["timeline"], ranks, phases)

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, shorten
 from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
 from .builder import Builder
-from .headers import FileHeader, OptimHeader, Shape, TensorStates
+from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors
 from .ranks import SavedRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload
@@ -193,8 +193,8 @@ def _add_parts(
     """What the ranks of ``shards`` together hold of a flat buffer."""
     if not buffer.by_parameter:
         _add_empty(builder, rank, shards[0], index, held.shapes)
-    for part, shard in enumerate(shards):
-        _add_part(builder, rank, shard, index, buffer, part, held.owners)
+    for place, shard in enumerate(shards):
+        _add_part(_Part(builder, rank, shard, index, buffer, place, buffer.cuts(place)), held.owners)
 
 
 def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
@@ -253,75 +253,81 @@ def _add_empty(builder: Builder, rank: SavedRank, shard: FileHeader, group: int,
             builder.add(rank, name, MASTER, shard, replace(nothing, shape=shape))
 
 
-def _add_part(
-    builder: Builder,
-    rank: SavedRank,
-    shard: FileHeader,
-    index: int,
-    buffer: FlatBuffer,
-    part: int,
-    owners: Mapping[str, str],
-) -> None:
-    """What a data-parallel rank holds of a flat buffer: the master, and the optimizer's states.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one data-parallel rank's file holds of a flat buffer.
+
+    Attributes:
+        index: which flat buffer of the file it is.
+        place: which part of the buffer.
+        cuts: of the part.
+    """
+
+    builder: Builder
+    rank: SavedRank
+    shard: FileHeader
+    index: int
+    buffer: FlatBuffer
+    place: int
+    cuts: Sequence[Cut]
+
+    @property
+    def optim(self) -> OptimHeader:
+        return _get_optim(self.shard)
+
+    @property
+    def path(self) -> str:
+        return self.builder.save.path(self.shard)
+
+    def add_cuts(self, state: str, cuts: Sequence[Cut], piece: Piece) -> None:
+        self.builder.add_cuts(self.rank, state, cuts, self.shard, piece)
+
+
+def _add_part(part: _Part, owners: Mapping[str, str]) -> None:
+    """The master, and the optimizer's states.
 
     Of a sub-group that is swapped only what is in no swap file, as a step, is taken from the state file.
     """
-    swaps = builder.save.swaps.get((shard.name, index), {})
+    swaps = part.builder.save.swaps.get((part.shard.name, part.index), {})
     for state, header in swaps.items():
         if header.swap is not None:
-            builder.add_cuts(rank, state, buffer.cuts(part), header, header.swap)
+            replace(part, shard=header).add_cuts(state, part.cuts, header.swap)
     if not swaps:
-        _add_master(builder, rank, shard, index, buffer, part, owners)
-    _add_states(builder, rank, shard, index, buffer, part, swaps)
+        _add_master(part, owners)
+    _add_states(part, swaps)
 
 
-def _add_master(
-    builder: Builder,
-    rank: SavedRank,
-    shard: FileHeader,
-    index: int,
-    buffer: FlatBuffer,
-    part: int,
-    owners: Mapping[str, str],
-) -> None:
-    optim, path, cuts = _get_optim(shard), builder.save.path(shard), buffer.cuts(part)
-    found = _count_elements(builder, shard, index)
+def _add_master(part: _Part, owners: Mapping[str, str]) -> None:
+    buffer, index = part.buffer, part.index
+    found = _count_elements(part.builder, part.shard, index)
     if found != buffer.partition:
         what = "sub-group" if buffer.by_parameter else "partition"
         raise CheckpointError(
-            f"{path}: {what} {index} has {found} elements, {buffer.partition} are expected. The file belongs to "
+            f"{part.path}: {what} {index} has {found} elements, {buffer.partition} are expected. The file belongs to "
             "another run or world size; put the right one back."
         )
     if not buffer.by_parameter:
-        _check_slices(shard, path, index, cuts, owners)
-    master = optim.masters[index]
-    for cut in cuts:
+        _check_slices(part, owners)
+    master = part.optim.masters[index]
+    for cut in part.cuts:
         if cut.offset + cut.numel > master.numel:
             raise CheckpointError(
-                f"{path}: {cut.name} ends beyond the fp32 partition of group {index} "
+                f"{part.path}: {cut.name} ends beyond the fp32 partition of group {index} "
                 f"({cut.offset + cut.numel} > {master.numel} elements). The file belongs to another rank or run."
             )
-    builder.add_cuts(rank, MASTER, cuts, shard, master)
+    part.add_cuts(MASTER, part.cuts, master)
 
 
-def _add_states(
-    builder: Builder,
-    rank: SavedRank,
-    shard: FileHeader,
-    index: int,
-    buffer: FlatBuffer,
-    part: int,
-    swapped: Container[str],
-) -> None:
-    optim = _get_optim(shard)
+def _add_states(part: _Part, swapped: Container[str]) -> None:
+    optim, index = part.optim, part.index
     if index >= len(optim.tensors):
         return
     held = optim.tensors[index]
     states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
-    if _keeps_whole_momentum(builder.save, optim, index):
-        states = _add_momentum(builder, rank, buffer, part, states, shard)
-    stored = optim.masters[index].numel if optim.elastic else buffer.partition
-    builder.add_states(rank, buffer.cuts(part), states, stored, shard)
+    if _keeps_whole_momentum(part.builder.save, optim, index):
+        states = _add_momentum(part, states)
+    stored = optim.masters[index].numel if optim.elastic else part.buffer.partition
+    part.builder.add_states(part.rank, part.cuts, states, stored, part.shard)
 
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
@@ -330,14 +336,12 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     return is_muon and optim.kind == "zero12" and describe_offload(save.zero).startswith("none/")
 
 
-def _add_momentum(
-    builder: Builder, rank: SavedRank, buffer: FlatBuffer, part: int, held: TensorStates, shard: FileHeader
-) -> TensorStates:
+def _add_momentum(part: _Part, held: TensorStates) -> TensorStates:
     """Add the momentum of the parameters that a partition touches; what else there is of states.
 
     Each rank's own elements make up the atom; those beyond a border of its partition are other ranks' own.
     """
-    states, touched = dict(held.states), buffer.join_touched(part)
+    states, touched = dict(held.states), part.buffer.join_touched(part.place)
     piece = states.pop(MOMENTUM, None)
     if piece is None or piece.fault:
         return held
@@ -345,29 +349,29 @@ def _add_momentum(
         what = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
         return replace(held, states=states, other={**held.other, MOMENTUM: what})
     own, beyond = [], []
-    cuts = {cut.name: cut for cut in buffer.cuts(part)}
+    cuts = {cut.name: cut for cut in part.cuts}
     for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
         cut = cuts.get(name, Cut(name, 0, 0, 0))  # of an expert that lies in one tensor with those that are held
         if cut.numel:
             own.append(replace(cut, offset=place + cut.start))
         rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
         beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
-    builder.add_cuts(rank, MOMENTUM, own, shard, piece)
-    builder.add_repeated(rank, MOMENTUM, beyond, shard, piece)
+    part.add_cuts(MOMENTUM, own, piece)
+    part.builder.add_repeated(part.rank, MOMENTUM, beyond, part.shard, piece)
     return replace(held, states=states)
 
 
-def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut], owners: Mapping[str, str]) -> None:
+def _check_slices(part: _Part, owners: Mapping[str, str]) -> None:
     """The names in ``param_slice_mappings`` tell a shard of another rank or run; without round robin they are right.
 
     Args:
         owners: the rank's own name for each parameter; experts that lie in one parameter follow each other.
     """
-    if (shard.config.get("zero_optimization") or {}).get("round_robin_gradients"):
+    if (part.shard.config.get("zero_optimization") or {}).get("round_robin_gradients"):
         return
-    slices = _get_optim(shard).slices
+    slices, group = part.optim.slices, part.index
     parts: dict[str, list[Cut]] = defaultdict(list)
-    for cut in cuts:
+    for cut in part.cuts:
         parts[owners[cut.name]].append(cut)
     expected = [(own, each[0].offset, sum(cut.numel for cut in each)) for own, each in parts.items()]
     held = slices[group] if group < len(slices) else ()
@@ -375,7 +379,7 @@ def _check_slices(shard: FileHeader, path: str, group: int, cuts: Sequence[Cut],
     if sorted(found) != sorted(expected):
         odd = sorted(set(found) ^ set(expected))[0]
         raise CheckpointError(
-            f"{path}: holds other parts of group {group} than this rank's file of this checkpoint has to (first "
+            f"{part.path}: holds other parts of group {group} than this rank's file of this checkpoint has to (first "
             f"difference: {odd[0]}, elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to "
             "another rank, run or world size; put the right one back."
         )
