@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .comm import connect
-from .errors import CheckpointError
+from .errors import CheckpointError, shorten
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -55,8 +55,14 @@ def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool =
         raise CheckpointError(f'The client state\'s "{KEY}" is a {type(saved).__name__}, expected a dict.')
     if not wanted:
         return
-    comm = connect()
-    for name, each in engine.__dict__.get("_ucp_carried", {}).items():
+    comm, carried = connect(), engine.__dict__.get("_ucp_carried", {})
+    if comm.rank == 0 and (lost := [name.replace("_", " ") for name in saved if name not in carried]):
+        logger.warning(
+            "The checkpoint carries %s, which nothing in this run takes: it goes on from what this process has. What "
+            "is to go on follows the engine before load_checkpoint.",
+            shorten(lost),
+        )
+    for name, each in carried.items():
         if name in saved:
             comm.run(partial(each.load, saved[name]))
         elif comm.rank == 0:

@@ -10,6 +10,7 @@ samples that it has trained on. DeepSpeed counts these (``engine.global_samples`
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,11 @@ _Reader = tuple[int, int, Iterator[Sample]]
 
 _LONG = 50
 """Batches that are sorted by length together."""
+
+
+def _digest(values: Sequence[float] | Ids | None) -> str | None:
+    """The same for equal numbers."""
+    return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
 
 
 class Order(ABC):
@@ -60,6 +66,10 @@ class Order(ABC):
     @abstractmethod
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         """An epoch's order: by step of the epoch the samples of its slots."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What makes the order, but for the seed: plain values, the same in every world."""
 
     @property
     def consumed(self) -> int:
@@ -99,22 +109,21 @@ class Order(ABC):
 
     # Not named as a stateful loader looks for it (torchdata's): such a loader counts what it has given, and skips as
     # many, which in its own world is right.
-    def get_state(self) -> dict[str, int]:
-        """Where the run stands: plain numbers, the same on every rank."""
-        state = {name: getattr(self, name) for name in ("size", "total_batch", "seed", "consumed")}
-        return {**state, "epoch": self.epoch}
+    def get_state(self) -> dict[str, Any]:
+        """Where the run stands, and in which order: plain values, the same on every rank."""
+        return {**self.describe(), "seed": self.seed, "consumed": self.consumed, "epoch": self.epoch}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on where a run stood, in its order (its seed is taken).
 
         Raises:
-            MismatchError: the samples, or those of a step, are not as many.
+            MismatchError: something else than the seed makes another order of this run's.
         """
-        for name in ("size", "total_batch"):
-            if state[name] != getattr(self, name):
+        for name, here in self.describe().items():
+            if state.get(name) != here:
                 raise MismatchError(
-                    f"the saved run's data had {name} {state[name]}, here it is {getattr(self, name)}: the order of "
-                    "its samples cannot go on. Keep both, or begin the data anew without this state."
+                    f"the saved run's data had {name} {state.get(name)}, here it is {here}: the order of its samples "
+                    "cannot go on. Keep it, or begin the data anew: follow the engine after the load."
                 )
         self.seed, self._start = int(state["seed"]), int(state["consumed"])
         if self._engine is not None:
@@ -182,12 +191,17 @@ class ElasticSampler(Order, Sampler[int]):
             if given is not None and len(given) != self.size:
                 raise ConfigError(f"weights or lengths of {len(given)} samples were given for {self.size}.")
         self.shuffle = shuffle
+        self._digests = {"weights": _digest(weights), "lengths": _digest(lengths)}
         self.weights = None if weights is None else np.asarray(weights, np.float64) / np.sum(weights)
         self.lengths = None if lengths is None else np.asarray(lengths)
 
     @property
     def steps_per_epoch(self) -> int:
         return self.size // self.total_batch
+
+    def describe(self) -> dict[str, Any]:
+        numbers = {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
+        return numbers | self._digests
 
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         order = self._draw(epoch)[: self.steps_per_epoch * self.total_batch]
@@ -235,7 +249,8 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         rank, world: this data-parallel rank, and how many there are.
         lanes: a multiple of every number of ranks that the run is to have, and a divisor of ``total_batch``; by default
             ``total_batch``.
-        batch_size: samples of a micro batch, as the ``DataLoader`` has it; its workers take turns by these.
+        batch_size: samples of a micro batch, as the ``DataLoader`` has it; its workers take turns by these. One that
+            has several needs it.
         shuffle: give every epoch its own order of the shards.
         seed: of that order.
 
@@ -253,7 +268,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         rank: int,
         world: int,
         lanes: int | None = None,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
@@ -272,6 +287,10 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
     def steps_per_epoch(self) -> int:
         return self.size // self.lanes // (self.total_batch // self.lanes)
 
+    def describe(self) -> dict[str, Any]:
+        numbers = {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
+        return {**numbers, "lanes": self.lanes, "sizes": _digest(self.sizes)}
+
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         wide = self.total_batch // self.lanes
         starts = np.arange(self.lanes, dtype=np.int64)[:, None] * (self.steps_per_epoch * wide) + np.arange(wide)
@@ -289,6 +308,8 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
         at, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if workers > 1 and self.batch_size is None:
+            raise ConfigError("an ElasticStream whose DataLoader has several workers needs its batch_size.")
         readers: dict[int, _Reader[Sample]] = {}
         epoch, steps = self._walk()
         order, ends = self._order_shards(epoch)
@@ -297,7 +318,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             found = np.searchsorted(ends, ids, side="right")
             places = ids - (ends - self.sizes[order])[found]
             for slot, (shard, place) in enumerate(zip(order[found].tolist(), places.tolist(), strict=True)):
-                if count // self.batch_size % workers == at:
+                if count // (self.batch_size or 1) % workers == at:
                     yield self._take(readers, slot // wide, shard, place)
                 count += 1
 

@@ -20,6 +20,7 @@ from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
 from .lifeline import beat
+from .load.direct import guard_engine
 from .load.job import LoadArguments
 from .load.off import load_switched_off
 from .load.resume import resume
@@ -167,5 +168,7 @@ def _load_checkpoint(
     else:
         arguments = LoadArguments(**wanted)
         path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
-    hand_out(engine, client_state, wanted=not load_module_only)
+    if client_state is not None:
+        with guard_engine(engine, with_states=False):
+            hand_out(engine, client_state, wanted=not load_module_only)
     return path, client_state

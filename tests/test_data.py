@@ -197,10 +197,41 @@ def test_set_epoch_takes_nothing_back() -> None:
     assert sampler.consumed == 16 * BATCH
 
 
-@pytest.mark.parametrize("change", [{"dataset": 101}, {"total_batch": 24}])
-def test_other_samples_or_another_total_batch_are_refused(change: dict[str, int]) -> None:
-    with pytest.raises(MismatchError, match="cannot go on"):
+@pytest.mark.parametrize(
+    "change",
+    [{"dataset": 101}, {"total_batch": 24}, {"shuffle": False}, {"weights": [1] * 100}, {"lengths": range(100)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_makes_another_order_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=f"had {next(iter(change)).replace('dataset', 'size')} .* cannot go on"):
         make_sampler(0, 1, **change).set_state(make_sampler(0, 1).get_state())
+    make_sampler(0, 1, **change).set_state(make_sampler(0, 3, **change).get_state())
+
+
+@pytest.mark.parametrize("change", [{"lanes": 6}, {"shuffle": False}, {"sizes": (40, 17, 1, 0, 25, 33)}], ids=str)
+def test_what_makes_another_order_of_shards_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=f"had {next(iter(change))} .* cannot go on"):
+        make_stream(0, 1, **change).set_state(make_stream(0, 1).get_state())
+    make_stream(0, 1, **change).set_state(make_stream(0, 3, **change).get_state())
+    with pytest.raises(MismatchError, match="cannot go on"):
+        make_stream(0, 1).set_state(make_sampler(0, 1, dataset=sum(SIZES)).get_state())
+
+
+def test_several_workers_have_to_know_the_micro_batch() -> None:
+    loader: DataLoader[int] = DataLoader(make_stream(0, 1), batch_size=2, num_workers=2)
+    with pytest.raises(ConfigError, match="batch_size"):
+        list(loader)
+
+
+def test_what_nothing_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A sampler that follows after the load would begin its data anew without a word."""
+    engine = Engine(global_samples=0)
+    make_sampler(0, 1).follow(engine)
+    client = collect(engine, {})
+    hand_out(Engine(global_samples=BATCH), dict(client), wanted=False)
+    assert not caplog.text
+    hand_out(Engine(global_samples=BATCH), dict(client))
+    assert "carries data" in caplog.text and "before load_checkpoint" in caplog.text
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:

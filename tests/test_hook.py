@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp import hook
+from deepspeed_ucp.carry import KEY, Carried, carry
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.sources.files import SEAL
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -101,6 +103,31 @@ def test_nothing_to_resume_is_deepspeeds_business(tmp_path: Path) -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     assert len(call(engine, str(tmp_path))) == 1
     assert (engine.ucp_report.direct, engine.ucp_report.reason) == (False, "nothing to resume")
+
+
+def test_an_engine_whose_data_cannot_go_on_is_not_used() -> None:
+    """It is filled by then."""
+
+    class Stepping(FakeEngine):
+        def step(self) -> str:
+            return "stepped"
+
+    engine = Stepping(_config=SimpleNamespace(ucp_config=None))
+
+    def refuse(_: Any) -> None:
+        raise MismatchError("other samples")
+
+    def load(*_: Any, **__: Any) -> tuple[str, dict[str, Any]]:
+        return "path", {KEY: {"data": {}}}
+
+    carry(engine, "data", Carried(dict, refuse))
+    with pytest.raises(MismatchError, match=r"other samples.*must not be used"):
+        hook._load_checkpoint(load, engine, "dir", "tag")
+    with pytest.raises(CheckpointError, match="other samples"):
+        engine.step()
+    carry(engine, "data", Carried(dict, lambda _: None))
+    assert hook._load_checkpoint(load, engine, "dir", "tag") == ("path", {})
+    assert engine.step() == "stepped"
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
