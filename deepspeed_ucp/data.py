@@ -55,6 +55,7 @@ class Order(ABC):
         self.size, self.total_batch, self.rank, self.world, self.seed = size, total_batch, rank, world, seed
         self._start, self._offset = 0, 0
         self._engine: Any = None
+        self._counted = False  # by an engine, also where that stays behind
         if self.steps_per_epoch < 1:
             raise ConfigError(f"{size} samples are fewer than the {total_batch} of one step.")
 
@@ -104,11 +105,9 @@ class Order(ABC):
                 f"{self.total_batch}."
             )
         self._offset = engine.global_samples - self.consumed
-        self._engine = engine
+        self._engine, self._counted = engine, True
         carry(engine, "data", Carried(self.get_state, self.set_state))
 
-    # Not named as a stateful loader looks for it (torchdata's): such a loader counts what it has given, and skips as
-    # many, which in its own world is right.
     def get_state(self) -> dict[str, Any]:
         """Where the run stands, and in which order: plain values, the same on every rank."""
         return {**self.describe(), "seed": self.seed, "consumed": self.consumed, "epoch": self.epoch}
@@ -129,6 +128,28 @@ class Order(ABC):
         if self._engine is not None:
             self._offset = self._engine.global_samples - self._start
 
+    def state_dict(self) -> dict[str, Any]:
+        """For a loader that keeps its place (torchdata's ``StatefulDataLoader``): the whole steps that it has given.
+
+        Nothing where an engine counts, whose saves have the place, and in a worker process, which knows its own turns
+        alone.
+        """
+        return {} if self._engine is not None or get_worker_info() is not None else self.get_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` gave, in any world; nothing changes where an engine counts.
+
+        Raises:
+            MismatchError: as :meth:`set_state`, or the place is in an engine's saves, or in none.
+        """
+        if state:
+            self.set_state(state)
+        elif not self._counted:
+            raise MismatchError(
+                "the loader's state has no place in the data: an engine counted for it, or it had worker processes. "
+                "Let this run follow its engine as well, `follow(engine)`, whose saves have the place."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process: an engine stays where it is."""
         return {**self.__dict__, "_start": self.consumed, "_engine": None, "_offset": 0}
@@ -137,20 +158,20 @@ class Order(ABC):
         """This rank's samples of a whole epoch."""
         return self.steps_per_epoch * (self.total_batch // self.world)
 
-    def _walk(self) -> tuple[int, Iterator[Ids]]:
-        """The epoch in which the run stands, and this rank's samples by step from there to the epoch's end."""
+    def _walk(self) -> tuple[int, Iterator[tuple[Ids, int]]]:
+        """The epoch in which the run stands, and this rank's samples by step from there to the epoch's end, each with
+        what ``_start`` is as soon as the step's last sample is given."""
         # In a worker that lives on, the engine is a copy of what it was when the worker began.
         forked = self._engine is not None and get_worker_info() is not None
         begin = max(self._start, self.consumed) if forked else self.consumed
         epoch, first = divmod(begin // self.total_batch, self.steps_per_epoch)
         return epoch, self._list_steps(epoch, first, counting=forked or self._engine is None)
 
-    def _list_steps(self, epoch: int, first: int, *, counting: bool) -> Iterator[Ids]:
+    def _list_steps(self, epoch: int, first: int, *, counting: bool) -> Iterator[tuple[Ids, int]]:
         pick, share = self.arrange(epoch), self.total_batch // self.world
         for step in range(first, self.steps_per_epoch):
-            if counting:
-                self._start = (epoch * self.steps_per_epoch + step + 1) * self.total_batch
-            yield pick(step)[self.rank * share : (self.rank + 1) * share]
+            end = (epoch * self.steps_per_epoch + step + 1) * self.total_batch
+            yield pick(step)[self.rank * share : (self.rank + 1) * share], end if counting else self._start
 
 
 class ElasticSampler(Order, Sampler[int]):
@@ -231,8 +252,11 @@ class ElasticSampler(Order, Sampler[int]):
         return steps[[longest, *others]].reshape(-1)
 
     def __iter__(self) -> Iterator[int]:
-        for ids in self._walk()[1]:
-            yield from ids.tolist()
+        for ids, end in self._walk()[1]:
+            *others, last = ids.tolist()
+            yield from others
+            self._start = end
+            yield last
 
 
 class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
@@ -314,10 +338,12 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         epoch, steps = self._walk()
         order, ends = self._order_shards(epoch)
         wide, count = self.total_batch // self.lanes, 0
-        for ids in steps:
+        for ids, end in steps:
             found = np.searchsorted(ends, ids, side="right")
             places = ids - (ends - self.sizes[order])[found]
             for slot, (shard, place) in enumerate(zip(order[found].tolist(), places.tolist(), strict=True)):
+                if slot == len(ids) - 1:
+                    self._start = end
                 if count // (self.batch_size or 1) % workers == at:
                     yield self._take(readers, slot // wide, shard, place)
                 count += 1

@@ -188,6 +188,55 @@ def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
         whole = copy.copy(whole)
 
 
+def load_stateful(order: Order, **more: Any) -> Any:
+    """A `StatefulDataLoader` over the indices of a sampler, or a stream."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    told = {"dataset": order} if isinstance(order, ElasticStream) else {"dataset": range(100), "sampler": order}
+    return torchdata.StatefulDataLoader(**told, batch_size=2, **more)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_stateful_loader_goes_on_in_any_world(workers: int, world: int) -> None:
+    """Its state is that of whole steps; of a step that has begun the gradients are in no save either."""
+    loader = load_stateful(make_sampler(0, 2), num_workers=workers)
+    given = [
+        batch.tolist() for _, batch in zip(range(3 * 3 + 1), loader, strict=False)
+    ]  # of four steps the fourth's first
+    state = loader.state_dict()
+    orders = [make_sampler(rank, world, seed=99) for rank in range(world)]
+    loaders = [load_stateful(order, num_workers=workers) for order in orders]
+    for each in loaders:
+        each.load_state_dict(copy.deepcopy(state))
+    after = np.stack([np.concatenate(list(each)).reshape(5, -1) for each in loaders], 1).reshape(5, BATCH)
+    whole = np.array(list(make_sampler(0, 1))).reshape(8, BATCH)
+    assert np.concatenate(given).tolist() == whole[:4, :6].ravel().tolist()[:20]
+    assert after.tolist() == whole[3:].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [make_sampler, make_stream])
+def test_a_stateful_loader_does_not_skip_what_an_engine_has_counted(make: Any, workers: int) -> None:
+    more = {"batch_size": 2} if make is make_stream else {}
+    engine, order = Engine(global_samples=0), make(0, 2, **more)
+    order.follow(engine)
+    batches = iter(loader := load_stateful(order, num_workers=workers))
+    for _ in range(2 * 3):
+        next(batches)
+    engine.global_samples += 2 * BATCH
+    later, again = Engine(global_samples=2 * BATCH), copy.copy(order)
+    state, expected = loader.state_dict(), list(order)
+    again.follow(later)
+    hand_out(later, collect(engine, {}))
+    loader = load_stateful(again, num_workers=workers)
+    loader.load_state_dict(state)
+    assert np.concatenate(list(loader)).tolist() == expected
+    alone = load_stateful(make(0, 2, **more), num_workers=workers)
+    alone.load_state_dict(state)
+    with pytest.raises(MismatchError, match="follow its engine"):
+        list(alone)
+
+
 def test_set_epoch_takes_nothing_back() -> None:
     sampler = make_sampler(0, 1)
     sampler.set_state({**sampler.get_state(), "consumed": 3 * BATCH})

@@ -112,9 +112,10 @@ def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, boo
 
 
 def _notices(code: int, root: Path) -> bool:
-    """Tests that fail, or that cannot be imported; anything else says nothing about the mutant."""
-    if code not in (0, 1, 2):
-        raise RuntimeError(f"pytest ended with {code}: {(root / 'output').read_text()[-2000:]}")
+    """Tests that fail, cannot be imported, or have no memory left; anything else says nothing about the mutant."""
+    output = (root / "output").read_text()[-2000:]
+    if code not in (0, 1, 2) and "MemoryError" not in output:
+        raise RuntimeError(f"pytest ended with {code}: {output}")
     return code > 0
 
 
