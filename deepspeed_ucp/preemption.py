@@ -23,7 +23,9 @@ logger = logging.getLogger("deepspeed_ucp")
 _FOLLOWED = "_ucp_preemption"
 
 _arrived: dict[int, bool] = {}
-"""By signal that is waited for, whether it has come."""
+"""By signal that is waited for, whether it has come. A forked process waits for none."""
+
+os.register_at_fork(after_in_child=_arrived.clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ def follow(
 ) -> None:
     """Save at the end of the step in which any rank gets a signal; to be called in the main thread of every rank.
 
-    A signal that comes again before that has its former effect.
+    A signal that comes again before that is the same one: launchers pass on what their ranks have been sent as well.
+    In a process that this one forks it has its former effect. Of several engines one is to be followed, and
+    ``client_state`` may save the others: with the first save the ranks end.
 
     Args:
         engine: whose steps end with a look at all ranks' signals (one reduction of some bytes).
@@ -69,12 +73,12 @@ def follow(
 
 
 def _wait_for(number: int) -> None:
-    if _arrived.get(number) is not None:
+    if number in _arrived:
         return
     former = signal.getsignal(number)
 
     def note(arrived: int, frame: FrameType | None) -> None:
-        if not _arrived[arrived]:
+        if arrived in _arrived:
             _arrived[arrived] = True
         elif callable(former):
             former(arrived, frame)
