@@ -53,8 +53,11 @@ def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
 
 def test_a_process_that_the_script_has_forked_ends_as_it_did(engine: Engine) -> None:
     """Else ``Process.terminate`` and the end of a pool would wait for ever."""
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    child = context.Process(target=lambda: (begun.set(), time.sleep(20)))
     child.start()
+    assert begun.wait(20)  # a signal at the moment of the fork is lost in any process
     child.terminate()
     child.join(10)
     assert child.exitcode == -signal.SIGTERM
