@@ -138,7 +138,9 @@ def test_what_a_killed_launcher_leaves_is_ended(stage: Stage) -> None:
     launch = " ".join(stage.launch(4, leave_0=1))
     with stage.supervise(command=["sh", "-c", f'{launch} & echo $! > "$STANDIN/it"; wait']) as p:
         stage.wait_for_ranks()
-        left = int((stage.folder / "left").read_text())
+        told = stage.folder / "left"
+        wait_until(lambda: told.exists() and told.read_text())
+        left = int(told.read_text())
         before = [*stage.pids(), left]
         os.kill(int((stage.folder / "it").read_text()), signal.SIGKILL)
         wait_until(lambda: stage.names().count("starting") == 2)

@@ -116,7 +116,7 @@ def start(told: str, then: str) -> subprocess.Popen[bytes]:
 def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: str | None) -> None:
     process = start(watch.begin(), then)
     process.wait()
-    wait_until(lambda: watch.look() and not watch.look()[0].is_open, 5)
+    wait_until(lambda: watch.look() and not watch.look()[0].is_open)
     (seen,) = watch.look()
     assert (seen.rank, seen.pid, seen.step, seen.said_goodbye) == (5, process.pid, 1, goodbye)
     assert (seen.error or "").count("ZeroDivisionError") == (error is not None)
@@ -127,7 +127,7 @@ def test_a_rank_ends_with_its_watcher(watch: Watch) -> None:
     process = start(watch.begin(), "time.sleep(60)")
     wait_until(lambda: watch.look() and watch.look()[0].step == 1)
     watch.begin()
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert process.wait(timeout=30) == -signal.SIGKILL
     os.killpg(process.pid, signal.SIGKILL)
     assert b"rank 5: the watcher at 127.0.0.1" in process.stderr.read()  # type: ignore[union-attr]
 
@@ -136,7 +136,7 @@ def test_a_watcher_that_cannot_be_reached_is_done_without() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = start(f"127.0.0.1:{port}:key", "pass")
-    process.wait(timeout=10)
+    process.wait(timeout=30)
     os.killpg(process.pid, signal.SIGKILL)
     assert b"cannot be reached" in process.stderr.read()  # type: ignore[union-attr]
 
@@ -161,5 +161,6 @@ def test_the_first_error_is_the_one_that_counts() -> None:
     found = find_casualty(ranks)
     assert found is not None
     assert found.error == "first"
+    assert find_casualty(ranks[:1]) is ranks[0]
     ranks[0].said_goodbye = True
     assert find_casualty(ranks[:1]) is None
