@@ -20,8 +20,9 @@ from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import check_tag, open_checkpoint, read_latest
 from ..sources.files import holds_atoms, list_entries
-from ..sources.latest import list_older
+from ..sources.latest import find_newest, list_older
 from ..sources.ownfiles import compare_own_files, list_own_globals
+from ..stream.checks import Checks
 from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
@@ -78,7 +79,7 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
-    found = find_tag(load_dir, tag, comm, universal=upstream)
+    found = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback)
     if found is None:
         if comm.rank == 0:
             logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
@@ -141,21 +142,33 @@ def _resume_tag(
     return _load(job, folder, decision.index, decision.target)
 
 
-def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False) -> str | None:
+def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False, fallback: bool = False) -> str | None:
     """The tag that every rank sees; None where nothing was saved yet.
 
     Args:
         universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
+        fallback: where that file leads to no tag (a crash may leave it empty), take the newest one, with a warning.
 
     Raises:
         CheckpointError: there is no such tag, or ranks see different ones.
     """
 
-    def look() -> str | None:
+    def follow() -> str | None:
         found = read_latest(load_dir, universal=universal) if tag is None else str(tag)
         if found is not None:
             check_tag(load_dir, found)
         return found
+
+    def look() -> str | None:
+        try:
+            return follow()
+        except CheckpointError as error:
+            newest = find_newest(load_dir) if fallback and tag is None else None
+            if newest is None:
+                raise
+            if comm.rank == 0:
+                logger.warning("%s Falling back to the newest one by the times of its files: %s", error, newest)
+            return newest
 
     tags = comm.each(look)
     if len(set(tags)) > 1:
@@ -250,9 +263,22 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
     if not everyone:
         if not job.config.trust_pickle:
             comm.run(lambda: check_trusted(index.run.globals))
+        if job.config.fallback and job.config.verify == "crc":
+            verify_all(index, comm)
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
     return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+
+
+def verify_all(index: AtomicIndex, comm: Comm) -> None:
+    """Hold every record against its checksum, at which DeepSpeed's own load does not look; collective.
+
+    Raises:
+        CheckpointError: one is damaged; the same on every rank.
+    """
+    checks = Checks()
+    checks.touch(range(len(index.stored.records)) if comm.rank == 0 else ())
+    checks.verify(index, comm)
 
 
 def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: int) -> list[str]:

@@ -7,7 +7,7 @@ import os
 from ..errors import CheckpointError, shorten
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import open_regular
-from .files import SEAL, has_states, holds_atoms, list_entries
+from .files import SEAL, has_states, holds_atoms, is_state_file, list_entries
 from .findings import NOTE, WARNING, Finding
 
 LATEST = "latest"
@@ -80,13 +80,20 @@ def find_tags(load_dir: str) -> list[str]:
         return []
 
 
+def find_newest(load_dir: str) -> str | None:
+    """The tag that was saved last, by the times of its files; None where there is none."""
+    return max(find_tags(load_dir), key=lambda tag: _find_time(os.path.join(load_dir, tag)), default=None)
+
+
 def list_older(load_dir: str, tag: str, *, sealed: bool = False) -> list[str]:
-    """The tag and those that were saved before it, the newest first.
+    """The tag and those beside it that were saved before it, the newest first.
 
     Args:
         sealed: the job seals its saves: where any of them is sealed, one that is not was never finished.
     """
-    times = {each: _find_time(os.path.join(load_dir, each)) for each in find_tags(load_dir)}
+    above = os.path.dirname(tag)
+    tags = [os.path.join(above, each) for each in find_tags(os.path.join(load_dir, above))]
+    times = {each: _find_time(os.path.join(load_dir, each)) for each in tags}
     newest = times.get(tag, float("inf"))
     older = [each for each, time in times.items() if time <= newest and each != tag]
     found = [tag, *sorted(older, key=lambda each: times[each], reverse=True)]
@@ -97,7 +104,7 @@ def list_older(load_dir: str, tag: str, *, sealed: bool = False) -> list[str]:
 def _find_time(folder: str) -> float:
     """When the first of a folder's state files was written: what came later may be a copy or a seal."""
     with os.scandir(folder) as entries:
-        return min((entry.stat().st_mtime for entry in entries if entry.name.endswith(".pt")), default=0.0)
+        return min((entry.stat().st_mtime for entry in entries if is_state_file(entry.name)), default=0.0)
 
 
 def check_tag(load_dir: str, tag: str) -> str:

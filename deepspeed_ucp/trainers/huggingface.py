@@ -41,10 +41,23 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     trainer._ucp_resumed = None
     if config is not None and folder:
         show_decisions()
+        tell_order(trainer.args)
         trainer._ucp_resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments.get("batch_size") or trainer._train_batch_size
         call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
     return original(*call.args, **call.kwargs)
+
+
+def tell_order(args: Any) -> None:
+    """Say so where the trainer's own order of an epoch is that of one world and one begin alone."""
+    legacy = "group_by_length" if getattr(args, "group_by_length", False) else None  # before transformers 5
+    strategy = getattr(args, "train_sampling_strategy", legacy)
+    if strategy == "group_by_length" and connect().rank == 0:
+        logger.warning(
+            "group_by_length orders an epoch by this world's batch sizes and the random numbers at its begin, which a "
+            "resume does not have: an epoch that had begun goes on with other samples, some of them again. Resume from "
+            "an epoch's end, or take an order that is kept: random, sequential."
+        )
 
 
 def find_options(trainer: Any) -> UniversalConfig | None:

@@ -106,6 +106,18 @@ def test_the_newest_whole_checkpoint_is_taken_when_asked(what: str, tmp_path: Pa
         assert len(warned) == (rank == 0) and all(newest.name in text for text in warned)
 
 
+@pytest.mark.exhaustive
+def test_damage_is_passed_over_in_the_same_topology_too(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    folder, case = str(tmp_path), Case(1, 2, config={"checkpoint": {"universal": {"fallback": True}}})
+    ucp_worlds.get(2).run(engine_ranks.save, case.training(**OPTIONS), folder, steps=(2, 1))
+    newest = tmp_path / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = newest.read_bytes()
+    middle = len(data) // 2
+    newest.write_bytes(data[:middle] + b"damage" + data[middle + 6 :])
+    for (local,) in ucp_worlds.get(2).run(load_each, case.training(**OPTIONS), [Load(folder)]):
+        assert local.state.counters["global_steps"] == 2
+
+
 def test_where_none_is_whole_all_are_named(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     folder = str(tmp_path)
     ucp_worlds.get(3).run(engine_ranks.save, Case(1, 3).training(**OPTIONS), folder, steps=(1, 1))

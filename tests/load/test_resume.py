@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
-from deepspeed_ucp.load.resume import decide, find_tag, resume
+from deepspeed_ucp.load.resume import decide, find_tag, resume, verify_all
+from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import HALF_STATES
+from tests.load.test_reshard import flip
 from tests.ranks import run_ranks
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 STATES = "mp_rank_00_model_states.pt"
 
@@ -46,6 +50,27 @@ def test_a_latest_that_points_nowhere_is_refused(folder: Path) -> None:
     (folder / "latest").write_text("global_step9")
     with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step9'.*global_step1, global_step2"):
         find_tag(str(folder), None, Comm())
+
+
+@pytest.mark.parametrize("latest", ["global_step9", "", None], ids=["nowhere", "empty", "missing"])
+def test_with_fallback_the_newest_by_time_is_taken_then(
+    latest: str | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.utime(folder / "global_step2" / STATES, (10, 10))
+    os.utime(folder / "global_step1" / STATES, (20, 20))
+    (folder / "latest").unlink()
+    if latest is not None:
+        (folder / "latest").write_text(latest)
+    with pytest.raises(CheckpointError):
+        find_tag(str(folder), None, Comm())
+    assert find_tag(str(folder), None, Comm(), fallback=True) == "global_step1"
+    assert "latest" in caplog.text or "global_step9" in caplog.text
+    with pytest.raises(CheckpointError, match="no checkpoint with tag '7'"):
+        find_tag(str(folder), 7, Comm(), fallback=True)
+
+
+def test_with_fallback_an_empty_folder_has_no_tag(tmp_path: Path) -> None:
+    assert find_tag(str(tmp_path), None, Comm(), fallback=True) is None
 
 
 @pytest.mark.parametrize("other", ["global_step1", None])
@@ -117,6 +142,20 @@ def test_what_deepspeeds_own_load_of_each_nodes_files_would_lose_is_refused(
     target.list_lost = lambda *_, **__: []
     decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
+
+
+def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
+    """At which torch.load does not look."""
+    model = Model((Param("a", (3, 5)),))
+    write_checkpoint(tmp_path, model, random_state(model, 0), Topology(1, 2), tag="tag")
+    index = open_checkpoint(str(tmp_path / "tag"), Comm())
+    run_ranks(2, lambda _, comm: verify_all(index, comm))
+    for record in (index.stored.records[0], index.stored.records[-1]):
+        flip(Path(index.stored.files[record.file].path), record.offset, 3)
+        with pytest.raises(CheckpointError, match="damaged"):
+            run_ranks(2, lambda _, comm: verify_all(index, comm))
+        flip(Path(index.stored.files[record.file].path), record.offset, 3)
+    run_ranks(2, lambda _, comm: verify_all(index, comm))
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])

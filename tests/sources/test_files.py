@@ -22,7 +22,7 @@ from deepspeed_ucp.sources.files import (
     read_swap_name,
     sort_files,
 )
-from deepspeed_ucp.sources.latest import list_older
+from deepspeed_ucp.sources.latest import find_newest, list_older
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -250,11 +250,24 @@ def test_a_rank_with_another_copy_is_named() -> None:
         compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}])
 
 
+def save_at(time: int, folder: Path, name: str = "mp_rank_00_model_states.pt") -> None:
+    folder.mkdir(parents=True)
+    (folder / name).touch()
+    os.utime(folder / name, (time, time))
+
+
+def test_tags_are_told_apart_by_the_times_of_every_writers_files(tmp_path: Path) -> None:
+    for time, tag in enumerate(("run/step9", "run/step10", "run/step11"), 10):
+        save_at(time, tmp_path / tag, "mp_rank_00_model_states.pt-0.1")
+    save_at(50, tmp_path / "other")
+    assert list_older(str(tmp_path / "run"), "step11") == ["step11", "step10", "step9"]
+    assert list_older(str(tmp_path), "run/step11") == ["run/step11", "run/step10", "run/step9"]
+    assert find_newest(str(tmp_path / "run")) == "step11"
+
+
 def test_older_checkpoints_are_those_that_were_saved_before(tmp_path: Path) -> None:
     for time, tag in ((30, "c"), (10, "a"), (40, "later"), (20, "b")):
-        (tmp_path / tag).mkdir()
-        (tmp_path / tag / "mp_rank_00_model_states.pt").touch()
-        os.utime(tmp_path / tag / "mp_rank_00_model_states.pt", (time, time))
+        save_at(time, tmp_path / tag)
     folder = str(tmp_path)
     assert list_older(folder, "c") == ["c", "b", "a"]
     assert list_older(folder, "c", sealed=True) == ["c", "b", "a"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,23 @@ def test_another_total_batch_is_refused(
     for name, text in errors:
         assert name == "MismatchError" and told in text
         assert '"checkpoint.universal": {"total_batch": "live"}' in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, True),
+        ({"group_by_length": True}, True),
+        ({"train_sampling_strategy": "random"}, False),
+        ({"group_by_length": False}, False),
+    ],
+    ids=str,
+)
+def test_an_order_that_no_resume_gives_again_is_told(
+    options: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    huggingface.tell_order(SimpleNamespace(**options))
+    assert ("goes on with other samples" in caplog.text) is told
 
 
 def test_ranks_that_cannot_share_it_are_refused() -> None:
