@@ -214,6 +214,12 @@ def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool
         return all(math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(made, rates, strict=True))
 
     as_saved, anew = gives(count, told), gives(count // was * now, told)
+    if as_saved and anew and _part_later(functions, count // was, was, now):
+        logger.warning(
+            "the saved learning rate %s is this script's schedule's at step %d both counted %d times an optimizer step "
+            "and %d times, which part later; it goes on counted %d times, as scripts count that use num_processes",
+            *(told, count // was, was, now, now),
+        )
     if not as_saved and not anew:
         logger.warning(
             "the saved learning rate %s is not that of this script's schedule at step %d, neither counted %d times an "
@@ -225,6 +231,15 @@ def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool
             now,
         )
     return anew or not as_saved
+
+
+def _part_later(functions: Sequence[Callable[[int], float]], step: int, was: int, now: int) -> bool:
+    """Whether functions give other values at a later optimizer step if ``was`` counts make one than if ``now`` do."""
+    later = dict.fromkeys(step + int(1.05**power) for power in range(340))
+    try:
+        return any(function(at * was) != function(at * now) for function in functions for at in later)
+    except Exception:  # noqa: BLE001 - the script's own, beyond where it is meant to be asked
+        return True
 
 
 def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trainers_accelerate
+from torch.optim.lr_scheduler import LambdaLR
 from trainers_accelerate import STEPS, Trained
 
+from deepspeed_ucp.atoms import SavedJob
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.trainers import accelerating
 
 pytest.importorskip("accelerate")
 
@@ -65,6 +70,25 @@ def test_goes_on(
         assert rest[0].accumulation == 2
         kept = "total batch 8 kept on 1 ranks: gradient accumulation 1 → 2"
         assert [kept in text for text in rest[0].told].count(True) == (accumulation == 1)
+
+
+def wait_then_decay(step: int) -> float:
+    """A schedule that says nothing of where it stands for its first 80 steps."""
+    return 1.0 if step < 80 else 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "told"), [(wait_then_decay, True), (lambda _: 1.0, False)], ids=["later", "never"]
+)
+def test_a_rate_that_does_not_tell_how_a_schedule_counts_is_told(
+    function: Callable[[int], float], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), function)
+    wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=False)
+    state = {**inner.state_dict(), "last_epoch": 20, "_last_lr": [0.1]}
+    _, changes = accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), 2)
+    assert (changes["last_epoch"], changes["_ucp_rate"]) == (10, 2)
+    assert ("both" in caplog.text) is told
 
 
 @pytest.mark.parametrize("scheduler", ["plain", "cosine", "one-cycle"])
