@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .comm import connect
-from .errors import CheckpointError, shorten
+from .errors import CheckpointError, ConfigError, shorten
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -30,13 +30,25 @@ class Carried:
     load: Callable[[Any], None]
 
 
-def carry(engine: Any, name: str, carried: Carried) -> None:
-    """Save and load something with ``engine`` from now on; of one name the last."""
-    engine.__dict__.setdefault("_ucp_carried", {})[name] = carried
+def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
+    """Save and load something with ``engine`` from now on; of one name the last.
+
+    Returns:
+        What had that name until now.
+    """
+    held: dict[str, Carried] = engine.__dict__.setdefault("_ucp_carried", {})
+    former, held[name] = held.get(name), carried
+    return former
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A client state with everything that the engine carries; collective."""
+    """A client state with everything that the engine carries; collective.
+
+    Raises:
+        ConfigError: the client uses our key.
+    """
+    if KEY in (client_state or {}):
+        raise ConfigError(f'client_state: the key "{KEY}" is the plugin\'s own. Give it another name.')
     carried = engine.__dict__.get("_ucp_carried", {})
     held = {KEY: {name: each.save() for name, each in carried.items()}} if carried else {}
     return {**(client_state or {}), **held}

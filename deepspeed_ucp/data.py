@@ -11,6 +11,7 @@ samples that it has trained on. DeepSpeed counts these (``engine.global_samples`
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,8 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from .carry import Carried, carry
 from .errors import ConfigError, MismatchError
+
+logger = logging.getLogger("deepspeed_ucp")
 
 Sample = TypeVar("Sample")
 Ids = npt.NDArray[np.int64]
@@ -91,10 +94,18 @@ class Order(ABC):
         if self._engine is None and epoch != self.epoch:
             self._start = epoch * self.steps_per_epoch * self.total_batch
 
-    def follow(self, engine: Any) -> None:
+    @property
+    def follows(self) -> bool:
+        """Whether this order goes on where an engine stands."""
+        return self._engine is not None
+
+    def follow(self, engine: Any, *, name: str = "data") -> None:
         """Take the number of consumed samples from an engine, and be saved and loaded with it.
 
         What a ``DataLoader``'s workers have fetched ahead does not count then.
+
+        Args:
+            name: under which it is saved; of several orders that follow one engine each needs its own.
 
         Raises:
             ConfigError: the engine's total batch is another one.
@@ -106,7 +117,13 @@ class Order(ABC):
             )
         self._offset = engine.global_samples - self.consumed
         self._engine, self._counted = engine, True
-        carry(engine, "data", Carried(self.get_state, self.set_state))
+        former = carry(engine, name, Carried(self.get_state, self.set_state))
+        if former is not None and former.load != self.set_state:
+            logger.warning(
+                'another order takes the place of that which followed this engine as "%s", which is saved no more. Of '
+                "several each needs a name: follow(engine, name=…).",
+                name,
+            )
 
     def get_state(self) -> dict[str, Any]:
         """Where the run stands, and in which order: plain values, the same on every rank."""

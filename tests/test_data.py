@@ -272,6 +272,22 @@ def test_several_workers_have_to_know_the_micro_batch() -> None:
         list(loader)
 
 
+def test_two_orders_of_an_engine_have_names(caplog: pytest.LogCaptureFixture) -> None:
+    engine, first, second = Engine(global_samples=0), make_sampler(0, 1), make_sampler(0, 1, seed=8)
+    first.follow(engine)
+    first.follow(engine)
+    second.follow(engine, name="pictures")
+    assert not caplog.text
+    assert {name: state["seed"] for name, state in collect(engine, {})[KEY].items()} == {"data": 7, "pictures": 8}
+    second.follow(engine)
+    assert "takes the place" in caplog.text
+
+
+def test_the_plugins_key_of_a_client_state_is_its_own() -> None:
+    with pytest.raises(ConfigError, match='"deepspeed_ucp"'):
+        collect(Engine(global_samples=0), {KEY: {"mine": 1}})
+
+
 def test_what_nothing_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A sampler that follows after the load would begin its data anew without a word."""
     engine = Engine(global_samples=0)

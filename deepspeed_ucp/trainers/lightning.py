@@ -182,4 +182,5 @@ def _tell_data(loop: Any, loaders: list[Any]) -> None:
 def _goes_on(loader: Any) -> bool:
     """Whether a loader begins where the run stands."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return stateful or any(isinstance(getattr(loader, name, None), Order) for name in ("sampler", "dataset"))
+    orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
+    return stateful or any(isinstance(each, Order) and each.follows for each in orders)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.trainers.lightning import count_anew
+from deepspeed_ucp.trainers.lightning import _goes_on, count_anew
 
 pytest.importorskip("lightning")
 
@@ -69,6 +71,14 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
         assert isinstance(held, dict)
         assert held["ready"] == held["started"] == held["processed"]
         assert (held["processed"], held["completed"], rest) == expected
+
+
+def test_a_sampler_that_follows_no_engine_begins_anew() -> None:
+    sampler = ElasticSampler(10, 2, rank=0, world=1)
+    loader, engine = SimpleNamespace(sampler=sampler), SimpleNamespace(global_samples=4, train_batch_size=lambda: 2)
+    assert not _goes_on(loader)
+    sampler.follow(engine)
+    assert _goes_on(loader)
 
 
 PAIRS = [(2, 1), (1, 2)]
