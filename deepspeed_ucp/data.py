@@ -14,6 +14,7 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -38,6 +39,11 @@ _LONG = 50
 def _digest(values: Sequence[float] | Ids | None) -> str | None:
     """The same for equal numbers."""
     return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
+
+
+def _can_draw(weights: Sequence[float]) -> bool:
+    total = np.sum(weights)
+    return bool(np.isfinite(total) and total > 0 and np.min(weights) >= 0)
 
 
 class Order(ABC):
@@ -206,8 +212,8 @@ class ElasticSampler(Order, Sampler[int]):
         lengths: of every sample; samples of about the same length come in one step.
 
     Raises:
-        ConfigError: a total batch that the ranks cannot share, fewer samples than that, or weights or lengths that
-            are not as many as the samples.
+        ConfigError: a total batch that the ranks cannot share, fewer samples than that, weights or lengths that are
+            not as many as the samples, or weights that nothing can be drawn by.
     """
 
     def __init__(
@@ -228,6 +234,8 @@ class ElasticSampler(Order, Sampler[int]):
         for given in (weights, lengths):
             if given is not None and len(given) != self.size:
                 raise ConfigError(f"weights or lengths of {len(given)} samples were given for {self.size}.")
+        if weights is not None and not _can_draw(weights):
+            raise ConfigError("weights have to be finite, none below 0, and some above.")
         self.shuffle = shuffle
         self._digests = {"weights": _digest(weights), "lengths": _digest(lengths)}
         self.weights = None if weights is None else np.asarray(weights, np.float64) / np.sum(weights)
@@ -369,10 +377,13 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         held, follows, samples = readers.get(lane, (-1, 0, iter(())))
         if held != shard:
             follows, samples = place, iter(self.read(self.shards[shard], place))
-        for _ in range(place - follows):  # what other workers take
-            next(samples)
         readers[lane] = shard, place + 1, samples
-        return next(samples)
+        for sample in islice(samples, place - follows, None):  # before it is what other workers take
+            return sample
+        raise MismatchError(
+            f"shard {self.shards[shard]!r} ends before its sample {place}, counted from 0: by sizes it has "
+            f"{self.sizes[shard]}."
+        )
 
     def _order_shards(self, epoch: int) -> tuple[Ids, Ids]:
         """An epoch's shards, and where in the row of its samples each ends."""

@@ -266,6 +266,18 @@ def test_what_makes_another_order_of_shards_is_refused(change: dict[str, Any]) -
         make_stream(0, 1).set_state(make_sampler(0, 1, dataset=sum(SIZES)).get_state())
 
 
+@pytest.mark.parametrize("weights", [[0] * 100, [1] * 99 + [-1], [1] * 99 + [float("nan")]], ids=["0", "-1", "nan"])
+def test_weights_that_nothing_can_be_drawn_by_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ConfigError, match="weights have to be finite"):
+        make_sampler(0, 1, weights=weights)
+
+
+def test_a_shard_that_ends_early_is_named() -> None:
+    stream = ElasticStream(["a", "b"], [12, 12], lambda _, start: range(start, 11), BATCH, rank=0, world=1, lanes=1)
+    with pytest.raises(MismatchError, match="shard '[ab]' ends before its sample 11.*by sizes it has 12"):
+        list(stream)
+
+
 def test_several_workers_have_to_know_the_micro_batch() -> None:
     loader: DataLoader[int] = DataLoader(make_stream(0, 1), batch_size=2, num_workers=2)
     with pytest.raises(ConfigError, match="batch_size"):
