@@ -147,16 +147,17 @@ def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
         yield
     except Exception as error:
         kind = type(error) if isinstance(error, UcpError) else CheckpointError
-        told = kind(_mark(engine, error, with_states))
+        told = kind(mark(engine, error, with_states=with_states))
         told.shared, told.echo = getattr(error, "shared", False), getattr(error, "echo", False)
         raise told from error
     except BaseException as interrupt:
-        _mark(engine, interrupt, with_states)
+        mark(engine, interrupt, with_states=with_states)
         raise
     release(engine)
 
 
-def _mark(engine: Any, error: BaseException, with_states: bool) -> str:
+def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
+    """Have an engine refuse to go on that a load has left half changed; what it then says."""
     reason = str(error) or type(error).__name__
     told = (
         f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "

@@ -31,7 +31,7 @@ from ..targets.guard import BROKEN, check_states, release
 from ..topology import ATOMIC, find_differences
 from .census import join_groups, list_live_rules, take_census
 from .client import check_trusted
-from .direct import has_masters, load_direct
+from .direct import has_masters, load_direct, mark
 from .job import LoadArguments, LoadJob, LoadReport
 from .told import write_report
 
@@ -132,7 +132,7 @@ def _resume_tag(
             logger.warning("%s: %s", folder, text)
     if decision.index is None or decision.target is None:
         with report.phase("own load"):
-            loaded = own()
+            loaded = _load_own(job, own)
         if decision.target is not None:
             refresh_after_own_load(decision.target, with_states=arguments.with_states)
         release(engine)
@@ -140,6 +140,17 @@ def _resume_tag(
     if unknown:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
     return _load(job, folder, decision.index, decision.target)
+
+
+def _load_own(job: LoadJob, own: Callable[[], Loaded]) -> Loaded:
+    """DeepSpeed's own load, which changes the engine as it reads: after an error that is not to be used."""
+    try:
+        return own()
+    except Exception as error:
+        told = mark(job.engine, error, with_states=job.arguments.with_states)
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(told)
+        raise
 
 
 def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False, fallback: bool = False) -> str | None:

@@ -13,7 +13,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
-from deepspeed_ucp.load.resume import decide, find_tag, resume, verify_all
+from deepspeed_ucp.load.resume import LoaderChoice, _resume_tag, decide, find_tag, resume, verify_all
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import HALF_STATES
@@ -142,6 +142,25 @@ def test_what_deepspeeds_own_load_of_each_nodes_files_would_lose_is_refused(
     target.list_lost = lambda *_, **__: []
     decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
+
+
+def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine(SimpleNamespace):
+        def step(self) -> str:
+            return "stepped"
+
+    def fail() -> tuple[None, None]:
+        raise KeyError("its own")
+
+    engine, more = Engine(), {"upstream": False, "unknown": ()}
+    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: LoaderChoice("of the future"))
+    monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
+    with pytest.raises(KeyError, match="its own"):
+        _resume_tag(make_job(engine, Comm()), "folder", fail, **more)
+    with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
+        engine.step()
+    _resume_tag(make_job(engine, Comm()), "folder", lambda: (None, None), **more)
+    assert engine.step() == "stepped"
 
 
 def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
