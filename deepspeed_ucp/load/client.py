@@ -135,7 +135,7 @@ def _allow(name: str, allowed: dict[str, Any]) -> bool:
 
 def _is_value(found: Any) -> bool:
     """Dataclasses: to make an instance empty and to give it its attributes runs no code of its class."""
-    if type(found) not in (type, abc.ABCMeta) or not hasattr(found, "__dataclass_fields__"):
+    if type(found) not in _PLAIN_KINDS or not hasattr(found, "__dataclass_fields__"):
         return False
     own = [vars(kind) for kind in found.__mro__ if kind is not object]
     runs = [held[name] for held in own for name in _RUN_BY_ATTRIBUTES if name in held]
@@ -151,7 +151,19 @@ def _is_harmless(found: Any) -> bool:
         return True
     own = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
     plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in own)
-    return plain and not any(name in vars(kind) for kind in own for name in _RUN_BY_PICKLE)
+    runs = any(name in vars(kind) for kind in own for name in _RUN_BY_PICKLE)
+    return plain and type(found) in _PLAIN_KINDS and not runs and not any(map(_sets_by_code, own))
+
+
+_PLAIN_KINDS = (type, abc.ABCMeta)
+"""Classes of classes whose call runs no code but that of ``__new__`` and ``__init__``."""
+
+
+def _sets_by_code(kind: type) -> bool:
+    """Whether to give an instance an attribute of this class may run code, as a pickle can."""
+    harmless = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    held = [each for each in vars(kind).values() if not isinstance(each, harmless)]
+    return any(each.fset if isinstance(each, property) else hasattr(type(each), "__set__") for each in held)
 
 
 _RUN_BY_PICKLE = (

@@ -111,6 +111,28 @@ class Ending:
         RUNS.append("ended")
 
 
+class Watched(dict[str, Any]):
+    """Of which a pickle can set an attribute by code: as the second part of its state."""
+
+    @property
+    def watched(self) -> int:
+        return 1
+
+    @watched.setter
+    def watched(self, value: int) -> None:
+        RUNS.append("set")
+
+
+class Registering(type):
+    def __call__(cls, *args: Any) -> Any:
+        RUNS.append("made")
+        return super().__call__(*args)
+
+
+class Registered(list[int], metaclass=Registering):
+    pass
+
+
 def _attribute(made: Any, **fields: Any) -> Any:
     vars(made).update(fields)
     return made
@@ -238,6 +260,8 @@ UNKNOWN = {
     "a dataclass that is no value": (Restoring(1), "Restoring"),
     "a dataclass that ends": (Ending(1), "Ending"),
     "a class as a value": (Settings, "Settings"),
+    "a dict that sets attributes by code": (Watched(a=1), "Watched"),
+    "a list that is made by code": (Registered([1]), "Registered"),
     "objects in an array": (np.array([Own(3)], dtype=object), "Own"),
 }
 
