@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 from hypothesis import strategies as st
 
+from deepspeed_ucp.experts import is_expert
 from tests.reshard import Case
-from tests.synth import ExpertLayer, Model, Param, State, Topology, random_state
+from tests.reshard3d import KINDS, Held, draw_state, expect, make_layer
+from tests.synth import (
+    ExpertLayer,
+    Layer,
+    Model,
+    Param,
+    State,
+    Topology,
+    contiguous,
+    interleaved,
+    random_state,
+)
+from tests.synth.files import list_model_writers
+from tests.synth.stages import Placement
 
 SHAPES = st.sampled_from([(2,), (3, 2), (5,), (1,), (4, 3), (2, 1, 3)])
 
@@ -101,3 +115,107 @@ def expert_states(draw: st.DrawFn, model: Model, precision: str) -> State:
     trained = [param.name for param in model.owners if param.trains]
     without = tuple(draw(st.lists(st.sampled_from(trained), max_size=2, unique=True)))
     return random_state(model, seed, precision=precision, without=without, step=draw(st.integers(1, 5)))
+
+
+# -- under tensor and pipeline parallelism ----------------------------------------------------------------------------
+
+SHARDED = ("column", "row", "gate_up", "columns_uneven", "qkv", "bias", "norm")
+"""Kinds of parameters, as `tests.reshard3d` has them, of experts; vectors have a param group of their own."""
+
+
+@dataclass(frozen=True)
+class ExpertTrip:
+    """A run with experts, and what goes on from its checkpoint; `written`: DeepSpeed saves all its model states."""
+
+    source: Held
+    target: Topology
+    chunk: int
+
+    @property
+    def wanted(self) -> Held:
+        """What the target holds then."""
+        return expect(self.source, self.target)
+
+    @property
+    def written(self) -> bool:
+        return all(list_model_writers(local.model, self.source.topology) for local in self.source.locals.values())
+
+
+@st.composite
+def expert_trips_3d(draw: st.DrawFn, *, fused: bool) -> ExpertTrip:
+    """From any degrees of all kinds to any others; stage 0 tells of one degree, and the live groups name it."""
+    model = draw(layered_models(fused=fused))
+    frozen = any(is_expert(param.name) and param.frozen for param in model.params)
+    stages = (0, 1, 1, 2, 3) if fused and not frozen else (0, 1, 1, 2)
+    source = draw(spreads(model, stages))
+    target = draw(spreads(model, stages, several=source.stage > 0))
+    held = draw_state(model, source, draw(st.integers(0, 99)))
+    return ExpertTrip(held, target, draw(st.sampled_from((16, 64, 1000))))
+
+
+@st.composite
+def layered_models(draw: st.DrawFn, *, fused: bool) -> Model:
+    """One to four layers, the first and most others with experts; every layer trains something of each param group."""
+    params, layers = [], []
+    for number in range(draw(st.integers(1, 4))):
+        params += make_layer(number, draw(st.sampled_from((("column", "norm"), ("qkv", "bias", "row")))))
+        if not number or draw(st.integers(0, 3)):
+            layer = ExpertLayer(f"{number}.mlp", draw(st.sampled_from((2, 4, 6, 8))), fused)
+            experts = draw_experts(draw, layer, 2) if fused else draw_sharded(draw, layer)
+            params += [Param(f"{layer.name}.router", KINDS["router"].shape), *experts]
+            layers.append(layer)
+    count = 1 + int(params[-1].name.partition(".")[0])
+    return Model(tuple(params), {"0.count": torch.arange(3)}, (Layer(),) * count, tuple(layers))
+
+
+def draw_sharded(draw: st.DrawFn, layer: ExpertLayer) -> list[Param]:
+    """Experts that tensor parallelism may cut; one kind may be frozen where its group trains another."""
+    ends = draw(st.lists(st.sampled_from(SHARDED), min_size=1, max_size=3, unique=True))
+    group = {end: int(len(KINDS[end].shape) == 1) for end in ends}
+    frozen = ends[-1] if draw(st.integers(0, 4)) == 0 and group[ends[-1]] in [group[end] for end in ends[:-1]] else ""
+    return [
+        Param(f"{layer.prefix}{n}.{end}", KINDS[end].shape, group[end], frozen=end == frozen)
+        for n in range(layer.count)
+        for end in ends
+    ]
+
+
+@st.composite
+def spreads(draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: bool = True) -> Topology:
+    """Degrees of all kinds, with experts whole on the tensor-parallel ranks or cut by them.
+
+    AutoEP is under AutoTP or in a pipeline, and has one order of the groups there.
+    """
+    stage, precision = draw(st.sampled_from(stages)), draw(st.sampled_from(("fp32", "bf16")))
+    fused, tp = model.experts[0].fused, draw(st.sampled_from((1, 2, 2, 3, 4)))
+    placement = draw(st.sampled_from(list_placements(model))) if stage < 2 and not (fused and tp > 1) else None
+    pp = len(placement) if placement else 1
+    dp = draw(st.sampled_from([dp for dp in (1, 2, 3, 4) if dp * tp * pp <= 12]))
+    cut = tp > 1 and not fused and draw(st.booleans())
+    several = several and stage > 0 and pp == 1 and not fused
+    ep = draw_degrees(draw, model, dp if cut else dp * tp, several=several)
+    first = not (fused and tp > 1) and draw(st.booleans())
+    bare = Topology(stage, dp, precision, tp=tp, pp=pp, placement=placement, cut_experts=cut, ep=ep, data_first=first)
+    if stage == 3:
+        return replace(bare, sub_group_size=draw(st.sampled_from((None, 7, 20))), dealt=draw(st.booleans()))
+    if stage == 1 and precision == "bf16" and draw(st.booleans()):
+        return replace(bare, wrapper="bf16")
+    return replace(bare, round_robin=stage > 0 and draw(st.booleans()), shuffled=several and draw(st.booleans()))
+
+
+def draw_degrees(draw: st.DrawFn, model: Model, seats: int, *, several: bool) -> tuple[int, ...]:
+    """The expert-parallel degree of each layer, `several` or one."""
+    counts = [layer.count for layer in model.experts]
+    if several:
+        return tuple(draw(st.sampled_from(divisors(gcd(seats, count)))) for count in counts)
+    return (draw(st.sampled_from(divisors(gcd(seats, *counts)))),) * len(counts)
+
+
+def list_placements(model: Model) -> list[Placement | None]:
+    """Of a pipeline's layers; each stage has experts, as DeepSpeed's ranks wait for each other's groups."""
+    layers = len(model.layers)
+    pieces = contiguous(layers, 4)
+    v_shaped = (pieces[0] + pieces[3], pieces[1] + pieces[2])  # DualPipeV
+    found = [contiguous(layers, 2), contiguous(layers, 3), v_shaped, interleaved(layers, 2, 2)]
+    having = {int(layer.name.partition(".")[0]) for layer in model.experts}
+    return [None, *(each for each in dict.fromkeys(found) if all(having & {*stage} for stage in each))]

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.experts import number_in_stage
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.destinations import TensorSink
@@ -54,11 +55,11 @@ from tests.synth import (
     random_state,
     write_checkpoint,
 )
-from tests.synth.expertfiles import expert_optim_file
-from tests.synth.experts import degree_of, expert_rank, list_held, list_replicas
+from tests.synth.description import find_seat
+from tests.synth.experts import degree_of, find_layer, held_layers, list_held, list_replicas
 from tests.synth.files import model_file, optim_file
 from tests.synth.layout import count_parts, stage3_slice
-from tests.synth.optimizer import fill
+from tests.synth.optimizer import fill, optimizer_state
 from tests.synth.reader import _buffers
 
 SENTINEL = -8.25
@@ -96,13 +97,14 @@ class FakeTarget(Target):
         self.model, self.kind, self.rank = model, topology, rank
         self.own = own_models(model, topology)[rank]
         self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
-        self.experts = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in model.experts}
+        self.experts = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)}
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
         self.swaps = SwapFiles()
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module())
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
         held = {name for param in self.own.owners for name in param.atoms}
+        self.folded = {name for name in held if topology.folds_experts and find_layer(model, name)}
         self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners if p.name in held}
         self.flats = []
         self.collect()
@@ -174,11 +176,11 @@ def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:
 
 def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int) -> HeldExperts:
     """What a data-parallel rank holds of a layer of experts."""
-    degree = degree_of(model, topology, layer)
-    replicas = list_replicas(topology, degree, rank)
-    ranks = replicas if degree > 1 else None
-    numbers = list_held(layer, topology, degree, rank)
-    return HeldExperts(numbers, degree, ranks, folded=False, is_first_replica=replicas[0] == rank)
+    degree, seat, folded = degree_of(model, topology, layer), find_seat(model, topology, rank), topology.folds_experts
+    replicas, numbers = list_replicas(topology, degree, seat), list_held(layer, topology, degree, seat)
+    ranks = replicas if folded else number_in_stage(replicas, topology.tp, model.lane)
+    held = ranks if folded or degree > 1 else None
+    return HeldExperts(numbers, degree, held, folded, is_first_replica=replicas[0] == seat)
 
 
 def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:
@@ -367,9 +369,9 @@ def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[
     model, topology, mp = target.model, target.kind, target.place.mp_rank
     if topology.partitions:
         optimizer = files[optim_file(topology, target.rank, mp)]["optimizer_state_dict"]
-    elif model.experts:
-        place = expert_rank(topology, max(topology.ep, default=1), target.rank)
-        optimizer = files[expert_optim_file(place)]["optimizer"]
+    elif model.experts:  # in the file of another lane's rank, maybe
+        flats = own_layout(model, topology, target.rank)
+        optimizer = optimizer_state(target.own, own_state(expected, target.own), topology, Run(), flats, target.rank)
     else:
         optimizer = files[model_file(topology, 0, mp)]["optimizer"]
     flats = own_layout(model, topology, target.rank)

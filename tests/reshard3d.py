@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.experts import is_expert
 from deepspeed_ucp.targets.parallel import Instance, Place
 from tests.ranks import run_ranks
 from tests.reshard import (
@@ -130,9 +131,14 @@ def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
     return kind_of(name).cut(tensor, tp, rank)
 
 
+def cut_dense(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+    """The same where experts are whole."""
+    return tensor if is_expert(name) else cut(name, tensor, tp, rank)
+
+
 def make_config(model: Model, **options: Any) -> UniversalConfig:
     """Rules for the kinds that a model has."""
-    kinds = sorted({param.name.rpartition(".")[2] for param in model.params})
+    kinds = sorted({param.name.rpartition(".")[2] for param in model.params} & KINDS.keys())
     rules = [{"match": rf".*\.{kind}", **KINDS[kind].rule} for kind in kinds]
     return UniversalConfig(threads=1, patterns={"rules": rules, "original_vocab_size": VOCAB}, **options)
 
@@ -146,7 +152,7 @@ def fit_model(model: Model, topology: Topology) -> Model:
     """The model as a run of this topology has it: its vocabulary is padded."""
     rows = pad_vocab(topology.tp)
     params = [
-        replace(param, shape=(rows, *param.shape[1:])) if kind_of(param.name) is KINDS["word"] else param
+        replace(param, shape=(rows, *param.shape[1:])) if param.name.endswith(".word") else param
         for param in model.params
     ]
     return replace(model, params=tuple(params))
@@ -165,7 +171,7 @@ class Held:
 
     @property
     def locals(self) -> dict[int, Local]:
-        return split(self.model, self.state, self.topology, cut)
+        return split(self.model, self.state, self.topology, cut_dense if self.topology.folds_experts else cut)
 
     def write(self, folder: Path, run: Run | None = None) -> Path:
         """Write its checkpoint."""
@@ -225,6 +231,8 @@ def is_saved(source: Held, name: str) -> bool:
     """Whether a copy is in the files: without masters, those of layers without a file are not."""
     plain, _, number = name.partition("#")
     if source.topology.kind != "raw" or not number or not plain.startswith("tied_modules."):
+        return True
+    if source.model.experts:  # then a stage's tensors are in its model states
         return True
     key = plain.split(".")[1]
     layers = [index for index, layer in enumerate(source.model.layers) if layer.tied == key and layer.file]

@@ -59,25 +59,27 @@ class Gate(nn.Linear):
 
     _can_record_outputs: ClassVar = {"router_logits": {"index": 0}}
 
-    def __init__(self) -> None:
+    def __init__(self, *, biased: bool) -> None:
         super().__init__(HIDDEN, EXPERTS, bias=False)
-        self.register_buffer("e_score_correction_bias", torch.randn(EXPERTS))
+        if biased:
+            self.register_buffer("e_score_correction_bias", torch.randn(EXPERTS))
 
 
 class Block(nn.Module):
     """Mixtral's experts, as transformers 5 holds them; AutoEP replaces it before it is ever called."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, biased: bool) -> None:
         super().__init__()
-        self.gate, self.experts = Gate(), nn.Module()
+        self.gate, self.experts = Gate(biased=biased), nn.Module()
         self.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4)
         self.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 4)
 
 
 class Layer(nn.Module):
-    def __init__(self, *, frozen: bool):
+    def __init__(self, *, frozen: bool, biased: bool):
         super().__init__()
-        self.dense, self.mlp = nn.Sequential(nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)), Block()
+        self.dense = nn.Sequential(nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN))
+        self.mlp = Block(biased=biased)
         self.mlp.experts.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,11 +90,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Two layers of experts, with tokens that depend on no other token."""
 
-    def __init__(self, *, frozen: bool = False):
+    def __init__(self, *, frozen: bool = False, biased: bool = True):
         super().__init__()
         self.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList([Layer(frozen=frozen), Layer(frozen=False)])
+        self.model.layers = nn.ModuleList([Layer(frozen=each, biased=biased) for each in (frozen, False)])
         self.head = nn.Linear(HIDDEN, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,16 +103,26 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = None) -> Any:
+def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool = True, checkpoint: Any = None) -> Any:
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
         known.clear()  # named by the degree alone, whatever the order
     groups.mpu = None
+    if spread.muon:
+        torch._dynamo.config.disable = True  # the compiled update needs minutes
+    torch.manual_seed(seed)
+    module = Model(frozen=frozen, biased=biased)
+    module = make_pipeline(module, spread) if spread.pp > 1 else module
+    config = make_config(spread, checkpoint)
+    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+
+
+def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": spread.stage, **dict(spread.options)},
         "expert_parallel": {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False},
-        "checkpoint": checkpoint or {"universal": True},
+        "checkpoint": checkpoint or {"universal": {"patterns": PATTERNS}},
         "use_data_before_expert_parallelism": spread.data_first,
     }
     if spread.precision != "fp32":
@@ -122,22 +134,15 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, checkpoint: Any = N
             "partition_config": {"use_default_specs": False, "layer_specs": specs},
         }
     if spread.muon:
-        torch._dynamo.config.disable = True  # the compiled update needs minutes
         params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
         config["optimizer"] = {"type": "Muon", "params": params | ({} if spread.stage else {"torch_adam": True})}
         if spread.stage == 3:
             config["zero_optimization"]["reduce_scatter"] = False
         config["zero_force_ds_cpu_optimizer"] = False
-    torch.manual_seed(seed)
-    module = Model(frozen=frozen)
     if spread.pp > 1:
         config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
         config["steps_per_print"] = 1 << 30
-        config["checkpoint"] = {"universal": {"patterns": PATTERNS}}
-        module = make_pipeline(module, spread)
-    elif config["checkpoint"] == {"universal": True}:
-        config["checkpoint"] = {"universal": {"patterns": PATTERNS}}
-    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    return config
 
 
 PIPELINE = [

@@ -159,19 +159,6 @@ def make(spread: Spread, seed: int) -> Any:
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.expert_tensor_parallel_world_size = 1
     groups.mpu = None
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        # A larger eps: what rounding leaves of a gradient that is zero would make a whole step of it.
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": spread.stage},
-        "checkpoint": {"universal": {"patterns": RULES}},
-        "use_data_before_expert_parallelism": spread.data_first,
-        "steps_per_print": 1 << 30,
-    }
-    if spread.precision != "fp32":
-        config[spread.precision] = {"enabled": True}
-    if spread.fp32_grads:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
     state = ParallelState(spread.tp, spread.pp)
     line = state.tensor if spread.tp > 1 else None
     torch.manual_seed(seed)
@@ -179,8 +166,6 @@ def make(spread: Spread, seed: int) -> Any:
     specs = [LayerSpec(Block, line), *sparse, LayerSpec(Block, line)]
     if spread.turns:
         specs = [sparse[0], LayerSpec(Block, line), sparse[1], LayerSpec(Block, line)]
-    if spread.dual:  # of which a step takes twice as many micro-batches as there are ranks
-        config["train_micro_batch_size_per_gpu"] = BATCH // (2 * spread.pp * spread.dp)
     mpu = None
     if spread.pipeline or spread.pp > 1:
         topology = PipeModelDataParallelTopology(num_pp=spread.pp, num_mp=spread.tp, num_dp=spread.dp)
@@ -198,7 +183,26 @@ def make(spread: Spread, seed: int) -> Any:
     params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
     if spread.second and dist.get_rank() % 2:
         params[1:] = params[:0:-1]
-    return deepspeed.initialize(model=module, model_parameters=params, config=config, mpu=mpu)[0]
+    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(spread), mpu=mpu)[0]
+
+
+def make_config(spread: Spread) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": BATCH,
+        # A larger eps: what rounding leaves of a gradient that is zero would make a whole step of it.
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": spread.stage},
+        "checkpoint": {"universal": {"patterns": RULES}},
+        "use_data_before_expert_parallelism": spread.data_first,
+        "steps_per_print": 1 << 30,
+    }
+    if spread.precision != "fp32":
+        config[spread.precision] = {"enabled": True}
+    if spread.fp32_grads:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if spread.dual:  # of which a step takes twice as many micro-batches as there are ranks
+        config["train_micro_batch_size_per_gpu"] = BATCH // (2 * spread.pp * spread.dp)
+    return config
 
 
 def vary_experts(module: nn.Module, seed: int, rank: int) -> None:

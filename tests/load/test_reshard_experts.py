@@ -13,7 +13,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.samples import check_samples
-from tests.expertmodels import expert_trips
+from tests.expertmodels import expert_trips, expert_trips_3d
 from tests.load.test_reshard import keep_what_travels
 from tests.reshard import (
     Case,
@@ -27,6 +27,7 @@ from tests.reshard import (
     open_everywhere,
     temporary_folder,
 )
+from tests.reshard3d import load_all, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, read_state, write_checkpoint
 
 
@@ -75,6 +76,26 @@ def test_there_and_back_again(fused: bool, data: st.DataObject) -> None:
         held = collect(ranks)
         _, again = resume(replace(case, topology=there, state=held), case.topology, folder / "b")
         check_content(again, keep_what_travels(saved, held, case, there))
+
+
+@KINDS
+@examples(40)
+@given(data=st.data())
+def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.DataObject) -> None:
+    """Whole experts on all ranks of a stage, cut ones, pipelines of three kinds, both orders of the groups."""
+    skip_without_autoep(fused)
+    trip = data.draw(expert_trips_3d(fused=fused))
+    wanted, config = trip.wanted, make_config(trip.source.model)
+    note(f"{trip.source.topology.label}→{trip.target.label}")
+    with temporary_folder() as folder:
+        trip.source.write(folder)
+        if not trip.written:
+            with pytest.raises(CheckpointError, match="DeepSpeed writes no model states"):
+                load_all(folder, wanted.make_targets(), config)
+            return
+        index, ranks = load_all(folder, wanted.make_targets(), config, chunk=trip.chunk)
+        check_content(ranks, wanted.state, wanted.locals)
+        check_reads(index, ranks, trip.chunk)
 
 
 NATIVE = ".deepspeed_moe.experts.deepspeed_experts."

@@ -38,7 +38,12 @@ def storage_sharing(content: Any) -> list[tuple[str, ...]]:
 
 
 def clear_garbage(content: Mapping[str, Any], model: Model, topology: Topology, rank: int) -> None:
-    """Zeroes what ZeRO 3 leaves uninitialised in one rank's file, in place: the padding of its partitions."""
+    """Zeroes what ZeRO 3 leaves uninitialised in one rank's file, in place: the padding of its partitions.
+
+    And removes which of AutoEP's ranks under AutoTP was the last to write what several of them write.
+    """
+    if (content.get("folding") or {}).get("family") == "routed_expert":
+        del content["folding"]["zero_partition_rank"]
     if topology.stage != 3:
         return
     for name, fragment in (content.get("frozen_param_fragments") or {}).items():

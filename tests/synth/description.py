@@ -80,7 +80,7 @@ class ExpertLayer:
 class Spread:
     """A rank's own param group: the user's group that it comes from, the degree of its experts, who holds it.
 
-    `degree` is None for what every rank holds.
+    `degree` is None for what every rank holds. `ranks` are numbered as `experts.find_seat` does.
     """
 
     origin: int
@@ -105,7 +105,8 @@ class Model:
     """Parameters in `named_parameters` order (their order within a group too), and persistent buffers.
 
     `layers` make it a PipelineModule, whose names start with "<layer>." or "tied_modules.<key>.". `experts` are the
-    layers of experts in module order; `spread` tells of the param groups of one rank's own part of such a model.
+    layers of experts in module order, of all stages; `spread` tells of the param groups of one rank's own part of such
+    a model, and `lane` is the tensor-parallel rank whose part it is.
     """
 
     params: tuple[Param, ...]
@@ -113,6 +114,7 @@ class Model:
     layers: tuple[Layer, ...] = ()
     experts: tuple[ExpertLayer, ...] = ()
     spread: tuple[Spread, ...] = ()
+    lane: int = 0
 
     @property
     def owners(self) -> tuple[Param, ...]:
@@ -127,8 +129,10 @@ class Model:
 
     def seat(self, group: int, topology: Topology, rank: int) -> tuple[int, int]:
         """(partition, partitions) of a data-parallel rank in a param group."""
-        ranks = self.spread[group].ranks if self.spread else range(topology.dp)
-        return ranks.index(rank), len(ranks)
+        if not self.spread:
+            return rank, topology.dp
+        ranks = self.spread[group].ranks
+        return ranks.index(find_seat(self, topology, rank)), len(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,11 @@ class State:
     groups: tuple[Mapping[str, Any], ...] = (ADAMW,)
 
 
+def find_seat(model: Model, topology: Topology, rank: int) -> int:
+    """The number of a data-parallel rank of a model's lane among those over which experts are spread."""
+    return rank * topology.tp + model.lane if topology.folds_experts else rank
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How the run that saved was laid out.
@@ -158,7 +167,9 @@ class Topology:
     uniform). `model_axis` says whether the process topology has a model axis, which names the layer files; None: with
     tensor parallelism only. `ep` has the degree of each layer of experts (empty: 1), `data_first` is
     `use_data_before_expert_parallelism`, `max_group` the most elements of a group of experts; with `shuffled` odd ranks
-    have the groups of several degrees in another order, with `dealt` AutoEP deals experts like cards.
+    have the groups of several degrees in another order, with `dealt` AutoEP deals experts like cards. With
+    `cut_experts` (expert tensor parallelism) every tensor-parallel rank has its part of each expert; without it experts
+    are spread over the tensor-parallel ranks too, whole.
     """
 
     stage: int
@@ -178,6 +189,7 @@ class Topology:
     max_group: int | None = None
     shuffled: bool = False
     dealt: bool = False
+    cut_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.pp > 1 and self.stage > 1:
@@ -188,8 +200,8 @@ class Topology:
             )
         if self.elastic and self.stage == 3:
             raise ValueError("DeepSpeed has no elastic_checkpoint under ZeRO 3")
-        if any(self.dp % degree for degree in self.ep):
-            raise ValueError(f"experts cannot be spread over {self.ep} of {self.dp} ranks")
+        if any(self.seats % degree for degree in self.ep):
+            raise ValueError(f"experts cannot be spread over {self.ep} of {self.seats} ranks")
 
     @property
     def kind(self) -> str:
@@ -222,6 +234,16 @@ class Topology:
         return self.pp * self.tp
 
     @property
+    def folds_experts(self) -> bool:
+        """Whether experts are spread over the tensor-parallel ranks of a stage too."""
+        return self.tp > 1 and not self.cut_experts
+
+    @property
+    def seats(self) -> int:
+        """Over how many ranks experts are spread."""
+        return self.dp * self.tp if self.folds_experts else self.dp
+
+    @property
     def names_model_axis(self) -> bool:
         """Whether layer files have the tensor-parallel rank in their names."""
         return self.tp > 1 if self.model_axis is None else self.model_axis
@@ -229,7 +251,7 @@ class Topology:
     @property
     def label(self) -> str:
         """A readable test id: zero2-bf16-dp3-round_robin, zero1-fp32-tp2-pp2-dp1."""
-        known = ("round_robin", "parameter_alignment", "elastic", "data_first", "shuffled", "dealt")
+        known = ("round_robin", "parameter_alignment", "elastic", "data_first", "shuffled", "dealt", "cut_experts")
         options = [name for name in known if getattr(self, name)]
         options += ["ep" + ".".join(map(str, self.ep))] if self.ep else []
         sub_group = [f"sub{self.sub_group_size}"] if self.sub_group_size else []

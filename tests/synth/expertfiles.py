@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-from .experts import degree_of, expert_rank, find_layer, list_held, list_replicas
+from .description import find_seat
+from .experts import (
+    degree_of,
+    expert_rank,
+    find_layer,
+    held_layers,
+    is_writer,
+    largest_degree,
+    list_held,
+    list_replicas,
+)
+from .folding import tell_expert, tell_module
 from .module import module_state
 from .optimizer import optimizer_state
 
@@ -19,30 +30,31 @@ if TYPE_CHECKING:
     from .parallel import Local
 
 
-def expert_file(layer: int, expert: int) -> str:
-    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+def expert_file(layer: int, expert: int, mp: int = 0) -> str:
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 
 
-def expert_optim_file(place: int) -> str:
-    return f"expp_rank_{place}_mp_rank_00_optim_states.pt"
+def expert_optim_file(place: int, mp: int = 0) -> str:
+    return f"expp_rank_{place}_mp_rank_{mp:02d}_optim_states.pt"
 
 
 def list_expert_files(
-    model: Model, owns: Sequence[Local], flats: Sequence[Sequence[Flat]], topology: Topology, run: Run
+    model: Model, owns: Sequence[Local], flats: Sequence[Sequence[Flat]], topology: Topology, run: Run, mp: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every expert's file, and at stage 0 the optimizers of the expert-parallel ranks; of what each rank holds."""
-    largest = max(topology.ep, default=1)
+    largest, layers = largest_degree(model, topology), held_layers(model)
     for rank, own in enumerate(owns):
-        module = module_state(own.model, own.state, topology)
-        for number, layer in enumerate(model.experts if topology.stage < 3 else ()):
+        module, seat = module_state(own.model, own.state, topology), find_seat(model, topology, rank)
+        for number, layer in enumerate(layers if topology.stage < 3 else ()):
             degree = degree_of(model, topology, layer)
-            if list_replicas(topology, degree, rank)[0] == rank:
-                held = list_held(layer, topology, degree, rank)
-                yield from ((expert_file(number, each), _take_expert(layer, held, each, module)) for each in held)
-        if not topology.stage and list_replicas(topology, largest, rank)[0] == rank:
+            if is_writer(model, topology, layer, degree, rank):
+                told = tell_expert(model, topology, rank)
+                for each in (held := list_held(layer, topology, degree, seat)):
+                    yield expert_file(number, each, mp), {**_take_expert(layer, held, each, module), **told}
+        if not topology.stage and is_writer(model, topology, layers[0], largest, rank):
             optimizer = optimizer_state(own.model, own.state, topology, run, flats[rank], rank)
-            content = {"optimizer": clone_tensors_for_torch_save(optimizer)}
-            yield expert_optim_file(expert_rank(topology, largest, rank)), content
+            content = {"optimizer": clone_tensors_for_torch_save(optimizer), **tell_expert(model, topology, rank)}
+            yield expert_optim_file(expert_rank(topology, largest, seat), mp), content
 
 
 def _take_expert(layer: ExpertLayer, held: Sequence[int], expert: int, module: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,24 +71,25 @@ def _take_expert(layer: ExpertLayer, held: Sequence[int], expert: int, module: M
 def finish_model_content(model: Model, content: dict[str, Any], topology: Topology, rank: int) -> dict[str, Any]:
     """The model states without experts, with what is told of them."""
     module = OrderedDict((name, held) for name, held in content["module"].items() if not find_layer(model, name))
-    fused = [_describe_layer(model, layer, topology, rank) for layer in model.experts if layer.fused]
-    told = {"num_experts": [layer.count for layer in model.experts], "ds_autoep_layers": fused or None}
+    fused = [_describe_layer(model, layer, topology, rank) for layer in held_layers(model) if layer.fused]
+    told = {"num_experts": [layer.count for layer in held_layers(model)], "ds_autoep_layers": fused or None}
     if fused:
         patterns = [r".*\.experts\.w[123]$"]
-        info = {"universal_checkpoint_version": 0.4, "expert_parameter_patterns": patterns, "ds_autoep_layers": fused}
-        told["universal_checkpoint_info"] = info
-    return {**content, "module": module, **told}
+        info = {"expert_parameter_patterns": patterns, "ds_autoep_layers": fused}
+        before = {"universal_checkpoint_version": 0.4, **content.get("universal_checkpoint_info", {})}
+        told["universal_checkpoint_info"] = before | info
+    return {**content, "module": module, **told, **tell_module(model, topology, rank, module)}
 
 
 def _describe_layer(model: Model, layer: ExpertLayer, topology: Topology, rank: int) -> dict[str, Any]:
     """`ds_autoep_layers` has one of these per layer."""
     from deepspeed.checkpoint.autoep_affine import autoep_placement_to_affine_map, make_autoep_placement_descriptor
 
-    degree, number = degree_of(model, topology, layer), model.experts.index(layer)
-    place, replicas = expert_rank(topology, degree, rank), list_replicas(topology, degree, rank)
-    own = layer.count // degree
+    degree, number = degree_of(model, topology, layer), held_layers(model).index(layer)
+    seat, own = find_seat(model, topology, rank), layer.count // degree
+    place, replicas = expert_rank(topology, degree, seat), list_replicas(topology, degree, seat)
     held = {
-        expert_rank(topology, degree, each): list_held(layer, topology, degree, each) for each in range(topology.dp)
+        expert_rank(topology, degree, each): list_held(layer, topology, degree, each) for each in range(topology.seats)
     }
     placement = make_autoep_placement_descriptor(layer.count, [list(held[each]) for each in range(degree)])
     of_layer = [param for param in model.params if find_layer(model, param.name) == layer]
@@ -96,7 +109,7 @@ def _describe_layer(model: Model, layer: ExpertLayer, topology: Topology, rank: 
         "checkpoint_format_version": 1 if partitioned else None,
         "ep_group_name": f"ep_size_{degree}",
         "ep_rank": place,
-        "expert_data_parallel_rank": replicas.index(rank),
+        "expert_data_parallel_rank": replicas.index(seat),
         "expert_data_parallel_world_size": len(replicas),
         "global_expert_start": place * own,
         "global_expert_end": place * own + own,

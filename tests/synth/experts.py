@@ -1,8 +1,9 @@
-"""Which data-parallel rank holds which experts, and what its own parameters are: DeepSpeed's layers and AutoEP's.
+"""Which rank holds which experts, and what its own parameters are: DeepSpeed's layers and AutoEP's.
 
 The whole model has every expert's parameters, by the numbers in the whole layer; `own_models` says what each rank has
-of them, under its own names and in its own param groups. Sources: `deepspeed/utils/groups.py`, `deepspeed/moe/utils.py`
-(`split_params_into_different_moe_groups_for_optimizer`), `module_inject/auto_ep_layer.py`.
+of them, under its own names and in its own param groups. A seat is a rank among those over which experts are spread
+(`find_seat`): the data-parallel ones, or all of a pipeline stage. Sources: `deepspeed/utils/groups.py`,
+`deepspeed/moe/utils.py` (`split_params_into_different_moe_groups_for_optimizer`), `module_inject/auto_ep_layer.py`.
 """
 
 from __future__ import annotations
@@ -12,28 +13,60 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from .description import Spread, find_seat
+
 if TYPE_CHECKING:
     from .description import ExpertLayer, Model, Param, State, Topology
 
 
-def list_held(layer: ExpertLayer, topology: Topology, degree: int, rank: int) -> tuple[int, ...]:
-    """The experts of a layer, spread over `degree` ranks, that a data-parallel rank holds, in its order."""
-    place = expert_rank(topology, degree, rank)
+def list_held(layer: ExpertLayer, topology: Topology, degree: int, seat: int) -> tuple[int, ...]:
+    """The experts of a layer, spread over `degree` ranks, that one of them holds, in its order."""
+    place = expert_rank(topology, degree, seat)
     if layer.fused and topology.dealt:
         return tuple(range(place, layer.count, degree))
     own = layer.count // degree
     return tuple(range(place * own, (place + 1) * own))
 
 
-def expert_rank(topology: Topology, degree: int, rank: int) -> int:
-    """The expert-parallel rank of a data-parallel one."""
-    return rank // (topology.dp // degree) if topology.data_first else rank % degree
+def expert_rank(topology: Topology, degree: int, seat: int) -> int:
+    """The expert-parallel rank of a seat."""
+    return seat // (topology.seats // degree) if topology.data_first else seat % degree
 
 
-def list_replicas(topology: Topology, degree: int, rank: int) -> range:
-    """The data-parallel ranks that hold the same experts as one of them."""
-    place, replicas = expert_rank(topology, degree, rank), topology.dp // degree
-    return range(place * replicas, (place + 1) * replicas) if topology.data_first else range(place, topology.dp, degree)
+def list_replicas(topology: Topology, degree: int, seat: int) -> range:
+    """The seats that hold the same experts as one of them."""
+    place, seats = expert_rank(topology, degree, seat), topology.seats
+    replicas = seats // degree
+    return range(place * replicas, (place + 1) * replicas) if topology.data_first else range(place, seats, degree)
+
+
+def list_seats(model: Model, topology: Topology) -> range:
+    """The seats of a lane's data-parallel ranks."""
+    step = topology.tp if topology.folds_experts else 1
+    return range(find_seat(model, topology, 0), find_seat(model, topology, topology.dp), step)
+
+
+def held_layers(model: Model) -> list[ExpertLayer]:
+    """The layers of experts that a pipeline stage has."""
+    return [each for each in model.experts if any(param.name.startswith(each.prefix) for param in model.params)]
+
+
+def largest_degree(model: Model, topology: Topology) -> int:
+    """Of a stage's layers; DeepSpeed saves by its groups what is not of a single expert."""
+    return max((degree_of(model, topology, layer) for layer in held_layers(model)), default=1)
+
+
+def is_first_replica(model: Model, topology: Topology, degree: int, rank: int) -> bool:
+    """Whether a data-parallel rank is the first of those that hold the same experts."""
+    seat = find_seat(model, topology, rank)
+    return list_replicas(topology, degree, seat)[0] == seat
+
+
+def is_writer(model: Model, topology: Topology, layer: ExpertLayer, degree: int, rank: int) -> bool:
+    """Whether a data-parallel rank saves what it holds of a layer: AutoEP under AutoTP has each lane save all."""
+    if layer.fused and topology.folds_experts:
+        return rank < degree
+    return is_first_replica(model, topology, degree, rank)
 
 
 def degree_of(model: Model, topology: Topology, layer: ExpertLayer) -> int:
@@ -63,16 +96,14 @@ def own_state(state: State, own: Model) -> State:
 
 
 def _make_own(model: Model, topology: Topology, rank: int) -> Model:
-    from .description import Spread
-
     params = list(chain.from_iterable(_name_own(model, topology, rank)))
     count = len(model.groups)
-    spread = [Spread(group, None, range(topology.dp)) for group in range(count)]
+    spread = [Spread(group, None, list_seats(model, topology)) for group in range(count)]
     placed = {param.name: param for param in params}
     for group, degree, held in _cut_groups(model, topology, rank, params, count):
         for param in held:
             placed[param.name] = replace(param, group=len(spread))
-        spread.append(Spread(group, degree, list_replicas(topology, degree, rank)))
+        spread.append(Spread(group, degree, list_replicas(topology, degree, find_seat(model, topology, rank))))
     return replace(model, params=tuple(placed[param.name] for param in params), spread=tuple(spread))
 
 
@@ -84,7 +115,7 @@ def _name_own(model: Model, topology: Topology, rank: int) -> Iterator[list[Para
         if layer is None:
             yield [param]
             continue
-        held = list_held(layer, topology, degree_of(model, topology, layer), rank)
+        held = list_held(layer, topology, degree_of(model, topology, layer), find_seat(model, topology, rank))
         number, end = layer.split(param.name)
         if not layer.fused:
             local = f"{layer.prefix}{held.index(number)}{end}" if number in held else ""

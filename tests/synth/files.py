@@ -12,7 +12,8 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from .description import Model, Run, State, Topology
 from .expertfiles import finish_model_content, list_expert_files
-from .experts import own_models, own_state
+from .experts import held_layers, is_writer, largest_degree, own_models, own_state
+from .folding import tell_optimizer
 from .layout import Flat, partition_layout
 from .module import frozen_fragments, frozen_shapes, module_state, param_shapes, shared_params
 from .optimizer import optimizer_state, version_of
@@ -68,10 +69,11 @@ def _rank_files(local: Local, topology: Topology, run: Run, mp: int) -> Iterator
     flats = partition_layout(local.model, topology)
     owns = [replace(local, model=own, state=own_state(local.state, own)) for own in own_models(local.model, topology)]
     module = module_state(owns[0].model, owns[0].state, topology)
-    yield from _layer_files(local, module, topology, mp % topology.tp)
     if local.model.experts:
-        yield from list_expert_files(local.model, owns, flats, topology, run)
-    for rank in range(topology.dp if topology.stage == 3 else 1):
+        yield from list_expert_files(local.model, owns, flats, topology, run, mp)
+    else:
+        yield from _layer_files(local, module, topology, mp % topology.tp)
+    for rank in list_model_writers(local.model, topology):
         content = _model_content(
             owns[rank], module, topology, run, flats[rank if topology.partitions else 0], (rank, mp)
         )
@@ -82,7 +84,16 @@ def _rank_files(local: Local, topology: Topology, run: Run, mp: int) -> Iterator
         return
     for rank, own in enumerate(owns):
         optimizer = optimizer_state(own.model, own.state, topology, run, flats[rank], rank)
-        yield optim_file(topology, rank, mp), {"optimizer_state_dict": optimizer, **_provenance(topology, run)}
+        told = tell_optimizer(local.model, own.model, topology, rank)
+        yield optim_file(topology, rank, mp), {"optimizer_state_dict": optimizer, **_provenance(topology, run), **told}
+
+
+def list_model_writers(model: Model, topology: Topology) -> range:
+    """The data-parallel ranks that save model states; with experts none where another lane's rank saves these."""
+    if topology.stage == 3:
+        return range(topology.dp)
+    layers, degree = held_layers(model), largest_degree(model, topology)
+    return range(1 if not layers or is_writer(model, topology, layers[0], degree, 0) else 0)
 
 
 def _layer_files(
@@ -130,7 +141,7 @@ def _model_content(
     optimizer = optimizer_state(model, state, topology, run, flats, rank) if topology.stage == 0 else None
     dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": topology.pp, "tp_degree": topology.tp}}
     return {
-        "module": None if model.layers else run.nest(module) if run.nest else module,
+        "module": None if model.layers and not model.experts else run.nest(module) if run.nest else module,
         "buffer_names": list(model.buffers),
         "optimizer": optimizer,
         "param_shapes": param_shapes(topology, flats),

@@ -12,6 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
+from .description import find_seat
 from .layout import Flat, GroupLayout, clip, group_layouts, recorded_offsets, trained
 
 if TYPE_CHECKING:
@@ -98,7 +99,10 @@ def _stage3_state(
     model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
 ) -> dict[str, Any]:
     """`DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`."""
-    parted = [_partition_group(model, flat, number, rank) for number, flat in enumerate(flats if model.spread else ())]
+    parted = [
+        _partition_group(model, flat, topology, number, rank)
+        for number, flat in enumerate(flats if model.spread else ())
+    ]
     return {
         "zero_stage": ZeroStageEnum.weights,
         **_scaling(topology, run),
@@ -109,13 +113,13 @@ def _stage3_state(
     }
 
 
-def _partition_group(model: Model, flat: Flat, number: int, rank: int) -> dict[str, Any]:
+def _partition_group(model: Model, flat: Flat, topology: Topology, number: int, rank: int) -> dict[str, Any]:
     """`_zero3_partition_group_metadata`: who holds a sub-group."""
     spread = model.spread[flat.group]
     return {
         "sub_group": number,
         "partition_count": len(spread.ranks),
-        "partition_rank": spread.ranks.index(rank),
+        "partition_rank": spread.ranks.index(find_seat(model, topology, rank)),
         "partition_ranks": list(spread.ranks),
         "families": ["replicated" if spread.degree is None else "autoep_expert"],
         "group_names": ["replicated" if spread.degree is None else f"ep_size_{spread.degree}"],

@@ -84,7 +84,7 @@ def _groups_of(params: tuple[Param, ...]) -> list[int]:
 
 
 def _cut_model(stage: Model, topology: Topology, tp: int, cut: Cut | None) -> Model:
-    return replace(stage, params=tuple(_cut_param(param, topology, tp, cut) for param in stage.params))
+    return replace(stage, params=tuple(_cut_param(param, topology, tp, cut) for param in stage.params), lane=tp)
 
 
 def _cut_param(param: Param, topology: Topology, tp: int, cut: Cut | None) -> Param:

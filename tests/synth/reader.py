@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .description import Model, State, Topology
+from .description import Model, State, Topology, find_seat
 from .expertfiles import expert_optim_file
-from .experts import expert_rank, list_replicas
+from .experts import expert_rank, held_layers, is_writer, largest_degree
 from .files import layer_file, model_file, optim_file
 from .layout import Flat, partition_layout, stage3_slice
 from .parallel import flatten_module
@@ -32,10 +32,11 @@ def read_locals(folder: Path | str, models: Mapping[int, Model], topology: Topol
 
     A weight that is in no file (untrained or at stage 0 in fp32, in a layer without a file) has no "fp32".
     """
-    return {mp: _read_rank(Path(folder), model, topology, mp) for mp, model in models.items()}
+    return {mp: _read_rank(Path(folder), models, topology, mp) for mp in models}
 
 
-def _read_rank(path: Path, model: Model, topology: Topology, mp: int) -> State:
+def _read_rank(path: Path, models: Mapping[int, Model], topology: Topology, mp: int) -> State:
+    model = models[mp]
     contents = [
         _load(path / model_file(topology, rank, mp)) for rank in range(topology.dp if topology.stage == 3 else 1)
     ]
@@ -46,11 +47,14 @@ def _read_rank(path: Path, model: Model, topology: Topology, mp: int) -> State:
     for rank, optimizer in optimizers.items():
         for index, flat in enumerate(layout[rank]):
             _take(atoms, scalars, flat, _buffers(optimizer, topology, index))
+    if topology.folds_experts and model.experts:
+        _take_folded(path, models, topology, mp, (atoms, scalars))
     if topology.stage == 3:
         _take_fragments(atoms, model, topology, contents)
     else:
         module = _read_module(path, model, topology, contents[0], mp)
-        for file in path.glob("layer_*_expert_*_model_states.pt"):
+        lane = f"{mp:02d}" if topology.cut_experts else "*"
+        for file in path.glob(f"layer_*_expert_*_mp_rank_{lane}_model_states.pt"):
             module |= _load(file)
         _take_module(atoms, model, topology, module)
     return State(atoms, scalars, _hyper_parameters(optimizers[0], topology)[: len(model.groups)])
@@ -65,17 +69,34 @@ def _read_optimizers(
         return {rank: _load(file)["optimizer_state_dict"] for rank, file in files.items()}
     if not model.experts:
         return {0: contents[0]["optimizer"]}
-    degree = max(topology.ep, default=1)
-    firsts = dict.fromkeys(list_replicas(topology, degree, rank)[0] for rank in range(topology.dp))
-    names = {rank: expert_optim_file(expert_rank(topology, degree, rank)) for rank in firsts}
-    return {rank: _load(path / name)["optimizer"] for rank, name in names.items()}
+    degree, layer = largest_degree(model, topology), held_layers(model)[0]
+    writers = [rank for rank in range(topology.dp) if is_writer(model, topology, layer, degree, rank)]
+    places = {rank: expert_rank(topology, degree, find_seat(model, topology, rank)) for rank in writers}
+    return {rank: _load(path / expert_optim_file(place, mp))["optimizer"] for rank, place in places.items()}
+
+
+def _take_folded(
+    path: Path,
+    models: Mapping[int, Model],
+    topology: Topology,
+    mp: int,
+    found: tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]],
+) -> None:
+    """The experts that the other lanes of a stage hold."""
+    first = mp // topology.tp * topology.tp
+    for lane in {*range(first, first + topology.tp)} - {mp}:
+        layout = partition_layout(models[lane], topology)
+        for rank, optimizer in _read_optimizers(path, models[lane], topology, [], lane).items():
+            for index, flat in enumerate(layout[rank]):
+                if any(param.parts for param in flat.own):
+                    _take(*found, flat, _buffers(optimizer, topology, index))
 
 
 def _read_module(
     path: Path, model: Model, topology: Topology, content: Mapping[str, Any], mp: int
 ) -> dict[str, torch.Tensor]:
     """The module's tensors by full name, those of a pipeline's rank from the files of its own layers."""
-    if not model.layers:
+    if not model.layers or model.experts:
         return flatten_module(content["module"])
     pp, tp = divmod(mp, topology.tp)
     result: dict[str, torch.Tensor] = {}
