@@ -84,8 +84,17 @@ def follow(engine: Any) -> None:
 
 
 def _restore_and_tell(engine: Any, saved: Mapping[str, Any]) -> None:
-    if derived := restore(engine, saved):
-        logger.info("random states derived, not saved ones, on rank %d: %s", connect().rank, ", ".join(derived))
+    rank, derived = connect().rank, restore(engine, saved)
+    if derived:
+        logger.info("random states derived, not saved ones, on rank %d: %s", rank, ", ".join(derived))
+    trackers = {name for name in saved["axes"] if name.startswith(_TRACKER)}
+    lost = sorted(trackers.difference(list_generators()))
+    if lost and rank == 0:
+        logger.warning(
+            "random states of %s were saved, and there are no such generators: seed them (model_parallel_cuda_manual_"
+            "seed) before load_checkpoint, or what they draw is not what it was",
+            ", ".join(lost),
+        )
 
 
 def capture(engine: Any) -> dict[str, Any]:

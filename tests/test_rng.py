@@ -104,6 +104,19 @@ def test_a_generator_goes_on_where_it_stood(name: str) -> None:
     assert [draw(0, 1) if name == "python" else draw() for _ in range(700)] == first
 
 
+def test_a_saved_tracker_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a script loads before it makes its tensor-parallel ranks draw apart."""
+    place = Place(0, 1, 0, 1, 0, 1)
+    monkeypatch.setattr(rng, "find_place", lambda engine: place)
+    own = {name: each.read() for name, each in rng.list_generators().items()}
+    for held, told in ((own, False), ({**own, "accelerator": (b"",)}, False), ({**own, "tracker:mp": (b"",)}, True)):
+        saved = rng.make_record([(coords_of(place), held)], dict.fromkeys(held, ()), 1, 2)
+        rng._restore_and_tell(None, saved)
+        assert ("tracker:mp" in caplog.text) is told
+
+
 @pytest.mark.parametrize(
     "saved", [{}, [], {"version": 9}, {"version": 1}, {"version": 1, "axes": {"python": (7,)}, "states": {"python": 3}}]
 )
