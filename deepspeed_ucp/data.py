@@ -133,6 +133,12 @@ class Order(ABC):
 
     def get_state(self) -> dict[str, Any]:
         """Where the run stands, and in which order: plain values, the same on every rank."""
+        if self.consumed % self.total_batch and self.rank == 0:
+            logger.warning(
+                "the engine has trained on %d samples, no multiple of the %d of a step: its steps are not those of the "
+                "data's order, in which a resume goes on with whole steps",
+                *(self.consumed, self.total_batch),
+            )
         return {**self.describe(), "seed": self.seed, "consumed": self.consumed, "epoch": self.epoch}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

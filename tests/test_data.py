@@ -284,6 +284,18 @@ def test_several_workers_have_to_know_the_micro_batch() -> None:
         list(loader)
 
 
+def test_steps_of_another_size_than_the_orders_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As where the engine's batch is changed in mid-run, or the script ends its accumulation elsewhere."""
+    engine, sampler = Engine(global_samples=0), make_sampler(0, 1)
+    sampler.follow(engine)
+    engine.global_samples += 2 * BATCH
+    collect(engine, {})
+    assert not caplog.text
+    engine.global_samples += BATCH // 2
+    collect(engine, {})
+    assert "trained on 30 samples, no multiple of the 12" in caplog.text
+
+
 def test_two_orders_of_an_engine_have_names(caplog: pytest.LogCaptureFixture) -> None:
     engine, first, second = Engine(global_samples=0), make_sampler(0, 1), make_sampler(0, 1, seed=8)
     first.follow(engine)
