@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -56,13 +54,14 @@ def run(options: argparse.Namespace) -> int:
     """Supervise; returns the exit code of the last launch."""
     from ..supervise.command import parse_command
     from ..supervise.hosts import read_hostfile
+    from ..supervise.log import make_log
     from ..supervise.policy import Limits
     from ..supervise.supervisor import Settings, Supervisor
     from ..supervise.watch import Patience
 
     command = parse_command(options.program[options.program[:1] == ["--"] :])
     path = find_hostfile(options.hostfile, command)
-    hosts = None if path is None else read_hostfile(path)
+    hosts = None if path is None else command.select(read_hostfile(path))
     if options.min_nodes > len(hosts or (path,)):
         raise ConfigError(f"--min-nodes {options.min_nodes}: {path or 'this machine'} has {len(hosts or (path,))}.")
     settings = Settings(
@@ -87,19 +86,3 @@ def find_hostfile(given: str | None, command: Command) -> str | None:
         return None
     path = given or command.find("--hostfile")
     return path or (_DEFAULT_HOSTFILE if os.path.isfile(_DEFAULT_HOSTFILE) else None)
-
-
-def make_log(path: str | None) -> Callable[..., None]:
-    """What writes events, each a line at once."""
-    import json
-    import time
-
-    def tell(event: str, **fields: object) -> None:
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
-        if path is None:
-            print(line, file=sys.stderr, flush=True)
-            return
-        with open(path, "a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
-
-    return tell

@@ -8,7 +8,6 @@ their agent (:mod:`deepspeed_ucp.lifeline`) and end with it, and silence on thos
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ..errors import UcpError
 from ..lifeline import VARIABLE
+from .log import make_log
 from .policy import Attempt, Limits, decide
 from .processes import kill_descendant
 from .watch import Patience, Watch, find_silence
@@ -81,6 +81,10 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     return GuardedRendezvous(create_handler(store, backend, params), patience, params.get("events"))
 
 
+def _say_nothing(event: str, **fields: object) -> None:
+    """What events are told to where nobody wants them."""
+
+
 class GuardedRendezvous(RendezvousHandler):
     """A rendezvous whose workers are watched between two rounds.
 
@@ -90,7 +94,8 @@ class GuardedRendezvous(RendezvousHandler):
     """
 
     def __init__(self, own: RendezvousHandler, patience: Patience, events: str | None) -> None:
-        self.own, self.patience, self.events = own, patience, events
+        self.own, self.patience = own, patience
+        self._tell = make_log(events, pid=os.getpid()) if events else _say_nothing
         self._watch, self._attempts = Watch(), list[Attempt]()
         self._world: int | None = None
         self._is_watching = threading.Event()
@@ -140,12 +145,6 @@ class GuardedRendezvous(RendezvousHandler):
                 self._tell("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])
                 for seen in ranks:
                     kill_descendant(seen.pid)
-
-    def _tell(self, event: str, **fields: object) -> None:
-        if self.events:
-            line = json.dumps({"event": event, "time": round(time.time(), 3), "pid": os.getpid(), **fields})
-            with open(self.events, "a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
 
     def is_closed(self) -> bool:
         return self.own.is_closed()

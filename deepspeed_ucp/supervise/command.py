@@ -43,14 +43,33 @@ class Command:
         options = [word for pair in self.options for word in pair if word is not None]
         return [*self.program, *options, *self.script]
 
+    def select(self, hosts: Hosts) -> dict[str, int]:
+        """Those of a hostfile's hosts that ``--include`` and ``--exclude`` leave.
+
+        Raises:
+            ConfigError: they name another one, or leave none.
+        """
+        included, excluded = (_list_slots(self.find(name) or "") for name in ("--include", "--exclude"))
+        unknown = [host for host in (*included, *excluded) if host not in hosts]
+        if unknown:
+            raise ConfigError(f"--include, --exclude: the hostfile does not name {unknown[0]}.")
+        left = {
+            host: slots
+            for host, slots in hosts.items()
+            if host in (included or hosts) and not _is_excluded(excluded.get(host), slots)
+        }
+        if not left:
+            raise ConfigError("--include, --exclude: no host of the hostfile is left.")
+        return left
+
     def narrow(self, hostfile: str, hosts: Hosts, lost: Sequence[str]) -> Command:
-        """The same on the hosts that are left.
+        """The same on the hosts that are left; no option names another one.
 
         Args:
             hostfile: names them.
-            lost: the others, which no option may name any more.
+            lost: others that the launch is for.
         """
-        options = [_leave_out(key, value, lost) for key, value in self.options if key != "--hostfile"]
+        options = [_leave_out(key, value, hosts) for key, value in self.options if key != "--hostfile"]
         if lost:  # the launcher finds it out: it may have been a lost host's
             options = [option for option in options if option is not None and option[0] != "--master_addr"]
         kept = [option for option in options if option is not None]
@@ -67,11 +86,22 @@ def _settle_lone(host: str) -> list[tuple[str, str | None]]:
     return [("--no_ssh_check", None), ("--master_addr", "127.0.0.1")]
 
 
-def _leave_out(key: str, value: str | None, lost: Sequence[str]) -> tuple[str, str | None] | None:
+def _leave_out(key: str, value: str | None, hosts: Hosts) -> tuple[str, str | None] | None:
     if key not in ("--include", "--exclude") or value is None:
         return key, value
-    kept = "@".join(part for part in value.split("@") if part.split(":")[0] not in lost)
+    kept = "@".join(part for part in value.split("@") if part.split(":")[0] in hosts)
     return (key, kept) if kept else None
+
+
+def _list_slots(value: str) -> dict[str, set[str]]:
+    """Of ``a:0,1@b``: the slots that are named by host, none where all are meant."""
+    parts = [part.partition(":") for part in value.split("@") if part]
+    return {host: set(filter(None, slots.split(","))) for host, _, slots in parts}
+
+
+def _is_excluded(named: set[str] | None, slots: int) -> bool:
+    """Whether a host's named slots are all that it has; none named are all."""
+    return named is not None and (not named or len(named) >= slots)
 
 
 def parse_command(words: Sequence[str]) -> Command:

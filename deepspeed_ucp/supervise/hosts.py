@@ -65,14 +65,6 @@ def is_local(host: str) -> bool:
     return True
 
 
-def find_address(host: str) -> str | None:
-    """A host's IPv4 address; None where its name has none."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return None
-
-
 def find_own_address(hosts: Hosts) -> str:
     """This machine's address as the hosts reach it: the loopback where all of them are this machine."""
     for host in hosts:
@@ -80,11 +72,23 @@ def find_own_address(hosts: Hosts) -> str:
             continue
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # nothing is sent: the system tells which way it would go
+                probe.connect((find_ssh_name(host), 9))  # nothing is sent: the system tells which way it would go
                 return str(probe.getsockname()[0])
         except OSError:
             continue
     return "127.0.0.1"
+
+
+def find_ssh_name(host: str) -> str:
+    """What ssh's own configuration calls a host; the same name where it does not say, or there is no ssh."""
+    try:
+        done = subprocess.run(
+            ["ssh", "-G", host], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return host
+    words = (line.split() for line in done.stdout.splitlines())
+    return next((found[1] for found in words if found[:1] == ["hostname"] and len(found) == 2), host)
 
 
 class Reach:
@@ -123,14 +127,14 @@ class Reach:
             return False
         return done.returncode == 0
 
-    def find_answering(self, hosts: Hosts) -> dict[str, int]:
-        """Those of the hosts that answer, in their order; all are asked at once.
+    def find_answering(self, hosts: Hosts, command: str = "true") -> dict[str, int]:
+        """Those of the hosts that answer, in their order; all are asked at once, by a shell command that ends well.
 
         A lone host that is this machine is not asked: the launcher starts its ranks without ssh.
         """
         if all(map(is_local, hosts)) and len(hosts) == 1:
             return dict(hosts)
-        answers = map_at_once(lambda host: self.run(host, "true"), list(hosts))
+        answers = map_at_once(lambda host: self.run(host, command), list(hosts))
         return {host: slots for (host, slots), answer in zip(hosts.items(), answers, strict=True) if answer}
 
 

@@ -53,7 +53,8 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
     steps, tail = list_steps(attempts)[-limits.same_step :], attempts[-limits.same_step :]
     if len(tail) == limits.same_step and len(set(steps)) == 1 and not any(each.lost for each in tail):
         where = "before its first step" if steps[-1] is None else f"after step {steps[-1]}"
-        return Decision(None, f"it failed {limits.same_step} times {where} with every host there: the script itself")
+        times = f"it failed {limits.same_step} times {where} while every host answered"
+        return Decision(None, f"{times}: the script itself, or what it needs beside the hosts")
     if len(attempts) > limits.restarts:
         return Decision(None, f"{limits.restarts} restarts were allowed")
     return Decision(min(limits.longest_pause, limits.first_pause * 2 ** min(count_stuck(attempts), 30)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import psutil
 
 _SET_CHILD_SUBREAPER = 36
 """Of Linux's ``prctl``."""
+
+_SHORTEST_WORD = 16
 
 
 def adopt_orphans() -> None:
@@ -41,6 +44,19 @@ def kill_descendant(pid: int) -> bool:
     found = [each for each in list_descendants() if each.pid == pid]
     _signal(found, signal.SIGKILL)
     return bool(found)
+
+
+def make_sweep(word: str) -> str:
+    """A shell command that ends every process of a machine that was started with a word in its environment, and those
+    that it has forked (Linux); it ends well, found or not.
+
+    Raises:
+        ValueError: the word is so short that others may have it.
+    """
+    if len(word) < _SHORTEST_WORD:
+        raise ValueError(f"{word!r} is too short")
+    pids = f"$(grep -lsF {shlex.quote(word)} /proc/[0-9]*/environ | cut -d/ -f3)"
+    return "sh -c " + shlex.quote(f"kill -9 {pids} 2>/dev/null; true")
 
 
 def end_everything(process: subprocess.Popen[bytes], *, grace: float) -> int:

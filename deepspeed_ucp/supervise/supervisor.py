@@ -8,15 +8,15 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 
 from ..lifeline import VARIABLE
 from .command import Command
-from .hosts import Hosts, Reach, find_address, find_own_address, write_hostfile
+from .hosts import Hosts, Reach, find_own_address, write_hostfile
+from .log import Tell
 from .policy import Attempt, Limits, decide
-from .processes import adopt_orphans, end_everything, kill_descendant, reap, start
+from .processes import adopt_orphans, end_everything, make_sweep, reap, start
 from .watch import Patience, Seen, Watch, end_ranks, find_casualty, find_silence
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -25,9 +25,6 @@ FORWARDED = (*STOPPING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _LOOK_EVERY = 0.1
 _ENV_FILE = "DS_ENV_FILE"
-
-Tell = Callable[..., None]
-"""``tell(event, **fields)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +77,8 @@ class Supervisor:
         self.reach = Reach(command.find("--launcher") or "pdsh", command.find("--ssh_port"))
         self._signals: list[int] = []
         self._stopped_by: int | None = None
-        self._folder = tempfile.mkdtemp(prefix="ds_ucp_supervise_")
         self._watch = Watch(find_own_address(hosts or {}))
+        self._folder = tempfile.mkdtemp(prefix="ds_ucp_supervise_")
 
     def run(self) -> int:
         """Until the command has done its work, or there is no point in going on; the exit code.
@@ -116,9 +113,9 @@ class Supervisor:
             if not outcome.reason:
                 self.tell("finished", step=outcome.step)
                 return 0
+            lost = self._sweep(hosts)
             if self._stopped_by is not None:
                 return self._end(outcome)
-            lost = self._list_lost(hosts)
             attempts.append(Attempt(outcome.step, lost=bool(lost)))
             decision = decide(attempts, self.settings.limits)
             if decision.pause is None:
@@ -140,10 +137,11 @@ class Supervisor:
         while time.monotonic() < until and self._stopped_by is None:
             time.sleep(min(_LOOK_EVERY, seconds))
 
-    def _list_lost(self, hosts: Hosts) -> list[str]:
-        if self.hosts is None:
+    def _sweep(self, hosts: Hosts) -> list[str]:
+        """End what a launch has left on its hosts, ranks that hang among it; those hosts that do not answer."""
+        if not hosts:
             return []
-        answering = self.reach.find_answering(hosts)
+        answering = self.reach.find_answering(hosts, make_sweep(self._watch.key))
         return [host for host in hosts if host not in answering]
 
     def _wait_for_hosts(self) -> Hosts | None:
@@ -174,7 +172,7 @@ class Supervisor:
             code, reason = self._follow(process)
         finally:
             if reason:
-                self._clear_away(process, hosts)
+                self._clear_away(process)
         return self._judge(Outcome(code, reason))
 
     def _prepare(self, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
@@ -262,20 +260,12 @@ class Supervisor:
             if not told and process.poll() is None:
                 os.killpg(process.pid, number)
 
-    def _clear_away(self, process: subprocess.Popen[bytes], hosts: Hosts) -> None:
-        """End every process of a launch, on all its hosts."""
-        end_ranks(self._watch, lambda seen: self._kill(seen, hosts))
+    def _clear_away(self, process: subprocess.Popen[bytes]) -> None:
+        """End every process of a launch, elsewhere as far as its ranks listen."""
+        end_ranks(self._watch)
         left = end_everything(process, grace=3.0)
         if left:
             self.tell("killed", processes=left)
-
-    def _kill(self, seen: Seen, hosts: Hosts) -> None:
-        """End a rank that does not end itself: one of our own descendants here, any other on its host."""
-        if kill_descendant(seen.pid):
-            return
-        named = [host for host in hosts if host == seen.host or find_address(host) == seen.address]
-        if named:
-            self.reach.run(named[0], "kill", "-9", str(seen.pid))
 
     def _judge(self, outcome: Outcome) -> Outcome:
         """An outcome with what the ranks told."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class Watch:
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
-        self.address, self.key = address, ""
+        self.address, self.key = address, secrets.token_hex(8)
         self._server = socket.create_server((address if address.startswith("127.") else "", 0), backlog=1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
@@ -214,13 +214,11 @@ def find_casualty(ranks: list[Seen]) -> Seen | None:
     return min(gone, key=lambda seen: (seen.error is None, seen.heard), default=None)
 
 
-def end_ranks(watch: Watch, kill: Callable[[Seen], None], *, grace: float = 2.0) -> None:
-    """End every rank that is still there: it is asked to end itself, and one that cannot (stopped, or stuck) is killed.
+def end_ranks(watch: Watch, *, grace: float = 2.0) -> None:
+    """Ask every rank that is still there to end itself; one that is stopped, or stuck, does not.
 
     Args:
-        kill: ends a rank by host and process.
-        grace: seconds for the asking.
+        grace: seconds that they are given.
     """
     watch.send(signal.SIGKILL)
-    for seen in watch.wait_for_end(grace):
-        kill(seen)
+    watch.wait_for_end(grace)

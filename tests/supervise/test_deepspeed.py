@@ -4,17 +4,17 @@ namespaces as two hosts, whose link is cut in the middle of a step."""
 from __future__ import annotations
 
 import os
-import pwd
-import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.supervise.standins import ROOT, Stage, build, is_running, kill, wait_until
+from tests.supervise.namespaces import FAR, NEAR, Pair, build_pair, find_missing
+from tests.supervise.standins import Stage, build, is_running, kill, wait_until
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(280)]
 
@@ -35,12 +35,13 @@ while step < steps:
     dist.all_reduce(torch.ones(1))
     step += 1
     lifeline.beat(step)
-    (folder / f"at-{dist.get_rank()}").touch()
     if dist.get_rank() == 0:
         (folder / "next").write_text(str(step)); os.replace(folder / "next", saved)
     while (folder / "wait").exists() and step > 2:
-        time.sleep(0.02)
         dist.all_reduce(torch.ones(1))
+        lifeline.beat(step)
+        (folder / f"at-{dist.get_rank()}").touch()
+        time.sleep(0.02)
 """
 
 
@@ -84,93 +85,70 @@ def test_a_lost_host_is_left_out(stage: Stage) -> None:
     assert stage.find("finished")[0]["step"] == 5
 
 
-NEAR, FAR = "10.77.0.1", "10.77.0.2"
-SSHD = """
-ListenAddress {address}
-HostKey {folder}/key
-PidFile {folder}/sshd-{address}.pid
-AuthorizedKeysFile {folder}/key.pub
-StrictModes no
-UsePAM no
-PermitRootLogin yes
-"""
-
-
-def find_missing() -> str | None:
-    """What two namespaces as two hosts need and this machine lacks."""
-    if os.geteuid():
-        return "root is needed to make network namespaces"
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    lacking = [name for name in ("ip", "ssh", "sshd", "ssh-keygen", "pdsh") if shutil.which(name, path=path) is None]
-    if lacking:
-        return f"{', '.join(lacking)} not installed"
-    try:
-        pwd.getpwnam("sshd")
-    except KeyError:
-        return "sshd has no user here"
-    made = subprocess.run(["ip", "netns", "add", "ucp-probe"], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"no network namespaces here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "ucp-probe"], check=True)
-    return None
-
-
 @pytest.fixture
-def hosts(stage: Stage) -> Iterator[Stage]:
-    """Two namespaces with a link between them, each with an sshd that lets us in; ours is the near one."""
+def pair(stage: Stage) -> Iterator[Pair]:
     if (reason := find_missing()) is not None:
         pytest.skip(reason)
-    folder = stage.folder
     for name in ("ssh", "pdsh"):
-        (folder / "bin" / name).unlink()
-    ssh = f"#!/bin/sh\nexec {shutil.which('ssh')} -i {folder}/key -o StrictHostKeyChecking=no \\\n"
-    ssh += '    -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"\n'
-    (folder / "bin" / "ssh").write_text(ssh)
-    (folder / "bin" / "ssh").chmod(0o755)
-    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
-    os.makedirs("/run/sshd", exist_ok=True)
-    with ExitStack() as undo:
-        for name in ("ucp-near", "ucp-far"):
-            run("ip", "netns", "add", name)
-            undo.callback(run, "ip", "netns", "del", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        pair = ["name", "cable", "type", "veth", "peer", "name", "cable", "netns", "ucp-far"]
-        run("ip", "-n", "ucp-near", "link", "add", *pair)
-        for name, address in (("ucp-near", NEAR), ("ucp-far", FAR)):
-            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            run("ip", "-n", name, "link", "set", "cable", "up")
-            config = folder / f"sshd-{address}"
-            config.write_text(SSHD.format(address=address, folder=folder))
-            sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-            server = subprocess.Popen(["ip", "netns", "exec", name, str(sshd), "-D", "-f", str(config)])
-            undo.callback(server.wait)
-            undo.callback(server.terminate)
-        yield stage
+        (stage.folder / "bin" / name).unlink()
+    with build_pair(stage.folder) as pair:
+        yield pair
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
+@contextmanager
+def supervise_near(stage: Stage, pair: Pair, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """From the start of training on both hosts on."""
+    words = ["supervise", "--log", str(stage.folder / "events"), "--hostfile", stage.write_hosts(NEAR, FAR)]
+    command = [sys.executable, "-m", "deepspeed_ucp", *words, *options, "--", *launch(stage)]
+    with subprocess.Popen(pair.near.enter(*command), env=stage.environment) as process:
+        try:
+            wait_until(lambda: "running" in stage.names(), 120)
+            wait_for_ranks(stage)
+            yield process
+        finally:
+            process.kill()
 
 
-def test_a_partition_leaves_the_far_host_out_and_its_ranks_end(hosts: Stage) -> None:
-    stage, command = hosts, launch(hosts)
-    hostfile = stage.write_hosts(NEAR, FAR)
-    words = [sys.executable, "-m", "deepspeed_ucp", "supervise", "--log", str(stage.folder / "events")]
-    options = ["--hostfile", hostfile, "--hang", "10", "--settle", "5"]
-    with ExitStack() as ends:
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", "ucp-near", *words, *options, "--", *command], env=stage.environment, cwd=ROOT
-        )
-        ends.callback(process.wait)
-        ends.callback(process.kill)
-        wait_until(lambda: all((stage.folder / f"at-{rank}").exists() for rank in (0, 1)), 120)
-        before = stage.pids()
-        run("ip", "-n", "ucp-far", "link", "set", "cable", "down")
+def wait_for_ranks(stage: Stage) -> None:
+    """Until both have come to their third step since the last time."""
+    paths = [stage.folder / f"at-{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(path.exists() for path in paths), 120)
+    for path in paths:
+        path.unlink()
+
+
+def test_a_partition_leaves_the_far_host_out_and_its_ranks_end(stage: Stage, pair: Pair) -> None:
+    """The link is gone in the middle of a step. When it is there again, the next start is on both."""
+    with supervise_near(stage, pair, "--hang", "10", "--settle", "5") as process:
+        rank = ("-u", str(stage.folder / "rank.py"))
+        assert pair.far.find(*rank) and pair.far.find("-u", "-m")
+        pair.set_link("down")
         wait_until(lambda: stage.names().count("starting") == 2, 90)
+        wait_until(lambda: not pair.far.find("-u"), 90)
+        wait_until(lambda: stage.names().count("running") == 2, 120)
+        pair.set_link("up")
+        pair.near.find(*rank)[0].kill()
+        wait_until(lambda: stage.names().count("running") == 3, 120)
         (stage.folder / "wait").unlink()
         assert process.wait(timeout=120) == 0
-        wait_until(lambda: not any(map(is_running, before)), 60)
-    first, second = stage.find("starting")
-    assert (first["hosts"], second["hosts"]) == ({NEAR: 1, FAR: 1}, {NEAR: 1})
-    assert stage.find("restarting")[0]["lost"] == [FAR]
+    assert [event["hosts"] for event in stage.find("starting")] == [{NEAR: 1, FAR: 1}, {NEAR: 1}, {NEAR: 1, FAR: 1}]
+    assert [event["lost"] for event in stage.find("restarting")] == [[FAR], []]
+    assert stage.find("finished")[0]["step"] == 5
+
+
+def test_a_short_loss_is_outlived_and_a_stopped_rank_of_the_far_host_ended(stage: Stage, pair: Pair) -> None:
+    with supervise_near(stage, pair, "--hang", "25") as process:
+        with pair.losing_everything():
+            time.sleep(4)
+        wait_for_ranks(stage)
+        wait_for_ranks(stage)
+        assert stage.names() == ["starting", "running"]
+        (stopped,) = pair.far.find("-u", str(stage.folder / "rank.py"))
+        stopped.suspend()
+        wait_until(lambda: stage.names().count("starting") == 2, 90)
+        assert not stopped.is_running()
+        (stage.folder / "wait").unlink()
+        assert process.wait(timeout=120) == 0
+    assert [event["hosts"] for event in stage.find("starting")] == [{NEAR: 1, FAR: 1}] * 2
+    assert stage.find("hanging")[0]["ranks"] == 2
     assert stage.find("finished")[0]["step"] == 5

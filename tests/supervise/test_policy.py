@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.supervise.command import parse_command
-from deepspeed_ucp.supervise.hosts import find_own_address, is_local, read_hostfile, write_hostfile
+from deepspeed_ucp.supervise.hosts import find_own_address, find_ssh_name, is_local, read_hostfile, write_hostfile
 from deepspeed_ucp.supervise.policy import Attempt, Decision, Limits, decide
 
 
@@ -92,6 +93,16 @@ def test_this_machine_is_known() -> None:
     assert find_own_address({"127.0.0.2": 1}) == "127.0.0.1"
 
 
+def test_ssh_knows_hosts_by_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\n[ "$*" != "-G far" ] || echo "user me\nhostname 192.0.2.1\nport 22"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert find_ssh_name("far") == "192.0.2.1"
+    assert find_ssh_name("near") == "near"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_ssh_name("far") == "far"
+
+
 LAUNCH = "deepspeed -H hosts --no_ssh_check --master_addr=10.0.0.1 -i a:0,1@b --master_port 29501 train.py -H x --lr 1"
 
 
@@ -127,6 +138,34 @@ def test_a_command_is_narrowed_to_the_hosts_that_are_left(
 ) -> None:
     narrowed = parse_command(LAUNCH.split()).narrow("new", hosts, lost)
     assert narrowed.words() == ["deepspeed", *told.split(), "train.py", "-H", "x", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ("", "abc"),
+        ("-i c@a:1", "ac"),
+        ("-e b@c:0,1", "a"),
+        ("--exclude=a:0@c:1", "abc"),
+        ("--include b -i c", "c"),
+    ],
+)
+def test_hosts_are_those_that_the_launcher_would_take(options: str, left: str) -> None:
+    hosts = dict.fromkeys("abc", 2)
+    command = parse_command(["deepspeed", *options.split(), "train.py"])
+    assert list(command.select(hosts)) == list(left)
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    filters = [command.find(name) or "" for name in ("--include", "--exclude")]
+    assert list(runner.parse_inclusion_exclusion(hosts, *filters)) == list(left)
+    assert "b" not in str(command.narrow("new", {"a": 2, "c": 2}, ()).options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [("-i worker-9:0", "does not name worker-9"), ("-e a@b@c", "no host of the hostfile is left")]
+)
+def test_filters_that_leave_no_host_are_refused(options: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_command(["deepspeed", *options.split(), "train.py"]).select(dict.fromkeys("abc", 2))
 
 
 def test_the_launchers_own_parser_agrees() -> None:
