@@ -32,7 +32,7 @@ from ..torchsave.dtypes import STORAGE_DTYPES
 from ..torchsave.objects import Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage
-from ..torchsave.torchfile import TorchFile, read_header
+from ..torchsave.torchfile import ALTERED, MADE, TorchFile, read_header
 from ..torchsave.unpickle import check_keys
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
@@ -87,7 +87,7 @@ def check_trusted(named: Mapping[str, str]) -> None:
 
 
 def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:
-    if named := shorten(dict.fromkeys(name.removesuffix("()") for name in unknown), 20):
+    if named := shorten(dict.fromkeys(map(_strip_use, unknown)), 20):
         raise CheckpointError(
             f"{path}: holds objects that are not unpickled without your consent ({named}). If you trust the "
             "checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
@@ -122,15 +122,25 @@ def _allow(name: str, allowed: dict[str, Any]) -> bool:
     """Whether a name is that of something harmless; of packages that are imported it is added to ``allowed``.
 
     Args:
-        name: with ``()`` behind it, of a class of which only values are made.
+        name: as :meth:`~..torchsave.torchfile.TorchFile.tell_use` tells it.
     """
-    plain = name.removesuffix("()")
-    if plain not in allowed and name not in allowed:
-        module, _, attribute = plain.rpartition(".")
-        found = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
-        if _is_harmless(found) or (plain != name and _is_value(found)):
-            allowed[name] = found
+    altered, plain = name.endswith(ALTERED), _strip_use(name)
+    found = allowed[plain] if plain in allowed else _find_imported(plain)
+    if altered and isinstance(found, type) and issubclass(found, enum.Enum):
+        return False  # its members are the process's own
+    name = plain if altered else name
+    if plain not in allowed and name not in allowed and (_is_harmless(found) or (plain != name and _is_value(found))):
+        allowed[name] = found
     return plain in allowed or name in allowed
+
+
+def _strip_use(name: str) -> str:
+    return name.removesuffix(ALTERED).removesuffix(MADE)
+
+
+def _find_imported(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
 
 
 def _is_value(found: Any) -> bool:
@@ -222,7 +232,7 @@ class _ClientUnpickler(pickle.Unpickler):
         if self.allowed is None:
             return super().find_class(module, name)
         kind = Global(module, name).kind
-        return self.allowed[kind if kind in self.allowed else f"{kind}()"]
+        return self.allowed[kind if kind in self.allowed else kind + MADE]
 
     def persistent_load(self, pid: Any) -> Any:
         _storage, dtype, key, _location, numel = pid

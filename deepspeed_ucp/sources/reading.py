@@ -83,10 +83,14 @@ def read_file(folder: str, name: str) -> FileHeader:
 def list_globals(file: TorchFile) -> tuple[str, ...]:
     """Names beyond those that are in every checkpoint, which need not travel to all ranks.
 
-    With ``()`` behind those of classes of which only values are made (:class:`~..torchsave.torchfile.TorchFile`).
+    As :meth:`~..torchsave.torchfile.TorchFile.tell_use` tells them.
     """
-    names = dict.fromkeys(map(file.tell_use, file.globals))
-    return tuple(name for name in names if not (name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)))
+    rare = [each for each in file.globals if not _is_common(each.kind)]
+    return tuple(dict.fromkeys(map(file.tell_use, rare)))
+
+
+def _is_common(name: str) -> bool:
+    return name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)
 
 
 def _pick_config(config: Any) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
 
+MADE, ALTERED = "()", "().__dict__"
+"""Behind the name of a class of which only values are made, and of one to whose calls' results attributes are given."""
+
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _FRONT = 1 << 16
 """Bytes of a legacy file that are read first for its pickles; as long as these do not end, four times as many."""
@@ -41,6 +44,7 @@ class TorchFile:
         protocol: of its pickle.
         globals: classes and functions that its pickle names.
         values: those of which it only makes instances that it gives attributes (:class:`~.unpickle.Pickled`).
+        altered: those to whose calls' results it gives attributes.
         records: all of its records.
     """
 
@@ -53,11 +57,14 @@ class TorchFile:
     protocol: int
     globals: tuple[Global, ...]
     values: frozenset[Global]
+    altered: frozenset[Global]
     records: FileRecords
 
     def tell_use(self, named: Global) -> str:
-        """Dotted name of a class or function; of one of the values with ``()`` behind it."""
-        return f"{named.kind}()" if named in self.values else named.kind
+        """Dotted name of a class or function; with :data:`MADE` or :data:`ALTERED` behind it."""
+        if named in self.values:
+            return named.kind + MADE
+        return named.kind + (ALTERED if named in self.altered else "")
 
     @property
     def writer(self) -> str:
@@ -91,6 +98,7 @@ def read_header(path: str) -> TorchFile:
         protocol=pickled.protocol,
         globals=named,
         values=pickled.values,
+        altered=pickled.altered,
         records=records,
     )
 

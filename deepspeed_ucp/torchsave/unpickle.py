@@ -71,6 +71,7 @@ class Pickled:
         globals: classes and functions that it names.
         values: those of which it only makes instances that it gives attributes: none is called or given to a call, and
             no instance is called, filled, hashed or given to a call.
+        altered: those to whose calls' results it gives attributes.
     """
 
     root: Any
@@ -80,6 +81,7 @@ class Pickled:
     storages: dict[str, StorageRef]
     globals: list[Global]
     values: frozenset[Global]
+    altered: frozenset[Global]
 
 
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
@@ -103,8 +105,8 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
         raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
-    values = machine.list_values()
-    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals, values)
+    kinds = (machine.list_values(), frozenset(machine.altered))
+    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals, *kinds)
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
@@ -151,6 +153,7 @@ class _Machine(pickle._Unpickler):
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
         self.made: set[Global] = set()  # classes of instances that are made empty
+        self.altered: set[Global] = set()  # makers of what is then given attributes
         self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
         self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # see `check_keys`; by the dictionary's identity
@@ -339,6 +342,8 @@ class _Machine(pickle._Unpickler):
         """Record a change of an object that it made; attributes are all that a value is given."""
         made = _find_made(changed)
         made.edits.append((op, operands))
+        if op == pickle.BUILD and type(made.parts[0]) is Global:
+            self.altered.add(made.parts[0])
         plain = op == pickle.BUILD and type(operands[0]) in (dict, list)
         if not plain or (made.op != pickle.NEWOBJ and type(changed) is PickledObject):
             self.used += (made.parts[0], operands if op == pickle.BUILD else None)

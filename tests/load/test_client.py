@@ -309,22 +309,39 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("kind", FORGED)
-def test_values_that_are_more_than_given_attributes_are_refused(kind: str, tmp_path: Path) -> None:
-    """Whatever becomes of them; DeepSpeed's own load, which is asked about by name, would run it as well."""
-    path = write(tmp_path, {"mine": "here"})
+def _replace_pickled(path: str, forged: bytes, to: Path) -> None:
+    """Write a file again with something else in the place of a client state's "here"."""
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (each for each in archive.namelist() if each.endswith("data.pkl"))
         data = archive.read(pickled)
     assert data.count(text("here")) == 1
-    forged = data.replace(text("here"), FORGED[kind])
-    Path(path).write_bytes(rebuild_zip(Path(path).read_bytes(), forged))
+    to.write_bytes(rebuild_zip(Path(path).read_bytes(), data.replace(text("here"), forged)))
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_values_that_are_more_than_given_attributes_are_refused(kind: str, tmp_path: Path) -> None:
+    """Whatever becomes of them; DeepSpeed's own load, which is asked about by name, would run it as well."""
+    path = write(tmp_path, {"mine": "here"})
+    _replace_pickled(path, FORGED[kind], Path(path))
     RUNS.clear()
     with pytest.raises(CheckpointError, match=r"consent \(.*Settings"):
         read_objects(path, trust_pickle=False)
     with pytest.raises(CheckpointError, match=r"consent \(.*Settings"):
         check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
     assert not RUNS
+
+
+def test_members_of_enums_are_not_changed(tmp_path: Path) -> None:
+    """They are the process's own, DeepSpeed's among them."""
+    path = write(tmp_path, {"mine": "here"})
+    for module, attribute in ((__name__, "Colour"), ("deepspeed.runtime.zero.config", "ZeroStageEnum")):
+        changed = name(module, attribute) + ONE + b"\x85R}" + text("_value_") + text("other") + b"sb"
+        _replace_pickled(path, changed, Path(path).with_name("forged"))
+        forged = str(Path(path).with_name("forged"))
+        with pytest.raises(CheckpointError, match=rf"consent \(.*{attribute}"):
+            read_objects(forged, trust_pickle=False)
+        with pytest.raises(CheckpointError, match=rf"consent \(.*{attribute}"):
+            check_trusted(dict.fromkeys(list_globals(read_header(forged)), forged))
 
 
 def test_names_of_values_do_not_speak_for_calls() -> None:
