@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..flat import Shape
@@ -104,9 +104,10 @@ Group = list[tuple[str, bool]]
 
 
 def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str, Any]]]:
-    """The optimizer's param groups as the user made them, over all pipeline stages in stage order; collective.
+    """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order; collective.
 
     DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
+    A stage's layers need not follow each other (DualPipeV).
 
     Returns:
         The groups, and the hyper-parameters of each.
@@ -138,7 +139,13 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
                 joined_hyper.append(fields)
             present = {name for name, _ in joined[number]}
             joined[number] += [item for item in group if item[0] not in present]
-    return joined, joined_hyper
+    return [sorted(group, key=_find_layer) for group in joined], joined_hyper
+
+
+def _find_layer(item: tuple[str, bool]) -> int:
+    """The layer of a pipeline's parameter; tied modules were registered before the layers."""
+    head = strip_compiled(item[0]).partition(".")[0]
+    return int(head) if head.isdecimal() else -1
 
 
 def tell_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:

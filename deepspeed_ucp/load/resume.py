@@ -263,7 +263,8 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
     comm, arguments, report = job.comm, job.arguments, job.report
     weights_only = not (arguments.with_states and has_masters(target, comm))
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
-    index = open_checkpoint(folder, comm, *join_groups(target, comm), weights_only=weights_only, rename=rename)
+    named = join_groups(target, comm)
+    index = open_checkpoint(folder, comm, *named, weights_only=weights_only, dual=target.is_dual, rename=rename)
     report.saved = index.run.job
     if comm.rank == 0 and (told := ", ".join(list_changes(index, target, comm.size, job.engine.train_batch_size()))):
         logger.warning("%s: this run differs from the saved one: %s", folder, told)

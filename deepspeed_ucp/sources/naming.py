@@ -32,12 +32,13 @@ class Naming:
     """What names the parameters of a stage-0 source, whose files do not.
 
     Attributes:
-        live: param groups of the live optimizer (over all its ranks, in pipeline order).
+        live: param groups of the live optimizer (over all its ranks, in the order of a pipeline's layers).
         hyper: their hyper-parameters, which tell whether they are in the saved order.
         groups: what the source's optimizer was given, where there is no live engine: ``"module"`` for
             ``model.parameters()`` in one group, or the names of each group's parameters in order.
         weights_only: the optimizer's states are not wanted, so that nothing has to name them.
         optimizer: False leaves them out; names then only tell a pipeline's tied modules.
+        dual: the live pipeline has two stages on every rank (DualPipeV).
         rename: from the names that the files have and the live ones, the live name → the name there, where they differ.
     """
 
@@ -46,6 +47,7 @@ class Naming:
     groups: NamedGroups | None = None
     weights_only: bool = False
     optimizer: bool = True
+    dual: bool = False
     rename: Rename = lambda saved, live: {}
 
     def name_live(self, save: Save) -> GroupNames | None:

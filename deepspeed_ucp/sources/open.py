@@ -76,6 +76,7 @@ def open_checkpoint(
     *,
     groups: NamedGroups | None = None,
     weights_only: bool = False,
+    dual: bool = False,
     rename: Rename | None = None,
 ) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
@@ -85,14 +86,15 @@ def open_checkpoint(
     Args:
         folder: the tag's folder.
         comm: the ranks that load.
-        live_groups, live_hyper, groups, weights_only, rename: what names a stage-0 source (:class:`.naming.Naming`).
+        live_groups, live_hyper, groups, weights_only, dual, rename: what names a stage-0 source, as
+            :class:`.naming.Naming` has it.
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only)
+    naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only, dual=dual)
     report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming)
     index = comm.run(report.require)
     if comm.rank == 0:

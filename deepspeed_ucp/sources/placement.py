@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, chain, combinations
 
 from ..atoms import count, strip_compiled
 from ..errors import MismatchError, shorten
@@ -13,6 +14,8 @@ from .headers import FileHeader, OptimHeader, Piece, Shape
 from .naming import GroupNames, NamedOptimizer, fits, group_sizes, pick_names, tell_misfit
 from .ranks import TIED
 from .save import Save
+
+logger = logging.getLogger("deepspeed_ucp")
 
 _MAX_TIED = 6
 """Tied modules that are tried out in all combinations."""
@@ -26,15 +29,16 @@ class _Stage:
     layers: tuple[int, ...]
 
 
-def place_layers(save: Save, live: GroupNames) -> list[NamedOptimizer]:
+def place_layers(save: Save, live: GroupNames, *, dual: bool = False) -> list[NamedOptimizer]:
     """What each rank's optimizer holds, for stages that are runs of layers, with tied modules in front.
 
     Args:
         save: a pipeline's files.
-        live: param groups of the live optimizer over all its ranks, in pipeline order.
+        live: param groups of the live optimizer over all its ranks, in the layers' order.
+        dual: the live pipeline is a DualPipeV, so that the saved one may have been.
 
     Raises:
-        MismatchError: no run of layers fits a stage's states, or several do.
+        MismatchError: no run of layers fits a stage's states, or several do; or those of a DualPipeV as well.
     """
     module = [_TensorParallelRank(save, tp, live) for tp in range(save.tp)]
     for only_owned in (False, True):
@@ -46,6 +50,7 @@ def place_layers(save: Save, live: GroupNames) -> list[NamedOptimizer]:
                 f"({_tell(found[0])}, or {_tell(found[1])}). Load with load_optimizer_states=False."
             )
         if found:
+            _tell_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=dual)
             return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
@@ -55,6 +60,31 @@ def place_layers(save: Save, live: GroupNames) -> list[NamedOptimizer]:
         f"{save.path(save.main)}: no division of the layers into {save.pp} runs fits the states that the pipeline's "
         "stages saved. Stage 0 saves no parameter names, so the param groups must be made as in the saved run; or "
         "load with load_optimizer_states=False."
+    )
+
+
+def _tell_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
+    """Tell of stages that may be a DualPipeV's as well; masters are held against the layers, other states cannot be.
+
+    Raises:
+        MismatchError: the live pipeline is one.
+    """
+    optim = save.optim(0)
+    if optim.kind != "torch" or not any(held.states for held in optim.tensors):
+        return
+    if save.count_micro_batches() < 2 * save.pp or not search.fits():  # a step of DualPipeV takes as many
+        return
+    path = save.path(save.main)
+    if dual:
+        raise MismatchError(
+            f"{path}: stage 0 in fp32 does not save which layers a stage held, and these may be a PipelineModule's or "
+            "a DualPipeVModule's. Load with load_optimizer_states=False; or, in the topology that was saved, set "
+            '"checkpoint": {"universal": false} for DeepSpeed\'s own load.'
+        )
+    logger.warning(
+        "%s: stage 0 in fp32 does not save which layers a stage held; they are taken for a PipelineModule's. If a "
+        "DualPipeVModule saved them, load with load_optimizer_states=False",
+        path,
     )
 
 
@@ -160,6 +190,37 @@ class _Search:
             return True
         pairs = zip(names, optim.tensors, strict=True)
         return all(not h.states or any(p.shape == self.shapes[n] for p in h.states.values()) for n, h in pairs)
+
+
+class _TwoWays(_Search):
+    """Tries a run of layers from the front and one from the back for every stage, as DualPipeV places them."""
+
+    def fits(self) -> bool:
+        """Whether the states fit, with the last layer on the first stage."""
+        self._seen: set[tuple[int, int, int]] = set()
+        return self._reach(0, 0, len(self.layers))
+
+    def _reach(self, stage: int, first: int, last: int) -> bool:
+        if stage == self.save.pp:
+            return first == last
+        if (stage, first, last) in self._seen:
+            return False
+        self._seen.add((stage, first, last))
+        return any(self._reach(stage + 1, *rest) for rest in self._list_rests(stage, first, last))
+
+    def _list_rests(self, stage: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The layers that a stage may leave to those behind it."""
+        optim = self.save.optim(stage * self.save.tp)
+        weights, wanted = self._weigh(optim), sum(group_sizes(optim))
+        sums = [0, *accumulate(weights[str(layer)] for layer in self.layers)]
+        for tied in chain.from_iterable(combinations(self.tied, size) for size in range(len(self.tied) + 1)):
+            own = wanted - sum(weights[key] for key in tied)
+            for begin in range(first, last + 1):
+                for end in range(begin, last + (stage > 0)):
+                    held = sums[begin] - sums[first] + sums[last] - sums[end]
+                    found = _Stage(tied, tuple(self.layers[first:begin] + self.layers[end:last]))
+                    if held == own and self._has_buffers(stage, found) and self._fits(optim, found):
+                        yield begin, end
 
 
 def _owner(name: str) -> str:

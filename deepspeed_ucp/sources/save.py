@@ -82,6 +82,14 @@ class Save:
         """What the first data-parallel rank of each model-parallel rank says about the model."""
         return [self.model(mp) for mp in range(len(self.models))]
 
+    def count_micro_batches(self) -> int:
+        """Gradient accumulation steps by the ds_config, as DeepSpeed finds them."""
+        told = self.model(0).batch
+        if steps := told.get("gradient_accumulation_steps"):
+            return int(steps)
+        micro = told.get("train_micro_batch_size_per_gpu")
+        return told.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
+
     def model(self, mp: int) -> ModelHeader:
         """What the first data-parallel rank of a model-parallel rank says about the model."""
         model = self.models[mp][0].model

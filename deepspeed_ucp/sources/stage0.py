@@ -53,7 +53,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
 
 def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -> None:
     save = builder.save
-    parts = _name_parts(save, live)
+    parts = _name_parts(save, live, naming)
     for part in parts:
         if part.optim.names is None:
             check_group_order(part.optim.groups, naming.hyper, save.path(part.header))
@@ -142,7 +142,7 @@ def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None
     )
 
 
-def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
+def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[NamedOptimizer]:
     """What every model-parallel rank's optimizer holds, by name.
 
     Raises:
@@ -155,7 +155,7 @@ def _name_parts(save: Save, live: GroupNames | None) -> list[NamedOptimizer]:
             "with a YAML or JSON file that lists the names of each group in order."
         )
     if save.is_pipeline:
-        return place_layers(save, live or ())
+        return place_layers(save, live or (), dual=naming.dual)
     parts = []
     for mp in range(len(save.models)):
         files = {rank: file for (held, rank), file in save.expert_optims.items() if held == mp}

@@ -273,6 +273,11 @@ class Target(ABC):
         first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
         return dtype_name(self.params[first].dtype if first is not None else self.engine.get_data_types()[0])
 
+    @property
+    def is_dual(self) -> bool:
+        """Whether every rank of its pipeline has a stage of the way there and one of the way back (DualPipeV)."""
+        return hasattr(self.engine.module, "phase_bounds")
+
     def instances(self) -> dict[str, Instance]:
         """Parameters and buffers of this stage that other pipeline stages hold under the same name (tied modules)."""
         return find_instances(self.engine)

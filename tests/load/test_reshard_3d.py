@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,11 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.load.census import join_groups
+from deepspeed_ucp.sources import open_checkpoint
 from tests.covering import all_turns
 from tests.load.test_direct import check_untouched, run_load
 from tests.load.test_reshard import pair_id
@@ -355,6 +359,39 @@ def test_layers_without_names_are_not_guessed(tmp_path: Path) -> None:
     targets = expect(source, Topology(1, 1)).make_targets()
     with pytest.raises(MismatchError, match="no division of the layers into 2 runs fits"):
         open_everywhere(source.write(tmp_path), targets)
+
+
+V_SHAPED = ((0, 3), (1, 2))
+"""The layers of two ranks of a DualPipeV: there, and back."""
+BLOCKS = replace(make_pipeline([["column", "norm"]] * 4, tied=False), buffers={})
+"""Alike, so that sizes tell none from another."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_without_names_come_into_layers_that_do_not_follow_each_other(precision: str, tmp_path: Path) -> None:
+    """Stage 0 without a pipeline: the live groups name its states, in the layers' order and not in the stages'."""
+    held = draw_state(BLOCKS, Topology(0, 1, precision))
+    replace(held, model=replace(BLOCKS, layers=())).write(tmp_path)
+    wanted = expect(held, Topology(1, 1, pp=2, placement=V_SHAPED))
+    _, ranks = load_all(tmp_path, wanted.make_targets(), make_config(BLOCKS))
+    check_content(ranks, wanted.state, wanted.locals)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_layers_of_two_ways_without_names_are_told(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing in the files tells them from layers that follow each other; DualPipeV takes 2 × 2 micro batches."""
+    source = draw_state(BLOCKS, Topology(0, 1, pp=2))
+    config = source.topology.ds_config() | {"gradient_accumulation_steps": steps}
+    folder, one, two = source.write(tmp_path, Run(ds_config=config)), Comm(), Comm()
+    targets = [expect(source, Topology(1, 1)).make_targets()[0] for _ in range(2)]
+    targets[1].engine.module.phase_bounds = []
+    told = "may be a PipelineModule's or a DualPipeVModule's"
+    assert open_checkpoint(str(folder), one, *join_groups(targets[0], one), dual=targets[0].is_dual)
+    assert ("If a DualPipeVModule saved them" in caplog.text) == (steps == 4)
+    with pytest.raises(MismatchError, match=told) if steps == 4 else nullcontext():
+        open_checkpoint(str(folder), two, *join_groups(targets[1], two), dual=targets[1].is_dual)
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
