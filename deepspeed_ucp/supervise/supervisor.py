@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -78,7 +77,6 @@ class Supervisor:
         self._signals: list[int] = []
         self._stopped_by: int | None = None
         self._watch = Watch(find_own_address(hosts or {}))
-        self._folder = tempfile.mkdtemp(prefix="ds_ucp_supervise_")
 
     def run(self) -> int:
         """Until the command has done its work, or there is no point in going on; the exit code.
@@ -94,7 +92,6 @@ class Supervisor:
             return self._keep_going()
         finally:
             self._watch.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
             for number, handler in former.items():
                 signal.signal(number, handler)
 
@@ -163,7 +160,12 @@ class Supervisor:
         return None
 
     def _launch(self, number: int, hosts: Hosts) -> Outcome:
-        command, environment = self._prepare(hosts)
+        # A folder per launch: what tidies /tmp up may take one that is weeks old.
+        with tempfile.TemporaryDirectory(prefix="ds_ucp_supervise_", ignore_cleanup_errors=True) as folder:
+            return self._launch_in(folder, number, hosts)
+
+    def _launch_in(self, folder: str, number: int, hosts: Hosts) -> Outcome:
+        command, environment = self._prepare(folder, hosts)
         self.tell("starting", attempt=number, hosts=dict(hosts), command=command)
         process = start(command, environment)
         code: int | None = None
@@ -175,7 +177,7 @@ class Supervisor:
                 self._clear_away(process)
         return self._judge(Outcome(code, reason))
 
-    def _prepare(self, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
+    def _prepare(self, folder: str, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
         """The command for these hosts, and an environment that takes the ranks' lines along.
 
         The launcher exports variables to other hosts by the beginnings of their names, and those of a file.
@@ -184,23 +186,11 @@ class Supervisor:
         environment = {**os.environ, VARIABLE: line}
         if self.hosts is None:
             return self.command.words(), environment
-        environment[_ENV_FILE] = self._write_exports(line)
-        hostfile = os.path.join(self._folder, "hostfile")
+        environment[_ENV_FILE] = _write_exports(folder, line)
+        hostfile = os.path.join(folder, "hostfile")
         write_hostfile(hostfile, hosts)
         lost = [host for host in self.hosts if host not in hosts]
         return self.command.narrow(hostfile, hosts, lost).words(), environment
-
-    def _write_exports(self, line: str) -> str:
-        own = os.environ.get(_ENV_FILE, ".deepspeed_env")
-        held: list[str] = []
-        for path in (os.path.join(os.path.expanduser("~"), own), own):
-            if os.path.isfile(path):
-                with open(path, encoding="utf-8") as stream:
-                    held += [text for text in stream.read().splitlines() if "=" in text]
-        path = os.path.join(self._folder, "environment")
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.writelines(f"{text}\n" for text in [*held, f"{VARIABLE}={line}"])
-        return path
 
     def _follow(self, process: subprocess.Popen[bytes]) -> tuple[int | None, str]:
         """Watch a launch to its end: its exit code, and what is wrong, in words."""
@@ -278,3 +268,17 @@ class Supervisor:
             rank = casualty.rank if casualty and casualty.error else None
             self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last)
         return Outcome(outcome.code, outcome.reason, step, error)
+
+
+def _write_exports(folder: str, line: str) -> str:
+    """A file of variables for the launcher to export: those of its own one, and the ranks' line."""
+    own = os.environ.get(_ENV_FILE, ".deepspeed_env")
+    held: list[str] = []
+    for path in (os.path.join(os.path.expanduser("~"), own), own):
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as stream:
+                held += [text for text in stream.read().splitlines() if "=" in text]
+    path = os.path.join(folder, "environment")
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.writelines(f"{text}\n" for text in [*held, f"{VARIABLE}={line}"])
+    return path

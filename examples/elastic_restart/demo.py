@@ -43,12 +43,17 @@ class DemoFailed(Exception):
 
 @dataclass
 class Job:
-    """The two agents, what they and their ranks log, and what was done to them."""
+    """The two agents, what they and their ranks log, and what was done to them.
+
+    Attributes:
+        began: the demo; ``launched``: its first agent.
+    """
 
     folder: Path
     ranks: int
     steps: int
     began: float = field(default_factory=time.time)
+    launched: float = 0.0
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
     faults: list[tuple[str, float]] = field(default_factory=list)
 
@@ -98,7 +103,8 @@ class Job:
             return steps[-1] if len(steps) >= count else None
 
         step = int(self.wait_for(f"step {count} of {world} ranks", look))
-        self.say(f"step {step:3}: {world} rank{'s train' if world > 1 else ' trains'}")
+        start = [each["step"] for each in self.read("log") if each["event"] == "loaded"][-1]
+        self.say(f"step {step:3}: {world} rank{'s train' if world > 1 else ' trains'}, from step {start} on")
         return step
 
     def find_ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
@@ -157,14 +163,15 @@ def run_reference(job: Job) -> dict[int, dict[str, Any]]:
 def run_job(job: Job) -> list[str]:
     """Let everything happen to it; what went wrong."""
     whole = 2 * job.ranks
-    job.say(f"the job: two agents with {job.ranks} each")
+    job.say(f"the job: {job.steps} steps on two agents with {job.ranks} rank{'s' * (job.ranks > 1)} each")
+    job.launched = time.time()
     first, second = job.start_agent(), job.start_agent()
     job.wait_for_steps(whole, 25)
     doomed = job.find_ranks(first)
     job.note("the first agent is killed")
     first.kill()
     job.wait_for("the end of a killed agent's workers", lambda: doomed and not any(map(is_alive, doomed)))
-    job.wait_for_steps(job.ranks, 3)
+    job.wait_for_steps(job.ranks, 15)
     job.note("a new agent comes")
     third = job.start_agent()
     job.wait_for_steps(whole, 25)
@@ -193,7 +200,7 @@ def find_restarts(job: Job) -> list[Restart]:
         loaded = max(each["time"] for each in after if each["event"] == "loaded")
         step = min(each["time"] for each in after if each["event"] == "step")
         times = [began, min(starts), end, started, loaded, step]
-        restarts.append(Restart(what, began - job.began, [b - a for a, b in itertools.pairwise(times)]))
+        restarts.append(Restart(what, began - job.launched, [b - a for a, b in itertools.pairwise(times)]))
     return restarts
 
 
@@ -233,7 +240,7 @@ def tell(job: Job, reference: dict[int, dict[str, Any]], restarts: Sequence[Rest
     names = ("detected", "rendezvous", "start", "load", "first step")
     print(f"\n{'':26}" + "".join(f"{name:>12}" for name in names) + f"{'in all':>10}")
     for restart in restarts:
-        cells = "".join(f"{seconds:10.1f} s" for seconds in restart.phases)
+        cells = "".join(f"{seconds:10.2f} s" for seconds in restart.phases)
         print(f"{restart.what:26}{cells}{sum(restart.phases):8.1f} s")
     deltas = [
         abs(each["loss"] - reference[each["step"]]["loss"]) for each in job.read("log") if each["event"] == "step"
@@ -244,7 +251,7 @@ def tell(job: Job, reference: dict[int, dict[str, Any]], restarts: Sequence[Rest
 def main() -> int:
     parser = argparse.ArgumentParser(description="A job on two agents that goes on whatever happens to them.")
     parser.add_argument("--ranks", type=int, default=1, help="of each agent")
-    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     (OUT / ".gitignore").write_text("*\n")
@@ -255,7 +262,7 @@ def main() -> int:
             faults = [*run_job(job), *compare(job, reference)]
             restarts = find_restarts(job)
             tell(job, reference, restarts)
-            draw(reference, job.read("log"), restarts, job.began, OUT / "elastic_restart.png")
+            draw(reference, job.read("log"), restarts, job.launched, OUT / "elastic_restart.png")
         except (DemoFailed, subprocess.TimeoutExpired) as error:
             faults = [str(error)]
         finally:

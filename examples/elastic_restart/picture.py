@@ -21,7 +21,7 @@ BY_WORLD = ("#0072b2", "#d55e00", "#009e73")
 
 @dataclass(frozen=True)
 class Restart:
-    """What happened, when (seconds of the demo), and the seconds of each phase until training went on."""
+    """What happened, when (seconds of the job), and the seconds of each phase until training went on."""
 
     what: str
     began: float
@@ -58,19 +58,23 @@ def _cut(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     return runs
 
 
+def _find_colour(steps: Sequence[Mapping[str, Any]], world: int) -> str:
+    return BY_WORLD[sorted({each["world"] for each in steps}).index(world) % len(BY_WORLD)]
+
+
 def _draw_losses(axes: Axes, reference: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> None:
     numbers = sorted(reference)
     values = [reference[number]["loss"] for number in numbers]
     axes.plot(numbers, values, color="0.65", linewidth=5, label="uninterrupted", solid_capstyle="round")
-    worlds = sorted({each["world"] for each in steps})
     named: set[int] = set()
-    for run in _cut(steps):
+    for number, run in enumerate(_cut(steps)):
         world = run[0]["world"]
         label = None if world in named else f"{world} rank{'s' * (world > 1)}"
         named.add(world)
-        colour = BY_WORLD[worlds.index(world) % len(BY_WORLD)]
+        colour = _find_colour(steps, world)
         axes.plot([e["step"] for e in run], [e["loss"] for e in run], color=colour, linewidth=1.4, label=label)
-        axes.axvline(run[0]["step"], color=colour, linewidth=0.8, linestyle="--")
+        if number:
+            axes.axvline(run[0]["step"], color=colour, linewidth=0.8, linestyle="--")
     axes.set(xlabel="step", ylabel="loss (nats a byte)", title="A job that goes on whatever happens to its agents")
     axes.legend(frameon=False)
 
@@ -78,15 +82,12 @@ def _draw_losses(axes: Axes, reference: Mapping[int, Mapping[str, Any]], steps: 
 def _draw_worlds(axes: Axes, steps: Sequence[Mapping[str, Any]], restarts: Sequence[Restart], began: float) -> None:
     most = max(each["world"] for each in steps)
     for run in _cut(steps):
-        axes.fill_between(
-            [run[0]["time"] - began, run[-1]["time"] - began], run[0]["world"], color="#9db8d2", step="mid"
-        )
+        world, times = run[0]["world"], [run[0]["time"] - began, run[-1]["time"] - began]
+        axes.fill_between(times, world, color=_find_colour(steps, world), alpha=0.5)
     for restart in restarts:
-        axes.axvline(restart.began, color=COLOURS[0], linewidth=1.2)
-        axes.annotate(
-            restart.what, (restart.began, most * 1.05), (3, 0), textcoords="offset points", fontsize=8, color=COLOURS[0]
-        )
-    axes.set(xlabel="seconds", ylabel="ranks that train", ylim=(0, most * 1.25), yticks=range(most + 1))
+        axes.axvline(restart.began, color="black", linewidth=1.2)
+        axes.annotate(restart.what, (restart.began, most * 1.05), (3, 0), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="seconds", xlim=(0, None), ylabel="ranks that train", ylim=(0, most * 1.25), yticks=range(most + 1))
 
 
 def _draw_phases(axes: Axes, restarts: Sequence[Restart]) -> None:
@@ -99,6 +100,12 @@ def _draw_phases(axes: Axes, restarts: Sequence[Restart]) -> None:
                     left + seconds / 2, row, f"{seconds:.1f}", ha="center", va="center", fontsize=8, color="white"
                 )
             left += seconds
+        load, first = restart.phases[-2:]
+        axes.annotate(
+            f"{left:.1f} s, of these {load:.2f} load, {first:.2f} first step",
+            (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.set_xlim(0, 1.35 * max(sum(restart.phases) for restart in restarts))
     axes.set_yticks(range(len(restarts)), [restart.what for restart in restarts])
     axes.invert_yaxis()
     axes.set(xlabel="seconds until training goes on")

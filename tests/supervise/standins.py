@@ -179,7 +179,7 @@ class Stage:
 
     def run(self, *options: str, command: list[str]) -> int:
         with self.supervise(*options, command=command) as process:
-            return process.wait(timeout=60)
+            return process.wait(timeout=120)
 
     def launch(self, steps: int = 5, **plan: int) -> list[str]:
         """The stand-in launcher's command line; ``fail_1=3``: rank 1 fails at step 3."""
@@ -206,11 +206,12 @@ def build(folder: Path) -> Stage:
         "STANDIN": str(folder),
         "PYTHONPATH": str(ROOT),
         "HOME": str(folder),
+        "TMPDIR": str(folder),  # what a supervisor that is killed leaves behind
     }
     return Stage(folder, environment=environment)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not come"

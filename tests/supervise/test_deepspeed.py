@@ -69,11 +69,11 @@ def test_a_lost_host_is_left_out(stage: Stage) -> None:
     with stage.supervise(
         "--hostfile", hosts, "--settle", "5", command=launch(stage, "--master_addr", "127.0.0.1")
     ) as p:
-        wait_until(lambda: all((stage.folder / f"at-{rank}").exists() for rank in (0, 1)), 120)
+        wait_until(lambda: all((stage.folder / f"at-{rank}").exists() for rank in (0, 1)))
         wait_until(lambda: "running" in stage.names())
         (stage.folder / "down" / "127.0.0.3").touch()
         kill(stage.pids("127.0.0.3"))
-        wait_until(lambda: stage.names().count("starting") == 2, 60)
+        wait_until(lambda: stage.names().count("starting") == 2)
         assert not any(map(is_running, stage.pids()))
         (stage.folder / "wait").unlink()
         assert p.wait(timeout=120) == 0
@@ -102,7 +102,7 @@ def supervise_near(stage: Stage, pair: Pair, *options: str) -> Iterator[subproce
     command = [sys.executable, "-m", "deepspeed_ucp", *words, *options, "--", *launch(stage)]
     with subprocess.Popen(pair.near.enter(*command), env=stage.environment) as process:
         try:
-            wait_until(lambda: "running" in stage.names(), 120)
+            wait_until(lambda: "running" in stage.names())
             wait_for_ranks(stage)
             yield process
         finally:
@@ -112,7 +112,7 @@ def supervise_near(stage: Stage, pair: Pair, *options: str) -> Iterator[subproce
 def wait_for_ranks(stage: Stage) -> None:
     """Until both have come to their third step since the last time."""
     paths = [stage.folder / f"at-{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(path.exists() for path in paths), 120)
+    wait_until(lambda: all(path.exists() for path in paths))
     for path in paths:
         path.unlink()
 
@@ -123,12 +123,12 @@ def test_a_partition_leaves_the_far_host_out_and_its_ranks_end(stage: Stage, pai
         rank = ("-u", str(stage.folder / "rank.py"))
         assert pair.far.find(*rank) and pair.far.find("-u", "-m")
         pair.set_link("down")
-        wait_until(lambda: stage.names().count("starting") == 2, 90)
-        wait_until(lambda: not pair.far.find("-u"), 90)
-        wait_until(lambda: stage.names().count("running") == 2, 120)
+        wait_until(lambda: stage.names().count("starting") == 2)
+        wait_until(lambda: not pair.far.find("-u"))
+        wait_until(lambda: stage.names().count("running") == 2)
         pair.set_link("up")
         pair.near.find(*rank)[0].kill()
-        wait_until(lambda: stage.names().count("running") == 3, 120)
+        wait_until(lambda: stage.names().count("running") == 3)
         (stage.folder / "wait").unlink()
         assert process.wait(timeout=120) == 0
     assert [event["hosts"] for event in stage.find("starting")] == [{NEAR: 1, FAR: 1}, {NEAR: 1}, {NEAR: 1, FAR: 1}]
@@ -145,7 +145,7 @@ def test_a_short_loss_is_outlived_and_a_stopped_rank_of_the_far_host_ended(stage
         assert stage.names() == ["starting", "running"]
         (stopped,) = pair.far.find("-u", str(stage.folder / "rank.py"))
         stopped.suspend()
-        wait_until(lambda: stage.names().count("starting") == 2, 90)
+        wait_until(lambda: stage.names().count("starting") == 2)
         assert not stopped.is_running()
         (stage.folder / "wait").unlink()
         assert process.wait(timeout=120) == 0

@@ -25,7 +25,7 @@ def test_a_sweep_ends_what_was_started_with_a_word_and_what_that_has_forked(tmp_
     try:
         wait_until(there.exists)
         subprocess.run(make_sweep(word), shell=True, check=True)
-        assert swept.wait(timeout=30) == -9
+        assert swept.wait(timeout=120) == -9
         wait_until(lambda: not is_running(int(there.read_text())))
         subprocess.run(make_sweep(word), shell=True, check=True)
         assert kept.poll() is None

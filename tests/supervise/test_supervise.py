@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def assert_nothing_is_left(stage: Stage) -> None:
-    wait_until(lambda: not any(map(is_running, stage.pids())), 10)
+    wait_until(lambda: not any(map(is_running, stage.pids())))
 
 
 def test_a_launch_that_fails_is_started_again_and_goes_on(stage: Stage) -> None:
@@ -53,14 +54,17 @@ def test_a_host_that_does_not_answer_is_left_out_until_it_does(stage: Stage) -> 
     (stage.folder / "wait").touch()
     with stage.supervise("--hostfile", hostfile, "--settle", "2", command=stage.launch(steps=4)) as process:
         stage.wait_for_ranks()
+        for folder in stage.folder.glob("ds_ucp_supervise_*"):  # as what tidies /tmp up does after weeks
+            shutil.rmtree(folder)
         (stage.folder / "down" / B).touch()
         kill(stage.pids(B))
         wait_until(lambda: stage.names().count("starting") == 2)
         (stage.folder / "wait").unlink()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     first, second = stage.find("starting")
     assert (first["hosts"], second["hosts"]) == ({A: 1, B: 1}, {A: 1})
     assert stage.find("restarting")[0]["lost"] == [B]
+    assert not list(stage.folder.glob("ds_ucp_supervise_*"))
     assert_nothing_is_left(stage)
 
 
@@ -71,7 +75,7 @@ def test_too_few_hosts_are_waited_for(stage: Stage) -> None:
         wait_until(lambda: "waiting" in stage.names())
         assert "starting" not in stage.names()
         (stage.folder / "down" / A).unlink()
-        assert p.wait(timeout=30) == 0
+        assert p.wait(timeout=120) == 0
     assert stage.find("waiting")[0] | {"time": 0} == {
         "event": "waiting", "time": 0, "answering": [B], "missing": [A], "needed": 2,
     }  # fmt: skip
@@ -88,12 +92,12 @@ def test_they_are_not_waited_for_for_ever(stage: Stage) -> None:
 
 def test_a_rank_that_is_stopped_hangs_the_launch_which_is_started_again(stage: Stage) -> None:
     (stage.folder / "wait").touch()
-    with stage.supervise("--hang", "1", command=stage.launch(steps=4, stop_1=2)) as process:
+    with stage.supervise("--hang", "2", command=stage.launch(steps=4, stop_1=2)) as process:
         wait_until(lambda: "hanging" in stage.names())
         (stage.folder / "wait").unlink()
-        assert process.wait(timeout=30) == 0
-    (hanging,) = stage.find("hanging")
-    assert hanging["seconds"] >= 1
+        assert process.wait(timeout=120) == 0
+    hanging, *_ = stage.find("hanging")
+    assert hanging["seconds"] >= 2
     assert hanging["ranks"] == 2
     assert stage.find("failed")[0]["reason"].startswith("no rank has ended a step for")
     assert_nothing_is_left(stage)
@@ -108,7 +112,7 @@ def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals) -> No
         told = stage.folder / "signals"
         wait_until(lambda: told.exists() and len(told.read_text().splitlines()) == 2)
         (stage.folder / "wait").unlink()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     assert sorted(told.read_text().split("\n")) == ["", f"0 {number:d}", f"1 {number:d}"]
     assert stage.find("signal")[0]["ranks"] == 2
     assert stage.names()[-1] == ("stopped" if number == signal.SIGTERM else "finished")
@@ -120,7 +124,7 @@ def test_a_launch_that_does_not_go_is_ended(stage: Stage) -> None:
     with stage.supervise("--settle", "0.5", command=["sh", "-c", "trap '' TERM; sleep 100 & wait; sleep 100"]) as p:
         wait_until(lambda: "starting" in stage.names())
         p.send_signal(signal.SIGTERM)
-        assert p.wait(timeout=30) == 128 + signal.SIGTERM
+        assert p.wait(timeout=120) == 128 + signal.SIGTERM
     assert stage.names()[-1] == "stopped"
 
 
@@ -146,7 +150,7 @@ def test_what_a_killed_launcher_leaves_is_ended(stage: Stage) -> None:
         wait_until(lambda: stage.names().count("starting") == 2)
         assert not any(map(is_running, before))
         (stage.folder / "wait").unlink()
-        assert p.wait(timeout=30) == 0
+        assert p.wait(timeout=120) == 0
     assert_nothing_is_left(stage)
 
 

@@ -28,7 +28,7 @@ def watch() -> Iterator[Watch]:
 
 def connect(told: str) -> socket.socket:
     host, port, _ = told.split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def hello(key: str, rank: int = 0) -> bytes:
@@ -127,16 +127,16 @@ def test_a_rank_ends_with_its_watcher(watch: Watch) -> None:
     process = start(watch.begin(), "time.sleep(60)")
     wait_until(lambda: watch.look() and watch.look()[0].step == 1)
     watch.begin()
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=120) == -signal.SIGKILL
     os.killpg(process.pid, signal.SIGKILL)
     assert b"rank 5: the watcher at 127.0.0.1" in process.stderr.read()  # type: ignore[union-attr]
 
 
 def test_a_watcher_that_cannot_be_reached_is_done_without() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = start(f"127.0.0.1:{port}:key", "pass")
-    process.wait(timeout=30)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # and does not listen
+        process = start(f"127.0.0.1:{deaf.getsockname()[1]}:key", "pass")
+        process.wait(timeout=120)
     os.killpg(process.pid, signal.SIGKILL)
     assert b"cannot be reached" in process.stderr.read()  # type: ignore[union-attr]
 
