@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from ..supervise.command import parse_command
     from ..supervise.hosts import read_hostfile
     from ..supervise.log import make_log
-    from ..supervise.policy import Limits
+    from ..supervise.policy import RestartLimits
     from ..supervise.supervisor import Settings, Supervisor
     from ..supervise.watch import Patience
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--min-nodes {options.min_nodes}: {path or 'this machine'} has {len(hosts or (path,))}.")
     settings = Settings(
         min_nodes=options.min_nodes,
-        limits=Limits(restarts=options.max_restarts),
+        limits=RestartLimits(restarts=options.max_restarts),
         patience=Patience(start=options.start, step=options.hang),
         settle=options.settle,
         wait=options.wait,

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from ..errors import UcpError
 from ..lifeline import VARIABLE
 from .log import make_log
-from .policy import Attempt, Limits, decide
+from .policy import Attempt, RestartLimits, decide
 from .processes import kill_descendant
 from .watch import Patience, Watch, find_silence
 
@@ -128,7 +128,7 @@ class GuardedRendezvous(RendezvousHandler):
 
     def _look_back(self, attempt: Attempt) -> None:
         self._attempts.append(attempt)
-        decision = decide(self._attempts, Limits(restarts=1 << 30))  # torchrun counts them
+        decision = decide(self._attempts, RestartLimits(restarts=1 << 30))  # torchrun counts them
         if decision.pause is None:
             self._tell("gave_up", reason=decision.reason)
             self.own.set_closed()

@@ -20,7 +20,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RestartLimits:
     """When it is enough.
 
     Attributes:
@@ -48,7 +48,7 @@ class Decision:
     reason: str = ""
 
 
-def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
+def decide(attempts: Sequence[Attempt], limits: RestartLimits) -> Decision:
     """What follows the last of some failed launches (at least one)."""
     steps, tail = list_steps(attempts)[-limits.same_step :], attempts[-limits.same_step :]
     if len(tail) == limits.same_step and len(set(steps)) == 1 and not any(each.lost for each in tail):

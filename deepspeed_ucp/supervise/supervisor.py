@@ -14,7 +14,7 @@ from ..lifeline import VARIABLE
 from .command import Command
 from .hosts import Hosts, Reach, find_own_address, write_hostfile
 from .log import Tell
-from .policy import Attempt, Limits, decide
+from .policy import Attempt, RestartLimits, decide
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start
 from .watch import Patience, Seen, Watch, end_ranks, find_casualty, find_silence
 
@@ -39,7 +39,7 @@ class Settings:
     """
 
     min_nodes: int = 1
-    limits: Limits = field(default_factory=Limits)
+    limits: RestartLimits = field(default_factory=RestartLimits)
     patience: Patience = field(default_factory=Patience)
     settle: float = 30.0
     wait: float = 1800.0

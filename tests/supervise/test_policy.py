@@ -10,12 +10,12 @@ import pytest
 from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.supervise.command import parse_command
 from deepspeed_ucp.supervise.hosts import find_own_address, find_ssh_name, is_local, read_hostfile, write_hostfile
-from deepspeed_ucp.supervise.policy import Attempt, Decision, Limits, decide
+from deepspeed_ucp.supervise.policy import Attempt, Decision, RestartLimits, decide
 
 
 def follow(*steps: int | None, lost: tuple[int, ...] = (), restarts: int = 100) -> Decision:
     """The decision after launches that ended at these steps; of those at ``lost`` a host was missing."""
-    return decide([Attempt(step, lost=at in lost) for at, step in enumerate(steps)], Limits(restarts=restarts))
+    return decide([Attempt(step, lost=at in lost) for at, step in enumerate(steps)], RestartLimits(restarts=restarts))
 
 
 @pytest.mark.parametrize(
