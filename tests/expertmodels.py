@@ -36,11 +36,16 @@ def expert_models(draw: st.DrawFn, *, fused: bool) -> Model:
     layers = []
     for number in range(draw(st.integers(1, 3))):
         layer = ExpertLayer(f"body.{number}.mlp", draw(st.sampled_from((2, 4, 6, 8))), fused)
-        params.append(Param(f"{layer.name}.gate.weight", (layer.count, 2), 0))
-        params += draw_experts(draw, layer, count)
+        params += [*make_router(layer.name, "weight", (layer.count, 2), fused), *draw_experts(draw, layer, count)]
         params += [Param(f"body.{number}.frozen", draw(SHAPES), 0, frozen=True)] * draw(st.booleans())
         layers.append(layer)
     return Model(tuple(params), {"count": torch.arange(3)}, experts=tuple(layers))
+
+
+def make_router(layer: str, end: str, shape: tuple[int, ...], fused: bool) -> list[Param]:
+    """A layer's router, which AutoEP has under two names."""
+    router = Param(f"{layer}.router.gate.{end}", shape)
+    return [router, Param(f"{layer}.gate.gate.{end}", shape, alias_of=router.name, untold=True)][: 1 + fused]
 
 
 def draw_experts(draw: st.DrawFn, layer: ExpertLayer, groups: int) -> list[Param]:
@@ -162,7 +167,7 @@ def layered_models(draw: st.DrawFn, *, fused: bool) -> Model:
         if not number or draw(st.integers(0, 3)):
             layer = ExpertLayer(f"{number}.mlp", draw(st.sampled_from((2, 4, 6, 8))), fused)
             experts = draw_experts(draw, layer, 2) if fused else draw_sharded(draw, layer)
-            params += [Param(f"{layer.name}.router", KINDS["router"].shape), *experts]
+            params += [*make_router(layer.name, "router", KINDS["router"].shape, fused), *experts]
             layers.append(layer)
     count = 1 + int(params[-1].name.partition(".")[0])
     return Model(tuple(params), {"0.count": torch.arange(3)}, (Layer(),) * count, tuple(layers))

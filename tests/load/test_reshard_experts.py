@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.samples import check_samples
-from tests.expertmodels import expert_trips, expert_trips_3d
+from tests.expertmodels import expert_trips, expert_trips_3d, make_router
 from tests.load.test_reshard import keep_what_travels
 from tests.reshard import (
     Case,
@@ -25,10 +26,13 @@ from tests.reshard import (
     load,
     make_targets,
     open_everywhere,
+    open_for,
     temporary_folder,
 )
-from tests.reshard3d import load_all, make_config
+from tests.reshard3d import draw_state, load_all, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, read_state, write_checkpoint
+from tests.synth.expertfiles import expert_file
+from tests.synth.files import optim_file
 
 
 def resume(case: Case, target: Topology, folder: Path, chunk: int = 64) -> tuple[State, list[Loaded]]:
@@ -111,6 +115,45 @@ def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) 
     state, run = random_state(model, 0, precision="bf16"), Run(ds_config=config)
     path = write_checkpoint(tmp_path, model, state, topology, run=run)
     told = "its fp32 weights are not those of the model states" if round_robin else "belongs to another rank, run or"
+    with pytest.raises(CheckpointError, match=told):
+        open_and_compare(path)
+
+
+FUSED = Model(
+    (Param("0.column", (12, 5)), *(Param(f"0.mlp.experts.{w}.{n}", (4, 3)) for w in ("w1", "w2") for n in range(4))),
+    experts=(ExpertLayer("0.mlp", 4, fused=True),),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_second_name_of_a_router_is_a_tie(stage: int, tmp_path: Path) -> None:
+    skip_without_autoep(fused=True)
+    model = replace(FUSED, params=(*make_router("0.mlp", "weight", (4, 2), fused=True), *FUSED.params))
+    topology = Topology(stage, 2, ep=(2,))
+    path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
+    index = open_for(path, make_targets(model, topology)[0])
+    assert index.model.aliases == {"0.mlp.gate.gate.weight": "0.mlp.router.gate.weight"}
+    assert {key.name for key in index.stored.atoms} == {param.name for param in model.owners}
+
+
+def test_a_file_of_another_expert_is_refused(tmp_path: Path) -> None:
+    skip_without_autoep(fused=True)
+    path = write_checkpoint(tmp_path, FUSED, random_state(FUSED, 0), Topology(1, 2, ep=(2,)))
+    first, second = (path / expert_file(0, number) for number in (0, 1))
+    torch.save(torch.load(second), first)
+    with pytest.raises(CheckpointError, match=rf"{first.name}: holds 0\.mlp\.experts\.w1\.1, which is not of expert 0"):
+        open_and_compare(path)
+
+
+def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path) -> None:
+    """AutoEP under AutoTP tells the ranks in every file."""
+    skip_without_autoep(fused=True)
+    path = draw_state(FUSED, Topology(1, 2, tp=2, ep=(4,))).write(tmp_path)
+    changed = path / optim_file(Topology(1), 1, 1)
+    content = torch.load(changed, weights_only=False)
+    content["folding"]["ep_rank"] = 0
+    torch.save(content, changed)
+    told = rf"{changed.name}: is of tensor- and expert-parallel rank \(1, 0\), by its name .* of \(1, 3\)"
     with pytest.raises(CheckpointError, match=told):
         open_and_compare(path)
 
