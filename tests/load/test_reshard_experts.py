@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.samples import check_samples
 from tests.expertmodels import expert_trips, expert_trips_3d, make_router
 from tests.load.test_reshard import keep_what_travels
+from tests.properties.samples import run_cli
 from tests.reshard import (
     Case,
     Loaded,
@@ -100,6 +103,25 @@ def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.Dat
         index, ranks = load_all(folder, wanted.make_targets(), config, chunk=trip.chunk)
         check_content(ranks, wanted.state, wanted.locals)
         check_reads(index, ranks, trip.chunk)
+
+
+@KINDS
+@examples(15)
+@given(data=st.data())
+def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
+    """diff(x, convert(x)) is empty, and a load of the conversion is the load; folded, cut, in pipelines."""
+    skip_without_autoep(fused)
+    trip = data.draw(expert_trips_3d(fused=fused).filter(lambda each: each.written and each.source.topology.stage > 0))
+    wanted, config = trip.wanted, make_config(trip.source.model)
+    note(f"{trip.source.topology.label}→{trip.target.label}")
+    with temporary_folder() as folder:
+        saved, atomic = trip.source.write(folder / "saved"), folder / "atomic"
+        convert_checkpoint(str(saved), str(atomic), patterns=config.patterns)
+        rules = json.dumps(config.patterns["rules"])
+        code, told = run_cli("diff", str(saved), str(atomic), "--patterns", rules)
+        assert (code, told["atoms"]) == (0, []), told
+        _, ranks = load_all(atomic, wanted.make_targets(), config, chunk=trip.chunk)
+        check_content(ranks, wanted.state, wanted.locals)
 
 
 NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
