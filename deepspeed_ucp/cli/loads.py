@@ -11,6 +11,9 @@ from typing import Any
 from ..errors import ConfigError, StorageError
 
 VERSION = 1
+_WHOLE = {"time", "loaded", "step", "direct", "reason", "state_bytes"}
+"""What is told of the whole load."""
+
 START = "start"
 """The time of a process before its load: imports, process groups, the engine."""
 
@@ -64,13 +67,13 @@ def read_load(path: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as stream:
             told = json.load(stream)
-        if told["version"] != VERSION or not told["ranks"]:
+        if told["version"] != VERSION or not told["ranks"] or not told.keys() >= _WHOLE:
             raise ValueError(f"version {told['version']}")
         for each in told["ranks"]:
             make_rank(each)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: is no report of a load that this release knows ({error!r}).") from None
     return told  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -36,14 +37,16 @@ def write_report(job: LoadJob, path: str | None) -> None:
     told: dict[str, Any] = {"version": VERSION, "time": now, "loaded": path, "step": int(job.engine.global_steps)}
     told |= {"direct": report.direct, "reason": report.reason, "state_bytes": report.state_bytes, "ranks": ranks}
     name = f"load-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{int(now * 1000) % 1000:03d}.json"
+    aside = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
-        aside = os.path.join(folder, f".{name}.{os.getpid()}")
         with open(aside, "w", encoding="utf-8") as stream:
             json.dump(told, stream, indent=1)
         os.replace(aside, os.path.join(folder, name))
     except OSError as error:
         logger.warning("%s: no report of this load: %s", folder, error)
+        with contextlib.suppress(OSError):
+            os.remove(aside)
 
 
 def describe_rank(job: LoadJob) -> dict[str, Any]:

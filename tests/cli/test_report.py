@@ -72,7 +72,22 @@ def test_a_load_that_read_nothing_is_drawn(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), "--plot", str(tmp_path / "out.png")]) == 0
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 9, "ranks": [1]}', '{"version": 1, "ranks": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"version": 9, "ranks": [1]}',
+        '{"version": 1, "ranks": [{}]}',
+        json.dumps({"version": 1, "ranks": RANKS}),
+        json.dumps({**LOAD, "ranks": [{**RANKS[0], "files": []}]}),
+        json.dumps({**LOAD, "ranks": [{**RANKS[0], "requests": float("inf")}]}),
+        "[" * 100_000,
+        "\0" * 100,
+    ],
+    ids=str.__len__,
+)
 def test_other_files_are_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "load-1.json").write_text(text)
     assert main(["report", str(tmp_path)]) == 2
