@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> None:
 
 def prepare(words: Sequence[str]) -> Any:
     """Torchrun's arguments, with our rendezvous in the place of its own."""
-    args = torchrun.parse_args(list(words))
+    args = _parse(words)
     conf: dict[str, object] = dict(DEFAULTS)
     _, most = torchrun.parse_min_max_nnodes(args.nnodes)
     if not args.rdzv_endpoint and most > 1 and not args.standalone:
@@ -71,8 +71,14 @@ def prepare(words: Sequence[str]) -> Any:
         conf["store_type"] = "file"
     args.rdzv_conf = ",".join(filter(None, [*(f"{key}={value}" for key, value in conf.items()), args.rdzv_conf]))
     args.rdzv_backend = BACKEND
-    args.max_restarts = args.max_restarts or RESTARTS
     return args
+
+
+def _parse(words: Sequence[str]) -> Any:
+    parser = torchrun.get_args_parser()
+    if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's own variable
+        parser.set_defaults(max_restarts=RESTARTS)
+    return parser.parse_args(list(words))
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
@@ -139,7 +145,7 @@ class GuardedRendezvous(RendezvousHandler):
         while True:
             time.sleep(_LOOK_EVERY)
             ranks = self._watch.look() if self._is_watching.is_set() else []
-            silence = find_silence(ranks, self.patience, time.monotonic())
+            silence = find_silence(ranks, self.patience, self._watch.heard_until)
             if silence is not None:
                 self._is_watching.clear()
                 self._tell("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])

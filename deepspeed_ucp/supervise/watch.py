@@ -59,6 +59,10 @@ class Watch:
 
     Args:
         address: of this machine, as ranks reach it; the loopback is for ranks of this machine alone.
+
+    Attributes:
+        heard_until: everything that had come by then has been heard (monotonic seconds): a watcher that was itself
+            stopped for a while has not heard silence.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -68,6 +72,7 @@ class Watch:
         self._selector.register(self._server, selectors.EVENT_READ, None)
         self._lines: dict[socket.socket, _Line] = {}
         self._ranks: list[Seen] = []
+        self.heard_until = time.monotonic()
         self._lock, self._closed = threading.RLock(), False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="watch")
         self._thread.start()
@@ -118,11 +123,13 @@ class Watch:
 
     def _serve(self) -> None:
         while not self._closed:
+            began = time.monotonic()
             for key, _ in self._selector.select(timeout=0.1):
                 if key.fileobj is self._server:
                     self._accept()
                 elif line := self._lines.get(key.fileobj):  # type: ignore[call-overload]
                     self._receive(line)
+            self.heard_until = began
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -196,14 +203,14 @@ class Patience:
     step: float = 600.0
 
 
-def find_silence(ranks: list[Seen], patience: Patience, now: float) -> float | None:
+def find_silence(ranks: list[Seen], patience: Patience, heard_until: float) -> float | None:
     """Seconds since the last step of any rank, where these are more than there may be; None where all is well.
 
     Ranks wait for each other in every step: one that hangs lets all of them fall silent, and one that is slow none.
     """
     if not ranks:
         return None
-    silence = now - max(seen.heard for seen in ranks)
+    silence = heard_until - max(seen.heard for seen in ranks)
     allowed = patience.start if all(seen.step is None for seen in ranks) else patience.step
     return silence if allowed and silence > allowed else None
 
@@ -212,6 +219,11 @@ def find_casualty(ranks: list[Seen]) -> Seen | None:
     """The first rank that an error has ended, or that has gone without a word; the others cannot go on without it."""
     gone = [seen for seen in ranks if seen.error is not None or not (seen.is_open or seen.said_goodbye)]
     return min(gone, key=lambda seen: (seen.error is None, seen.heard), default=None)
+
+
+def find_ended(ranks: list[Seen]) -> list[int]:
+    """Ranks that ended as they should: of a launch that has failed, those that did so before their time."""
+    return sorted(seen.rank for seen in ranks if seen.said_goodbye and seen.error is None)
 
 
 def end_ranks(watch: Watch, *, grace: float = 2.0) -> None:

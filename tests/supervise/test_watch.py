@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from deepspeed_ucp.lifeline import VARIABLE
-from deepspeed_ucp.supervise.watch import Patience, Seen, Watch, find_casualty, find_silence
+from deepspeed_ucp.supervise.watch import Patience, Seen, Watch, find_casualty, find_ended, find_silence
 from tests.supervise.standins import wait_until
 
 
@@ -110,8 +110,14 @@ def start(told: str, then: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(
     ("then", "goodbye", "error"),
-    [("pass", True, None), ("1 / 0", True, "ZeroDivisionError"), ("os.kill(os.getpid(), 9)", False, None)],
-    ids=["done", "error", "killed"],
+    [
+        ("pass", True, None),
+        ("1 / 0", True, "ZeroDivisionError"),
+        ("os.kill(os.getpid(), 9)", False, None),
+        ("os._exit(0)", True, None),
+        ("os._exit(status=3)", False, None),
+    ],
+    ids=["done", "error", "killed", "at-once", "at-once-3"],
 )
 def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: str | None) -> None:
     process = start(watch.begin(), then)
@@ -153,6 +159,28 @@ def test_silence_is_that_of_all_ranks() -> None:
     assert find_silence(make_ranks(0, 5, steps=(None, None)), patience, 50) is None
     assert find_silence(make_ranks(0, 5, steps=(None, None)), patience, 106) == 101
     assert find_silence(make_ranks(0, 5), Patience(start=0, step=0), 10**6) is None
+
+
+def test_silence_is_counted_as_far_as_the_watcher_has_listened(watch: Watch) -> None:
+    told = watch.begin()
+    with connect(told) as line:
+        line.sendall(hello(watch.key))
+        wait_until(watch.look)
+        with watch._lock:  # it is stopped, as its whole process may be
+            line.sendall(b'{"step": 1}\n')
+            sent = time.monotonic()
+            time.sleep(0.3)
+            assert watch.heard_until <= sent
+        wait_until(lambda: watch.heard_until > sent)
+        assert watch.look()[0].step == 1
+
+
+def test_ranks_that_have_ended_before_their_time_are_named() -> None:
+    ranks = [Seen(number, "a", 1, "", 0.0) for number in (3, 2, 1, 0)]
+    for seen in ranks[:3]:
+        seen.said_goodbye = True
+    ranks[1].error = "ValueError"
+    assert find_ended(ranks) == [1, 3]
 
 
 def test_the_first_error_is_the_one_that_counts() -> None:
