@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ConfigError
 from .common import add_command
@@ -12,6 +13,8 @@ from .common import add_command
 if TYPE_CHECKING:
     from ..supervise.command import Command
     from .common import Commands
+
+T = TypeVar("T", int, float)
 
 _DEFAULT_HOSTFILE = "/job/hostfile"
 """Where the deepspeed launcher looks without ``--hostfile``."""
@@ -34,20 +37,34 @@ def add_parser(commands: Commands) -> None:
     )
     add = parser.add_argument
     add("--hostfile", metavar="FILE", help="hosts and slots (default: the deepspeed command's own)")
-    add("--min-nodes", type=int, default=1, metavar="N", help="hosts without which nothing is started (default: 1)")
-    add("--max-restarts", type=int, default=100, metavar="N", help="restarts in all (default: 100)")
+    count, seconds = _at_least(int, 0), _at_least(float, 0)
+    text = "hosts without which nothing is started (default: 1)"
+    add("--min-nodes", type=_at_least(int, 1), default=1, metavar="N", help=text)
+    add("--max-restarts", type=count, default=100, metavar="N", help="restarts in all (default: 100)")
     text = "seconds without a step after which a launch hangs (default: 600; 0: never)"
-    add("--hang", type=float, default=600.0, metavar="SECONDS", help=text)
+    add("--hang", type=seconds, default=600.0, metavar="SECONDS", help=text)
     text = "seconds to the first step (default: 1800; 0: no limit)"
-    add("--start", type=float, default=1800.0, metavar="SECONDS", help=text)
+    add("--start", type=seconds, default=1800.0, metavar="SECONDS", help=text)
     text = "seconds that a launch has to end by itself, after a signal or a rank's failure (default: 30)"
-    add("--settle", type=float, default=30.0, metavar="SECONDS", help=text)
-    add(
-        "--wait", type=float, default=1800.0, metavar="SECONDS", help="seconds to wait for enough hosts (default: 1800)"
-    )
+    add("--settle", type=seconds, default=30.0, metavar="SECONDS", help=text)
+    text = "seconds to wait for enough hosts (default: 1800)"
+    add("--wait", type=seconds, default=1800.0, metavar="SECONDS", help=text)
     add("--log", metavar="FILE", help="append the events to FILE instead of writing them to stderr")
     add("--debug", action="store_true", help="show the traceback of an error")
     add("program", metavar="PROGRAM", nargs=argparse.REMAINDER, help="behind `--`: the launcher and its arguments")
+
+
+def _at_least(kind: Callable[[str], T], least: int) -> Callable[[str], T]:
+    """An option's type: a number that is not below this one."""
+
+    def parse(text: str) -> T:
+        number = kind(text)
+        if not number >= least:
+            raise ValueError
+        return number
+
+    parse.__name__ = f"number from {least} on"  # of argparse's message
+    return parse
 
 
 def run(options: argparse.Namespace) -> int:

@@ -74,7 +74,8 @@ class Command:
             options = [option for option in options if option is not None and option[0] != "--master_addr"]
         kept = [option for option in options if option is not None]
         if len(hosts) == 1 and ("--force_multi", None) not in kept:
-            kept += _settle_lone(next(iter(hosts)))
+            settled = _settle_lone(next(iter(hosts)))
+            kept = [*(option for option in kept if option[0] not in dict(settled)), *settled]
         return replace(self, options=(("--hostfile", hostfile), *kept))
 
 

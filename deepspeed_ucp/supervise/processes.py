@@ -63,13 +63,11 @@ def end_everything(process: subprocess.Popen[bytes], *, grace: float) -> int:
     """End a launch and whatever it has left; how many processes were left when the launch itself had ended.
 
     Args:
-        grace: seconds that they are given after SIGTERM, before SIGKILL.
+        grace: seconds that they are given after SIGTERM, before SIGKILL; 0: no SIGTERM.
     """
-    _signal(_list_alive(), signal.SIGTERM)
-    until = time.monotonic() + grace
-    while _list_alive() and time.monotonic() < until:
-        reap(process)
-        time.sleep(0.05)
+    if grace:
+        _signal(_list_alive(), signal.SIGTERM)
+        wait_for_all(process, grace)
     left = 0
     while alive := _list_alive():
         left = max(left, len(alive))
@@ -80,15 +78,30 @@ def end_everything(process: subprocess.Popen[bytes], *, grace: float) -> int:
     return left
 
 
+def wait_for_all(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Give a launch and whatever it has left some time to end."""
+    until = time.monotonic() + seconds
+    while _list_alive() and time.monotonic() < until:
+        reap(process)
+        time.sleep(0.05)
+
+
 def reap(process: subprocess.Popen[bytes]) -> None:
     """Take leave of adopted processes that have ended, all but the launch itself, whose exit code is its own."""
     process.poll()
-    for child in psutil.Process().children():
-        if child.pid != process.pid and _is_zombie(child):
-            try:
-                os.waitpid(child.pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
+    while (ended := _peek()) is not None and ended != process.pid:
+        os.waitpid(ended, 0)
+
+
+def _peek() -> int | None:
+    """A child that has ended and that nobody has taken leave of; elsewhere than in Linux none is adopted."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found else None
 
 
 def _list_alive() -> list[psutil.Process]:

@@ -15,15 +15,18 @@ from .command import Command
 from .hosts import Hosts, Reach, find_own_address, write_hostfile
 from .log import Tell
 from .policy import Attempt, RestartLimits, decide
-from .processes import adopt_orphans, end_everything, make_sweep, reap, start
-from .watch import Patience, Seen, Watch, end_ranks, find_casualty, find_silence
+from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
+from .watch import Patience, Seen, Watch, end_ranks, find_casualty, find_ended, find_silence
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
-FORWARDED = (*STOPPING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that go on to the ranks; after the stopping ones nothing is started again."""
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that go on to the ranks; after the stopping ones nothing is started again. Ignored ones (``nohup``) stay."""
 
 _LOOK_EVERY = 0.1
 _ENV_FILE = "DS_ENV_FILE"
+
+_SIGNALLED = 128
+"""Exit codes from here on tell a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Supervisor:
         self.reach = Reach(command.find("--launcher") or "pdsh", command.find("--ssh_port"))
         self._signals: list[int] = []
         self._stopped_by: int | None = None
+        self._in_a_hurry = False  # Ctrl-C, a second time
         self._watch = Watch(find_own_address(hosts or {}))
 
     def run(self) -> int:
@@ -86,7 +90,8 @@ class Supervisor:
         Raises:
             OSError: there is no such program.
         """
-        former = {number: signal.signal(number, self._note) for number in FORWARDED}
+        taken = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+        former = {number: signal.signal(number, self._note) for number in taken}
         adopt_orphans()
         try:
             return self._keep_going()
@@ -97,6 +102,7 @@ class Supervisor:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
+        self._in_a_hurry = self._in_a_hurry or (number == self._stopped_by == signal.SIGINT)
         if number in STOPPING and self._stopped_by is None:
             self._stopped_by = number
 
@@ -107,10 +113,10 @@ class Supervisor:
             if hosts is None:
                 return self._end(None)
             outcome = self._launch(len(attempts) + 1, hosts)
+            lost = self._sweep(hosts)
             if not outcome.reason:
                 self.tell("finished", step=outcome.step)
                 return 0
-            lost = self._sweep(hosts)
             if self._stopped_by is not None:
                 return self._end(outcome)
             attempts.append(Attempt(outcome.step, lost=bool(lost)))
@@ -127,7 +133,7 @@ class Supervisor:
             return 1
         self.tell("stopped", signal=signal.Signals(self._stopped_by).name, step=outcome.step if outcome else None)
         code = outcome.code if outcome else None
-        return code if code is not None and code >= 0 else 128 + self._stopped_by
+        return code if code is not None and 0 <= code < _SIGNALLED else _SIGNALLED + self._stopped_by
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -173,8 +179,7 @@ class Supervisor:
         try:
             code, reason = self._follow(process)
         finally:
-            if reason:
-                self._clear_away(process)
+            self._clear_away(process, failed=bool(reason))
         return self._judge(Outcome(code, reason))
 
     def _prepare(self, folder: str, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
@@ -202,21 +207,21 @@ class Supervisor:
                 running = True
                 self.tell("running", seconds=round(now - began, 2), ranks=len(ranks))
             self._forward(process)
-            if deadline is None and (found := self._find_trouble(ranks, now)):
+            if deadline is None and (found := self._find_trouble(ranks)):
                 reason, seconds = found
                 deadline = now + seconds
-            if deadline is not None and now >= deadline:
+            if deadline is not None and (now >= deadline or self._in_a_hurry):
                 return None, reason
             reap(process)
             time.sleep(_LOOK_EVERY)
         self._forward(process)
         return code, (reason if code or self._stopped_by else "") or self._find_fault(code)
 
-    def _find_trouble(self, ranks: list[Seen], now: float) -> tuple[str, float] | None:
+    def _find_trouble(self, ranks: list[Seen]) -> tuple[str, float] | None:
         """What is wrong with a launch that runs, and the seconds that it has to end by itself."""
         if self._stopped_by is not None:
             return f"told to go by {signal.Signals(self._stopped_by).name}", self.settings.settle
-        silence = find_silence(ranks, self.settings.patience, now)
+        silence = find_silence(ranks, self.settings.patience, self._watch.heard_until)
         if silence is not None:
             steps = sorted({-1 if seen.step is None else seen.step for seen in ranks})
             self.tell("hanging", seconds=round(silence, 2), ranks=len(ranks), steps=[steps[0], steps[-1]])
@@ -242,18 +247,28 @@ class Supervisor:
         return ""
 
     def _forward(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass signals on: to the ranks, which may save, or where there are none to all processes."""
+        """Pass signals on: to the ranks, which may save, or where there are none to all processes.
+
+        The deepspeed launcher would end on those that are not meant to stop anything.
+        """
         while self._signals:
             number = self._signals.pop(0)
             told = self._watch.send(number)
             self.tell("signal", signal=signal.Signals(number).name, ranks=told)
-            if not told and process.poll() is None:
+            is_for_all = number in STOPPING or not self.command.takes_hosts
+            if not told and is_for_all and process.poll() is None:
                 os.killpg(process.pid, number)
 
-    def _clear_away(self, process: subprocess.Popen[bytes]) -> None:
-        """End every process of a launch, elsewhere as far as its ranks listen."""
+    def _clear_away(self, process: subprocess.Popen[bytes], *, failed: bool) -> None:
+        """End every process of a launch, elsewhere as far as its ranks listen.
+
+        What a launch has left that has done its work is given time to end by itself.
+        On SIGTERM the deepspeed launcher ends all launches of this user on its hosts, other jobs' too: it gets none.
+        """
+        if not failed:
+            wait_for_all(process, self.settings.settle)
         end_ranks(self._watch)
-        left = end_everything(process, grace=3.0)
+        left = end_everything(process, grace=0.0 if self.hosts else 3.0)
         if left:
             self.tell("killed", processes=left)
 
@@ -266,7 +281,8 @@ class Supervisor:
         if outcome.reason and self._stopped_by is None:
             last = (error or "").rstrip().rpartition("\n")[2] or None
             rank = casualty.rank if casualty and casualty.error else None
-            self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last)
+            ended = find_ended(ranks)
+            self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last, ended=ended)
         return Outcome(outcome.code, outcome.reason, step, error)
 
 

@@ -164,8 +164,11 @@ class Stage:
         wait_until(lambda: "running" in self.names())
 
     @contextmanager
-    def supervise(self, *options: str, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-        words = [sys.executable, "-m", "deepspeed_ucp", "supervise", "--log", str(self.folder / "events")]
+    def supervise(
+        self, *options: str, command: list[str], through: str | None = None
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        own = [sys.executable, "-m", "deepspeed_ucp", "supervise", "--log", str(self.folder / "events")]
+        words = own if through is None else [through, *own]
         with open(self.folder / "output", "ab") as output:
             self.process = subprocess.Popen(
                 [*words, *options, "--", *command], env=self.environment, stdout=output, stderr=subprocess.STDOUT

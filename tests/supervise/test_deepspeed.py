@@ -117,6 +117,17 @@ def wait_for_ranks(stage: Stage) -> None:
         path.unlink()
 
 
+@contextmanager
+def bystand(pair: Pair) -> Iterator[subprocess.Popen[bytes]]:
+    """What looks like another job's launcher on the far host."""
+    words = f"import time; time.sleep(600)  # {sys.executable} -u -m deepspeed.launcher.launch"
+    with subprocess.Popen(pair.far.enter(sys.executable, "-c", words)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_a_partition_leaves_the_far_host_out_and_its_ranks_end(stage: Stage, pair: Pair) -> None:
     """The link is gone in the middle of a step. When it is there again, the next start is on both."""
     with supervise_near(stage, pair, "--hang", "10", "--settle", "5") as process:
@@ -137,7 +148,8 @@ def test_a_partition_leaves_the_far_host_out_and_its_ranks_end(stage: Stage, pai
 
 
 def test_a_short_loss_is_outlived_and_a_stopped_rank_of_the_far_host_ended(stage: Stage, pair: Pair) -> None:
-    with supervise_near(stage, pair, "--hang", "25") as process:
+    """Another job's launcher there is none of ours: DeepSpeed's own ends it with its `pkill`, when it is told to go."""
+    with supervise_near(stage, pair, "--hang", "25") as process, bystand(pair) as bystander:
         with pair.losing_everything():
             time.sleep(4)
         wait_for_ranks(stage)
@@ -147,6 +159,7 @@ def test_a_short_loss_is_outlived_and_a_stopped_rank_of_the_far_host_ended(stage
         stopped.suspend()
         wait_until(lambda: stage.names().count("starting") == 2)
         assert not stopped.is_running()
+        assert bystander.poll() is None
         (stage.folder / "wait").unlink()
         assert process.wait(timeout=120) == 0
     assert [event["hosts"] for event in stage.find("starting")] == [{NEAR: 1, FAR: 1}] * 2

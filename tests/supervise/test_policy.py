@@ -129,7 +129,7 @@ def test_a_launchers_command_is_taken_apart() -> None:
         (
             {"127.0.0.1": 1},
             ("a", "b"),
-            "--hostfile new --no_ssh_check --master_port 29501 --no_ssh_check --master_addr 127.0.0.1",
+            "--hostfile new --master_port 29501 --no_ssh_check --master_addr 127.0.0.1",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ucp.cli.dispatch import main
 from tests.supervise.standins import Stage, build, is_running, kill, wait_until
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -106,8 +107,9 @@ def test_a_rank_that_is_stopped_hangs_the_launch_which_is_started_again(stage: S
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals) -> None:
     (stage.folder / "wait").touch()
-    with stage.supervise(command=stage.launch(steps=4)) as process:
+    with stage.supervise(command=stage.launch(steps=4), through="nohup") as process:
         stage.wait_for_ranks()
+        process.send_signal(signal.SIGHUP)  # which nohup has it ignore
         process.send_signal(number)
         told = stage.folder / "signals"
         wait_until(lambda: told.exists() and len(told.read_text().splitlines()) == 2)
@@ -120,11 +122,16 @@ def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals) -> No
     assert_nothing_is_left(stage)
 
 
-def test_a_launch_that_does_not_go_is_ended(stage: Stage) -> None:
-    with stage.supervise("--settle", "0.5", command=["sh", "-c", "trap '' TERM; sleep 100 & wait; sleep 100"]) as p:
+@pytest.mark.parametrize(("number", "times", "settle"), [(signal.SIGTERM, 1, "0.5"), (signal.SIGINT, 2, "600")])
+def test_a_launch_that_does_not_go_is_ended(stage: Stage, number: int, times: int, settle: str) -> None:
+    """In time, or when it is interrupted a second time."""
+    command = ["sh", "-c", "trap '' TERM INT; sleep 1000 & wait; sleep 1000"]
+    with stage.supervise("--settle", settle, command=command) as p:
         wait_until(lambda: "starting" in stage.names())
-        p.send_signal(signal.SIGTERM)
-        assert p.wait(timeout=120) == 128 + signal.SIGTERM
+        for time in range(times):
+            p.send_signal(number)
+            wait_until(lambda time=time: stage.names().count("signal") > time)
+        assert p.wait(timeout=120) == 128 + number
     assert stage.names()[-1] == "stopped"
 
 
@@ -137,10 +144,10 @@ def test_ranks_end_with_their_supervisor(stage: Stage) -> None:
     assert "the watcher at 127.0.0.1" in (stage.folder / "output").read_text()
 
 
-def test_what_a_killed_launcher_leaves_is_ended(stage: Stage) -> None:
+def test_what_a_launch_leaves_is_ended_when_it_is_killed_and_when_it_is_done(stage: Stage) -> None:
     (stage.folder / "wait").touch()
-    launch = " ".join(stage.launch(4, leave_0=1))
-    with stage.supervise(command=["sh", "-c", f'{launch} & echo $! > "$STANDIN/it"; wait']) as p:
+    launch = " ".join(stage.launch(4, leave_0=1, leave_1=4))
+    with stage.supervise("--settle", "1", command=["sh", "-c", f'{launch} & echo $! > "$STANDIN/it"; wait']) as p:
         stage.wait_for_ranks()
         told = stage.folder / "left"
         wait_until(lambda: told.exists() and told.read_text())
@@ -151,6 +158,8 @@ def test_what_a_killed_launcher_leaves_is_ended(stage: Stage) -> None:
         assert not any(map(is_running, before))
         (stage.folder / "wait").unlink()
         assert p.wait(timeout=120) == 0
+    assert int((stage.folder / "left").read_text()) != left
+    assert not is_running(int((stage.folder / "left").read_text()))
     assert_nothing_is_left(stage)
 
 
@@ -159,6 +168,15 @@ def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: St
     assert stage.run(command=stage.launch(4, die_0=3)) == 0
     assert [event["reason"] for event in stage.find("failed")] == ["all its ranks were killed"]
     assert stage.find("finished")[0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "option", [("--hang", "-1"), ("--settle", "nan"), ("--min-nodes", "0"), ("--max-restarts", "x")]
+)
+def test_numbers_have_limits(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["supervise", *option, "--", "true"])
+    assert f"argument {option[0]}: invalid number from" in capsys.readouterr().err
 
 
 def test_a_program_that_is_not_there_is_an_error(stage: Stage) -> None:
