@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -73,7 +74,8 @@ class Comm:
             UcpError: the first failing rank's error, the same on all ranks.
         """
         value, error = _attempt(work)
-        self._raise_first(self.gather(_describe(error)), error)
+        if self.any_of(np.array([error is not None]))[0]:  # what failed is told where something has
+            self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
     def each(self, work: Callable[[], T]) -> list[T]:
@@ -187,36 +189,50 @@ class TorchComm(Comm):
     def gather(self, value: Any) -> list[Any]:
         """In one collective where all values are small, as they mostly are: the wait for it is what it costs."""
         packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        size = len(packed).to_bytes(_LENGTH, "little")
-        rows = self._gather_rows(size + packed[: _ROW - _LENGTH], _ROW)
+        rows = self._gather_rows(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW)
         sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
-        longest = max(sizes)
-        if longest > _ROW - _LENGTH:
-            rows = self._gather_rows(size + packed, _LENGTH + longest)
-        return [pickle.loads(row[_LENGTH : _LENGTH + size]) for row, size in zip(rows, sizes, strict=True)]  # noqa: S301
+        if max(sizes) > _ROW - _LENGTH:
+            parts = self._gather_parts(packed, sizes)
+        else:
+            parts = [row[_LENGTH : _LENGTH + size] for row, size in zip(rows, sizes, strict=True)]
+        return [pickle.loads(part) for part in parts]  # noqa: S301 - other ranks of this launch made them
 
-    def _gather_rows(self, row: bytes, width: int) -> list[bytes]:
+    def _gather_rows(self, row: bytes, width: int) -> list[memoryview]:
         import torch
 
         own = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
         rows = torch.empty(self.size, width, dtype=torch.uint8, device=self.device)
         self.dist.all_gather(list(rows), own)  # not into one tensor, which MPI's groups do not know
-        return [row.tobytes() for row in rows.cpu().numpy()]
+        return [memoryview(row) for row in rows.cpu().numpy()]
+
+    def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
+        """Parts of any size, by way of rank 0: in rows, one rank's long part would take as much room for every rank."""
+        none = [0] * self.size
+        joined = self.swap(
+            np.frombuffer(bytearray(part), np.uint8), [len(part), *none[1:]], none if self.rank else sizes
+        )
+        whole = self._broadcast_row(joined, sum(sizes), 0)
+        ends = list(accumulate(sizes))
+        return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
         row = self._broadcast_row(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW, src)
         size = int.from_bytes(row[:_LENGTH], "little")
-        if size > _ROW - _LENGTH:
-            row = row[:_LENGTH] + self._broadcast_row(packed, size, src)
-        return pickle.loads(row[_LENGTH : _LENGTH + size])  # noqa: S301 - another rank of this launch made it
+        told = row[_LENGTH : _LENGTH + size] if size <= _ROW - _LENGTH else self._broadcast_row(packed, size, src)
+        return pickle.loads(told)  # noqa: S301 - another rank of this launch made it
 
-    def _broadcast_row(self, row: bytes, width: int, src: int) -> bytes:
+    def _broadcast_row(self, row: bytes | NumpyArray, width: int, src: int) -> memoryview:
+        """``width`` bytes of rank ``src``; a shorter row is filled up."""
         import torch
 
-        data = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
+        data = torch.zeros(width, dtype=torch.uint8)
+        if self.rank == src:
+            own = bytearray(row)
+            data[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+        data = data.to(self.device)
         self.dist.broadcast(data, src=src)
-        return data.cpu().numpy().tobytes()
+        return memoryview(data.cpu().numpy())
 
     def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
         import torch

@@ -21,6 +21,7 @@ def use(comm: Comm) -> dict[str, Any]:
     return {
         "comm": type(comm).__name__,
         "gather": comm.gather({"rank": comm.rank}),
+        "long": [len(told) for told in comm.gather(bytes(5000 * comm.rank))],
         "broadcast": comm.broadcast(comm.rank, src=1),
         "swap": comm.swap(np.full(sum(counts), comm.rank, np.uint8), counts, counts).tolist(),
         "slices": exchange_slices(comm),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deepspeed_ucp import comm as comm_module
-from deepspeed_ucp.comm import Comm, connect, join_launch
+from deepspeed_ucp.comm import Comm, TorchComm, connect, join_launch
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, RemoteError, StorageError
 from tests.mpi import needs_mpi, run_mpi, run_torch
 from tests.ranks import BrokenWorldError, World, run_ranks
@@ -203,6 +206,73 @@ def test_masks_are_joined() -> None:
     assert Comm().any_of(np.array([True, False])).tolist() == [True, False]
 
 
+# -- torch's collectives ----------------------------------------------------------------------------------------------
+
+
+class CountedDist:
+    """What ``TorchComm`` asks of ``torch.distributed``, between a world's ranks; counts the bytes that one receives."""
+
+    ReduceOp = SimpleNamespace(MAX=None)
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.received = comm, 0
+
+    def _take(self, into: torch.Tensor, data: Any) -> None:
+        into.copy_(torch.as_tensor(data, dtype=torch.uint8))
+        self.received += into.numel()
+
+    def all_gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> None:
+        for row, told in zip(rows, self.comm.gather(own.tolist()), strict=True):
+            self._take(row, told)
+
+    def broadcast(self, data: torch.Tensor, src: int) -> None:
+        self._take(data, self.comm.broadcast(data.tolist(), src))
+
+    def all_to_all_single(self, received: torch.Tensor, data: torch.Tensor, receives: Any, sends: Any) -> None:
+        self._take(received, self.comm.swap(data.numpy(), sends, receives))
+
+    def all_reduce(self, flags: torch.Tensor, op: None) -> None:
+        self._take(flags, self.comm.any_of(flags.numpy().astype(np.bool_)))
+
+
+def count_received(size: int, work: Callable[[Comm], Any]) -> list[tuple[Any, int]]:
+    """By rank what ``work`` returns, and the bytes that the rank received in torch's collectives."""
+
+    def run(rank: int, comm: Comm) -> tuple[Any, int]:
+        told = TorchComm.__new__(TorchComm)
+        told.rank, told.size, told.device = rank, size, torch.device("cpu")
+        told.dist = CountedDist(comm)
+        return work(told), told.dist.received
+
+    return run_ranks(size, run)
+
+
+def speak(rank: int, long: int) -> bytes:
+    """What one rank of all has much to tell of, and the others nothing."""
+    return bytes(range(256)) * 40 if rank == long else b""
+
+
+@pytest.mark.parametrize("long", [0, 3])
+def test_one_rank_s_long_word_takes_no_room_for_the_others(long: int) -> None:
+    received = []
+    for size in (4, 8):
+        found = count_received(size, lambda comm: comm.gather(speak(comm.rank, long)))
+        assert [told for told, _ in found] == [[speak(rank, long) for rank in range(size)]] * size
+        received.append([nbytes for _, nbytes in found])
+    assert max(received[1]) - max(received[0]) < 2000  # for four ranks more
+    assert max(received[1]) < 2.5 * len(speak(long, long))
+
+
+def test_work_without_errors_is_agreed_about_in_a_byte() -> None:
+    assert count_received(4, lambda comm: comm.run(lambda: comm.rank)) == [(rank, 1) for rank in range(4)]
+
+
+def test_what_is_broadcast_arrives_whole_whatever_its_length() -> None:
+    for told in (b"", b"x" * 240, b"x" * 256, b"x" * 5000):
+        found = count_received(3, lambda comm, told=told: comm.broadcast(told if comm.rank == 1 else None, src=1))  # type: ignore[misc]
+        assert [heard for heard, _ in found] == [told] * 3
+
+
 # -- the tests' own ranks ---------------------------------------------------------------------------------------------
 
 
@@ -273,6 +343,7 @@ def expect(rank: int, comm: str) -> dict[str, Any]:
         "rank": rank,
         "comm": comm,
         "gather": [{"rank": 0}, {"rank": 1}],
+        "long": [0, 5000],
         "broadcast": 1,
         "swap": [[1], [0, 1, 1]][rank],
         "slices": True,
