@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import ConfigError
+from ..io.store import normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
 from .printing import count_of, format_bytes, format_count
@@ -245,7 +246,7 @@ def _make_title(survey: Survey) -> str:
     elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
     step = survey.index.run.counters.get("global_steps")
     kind = f"atomic, {topology.precision}" if topology.wrapper == "atomic" else topology.describe()
-    name = "/".join(os.path.abspath(survey.folder).split("/")[-2:])
+    name = "/".join(normalize(survey.folder).split("/")[-2:])
     text = f"{name}: {kind} · {elements}{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
     return text if step is None else f"{text} · step {step}"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
 from ..examine.verify import list_findings
+from ..io.store import is_url, list_tree
 from ..patterns import RuleSet, Settled, list_families, load_family
 from ..plan.settling import settle_index
 from ..sources.compare import DEEPSPEEDS
@@ -184,6 +185,8 @@ def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Pa
 
 def _list_files(report: FolderReport) -> dict[str, int]:
     """The checkpoint's files by their names in its folder, with sizes; scalars and manifest too, hard links once."""
+    if report.atomic and is_url(report.folder):
+        return {name: entry.size for name, entry in sorted(list_tree(report.folder).items())}
     if report.atomic:
         paths = (os.path.join(where, name) for where, _, names in os.walk(report.folder) for name in sorted(names))
         found = {(stat.st_dev, stat.st_ino): (path, stat.st_size) for path in paths if (stat := os.stat(path))}

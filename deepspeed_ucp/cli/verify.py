@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from ..io.store import exists
 from .common import add_checkpoint_options, add_command, add_work_options, read_groups, read_work_options
 from .printing import FAULT, OK, count_of, emit, format_bytes, format_duration
 
@@ -71,7 +72,7 @@ def _tell_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
     from ..sources.findings import Finding
 
     for latest in ("latest", "latest_universal"):
-        if os.path.lexists(os.path.join(options.checkpoint, latest)):
+        if exists(os.path.join(options.checkpoint, latest)):
             fault = Finding("latest", latest, str(error))
             emit(options, to_data(Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))), [_word(fault)])
             return FAULT

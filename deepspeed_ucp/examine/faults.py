@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ..atoms import AtomicIndex
 from ..errors import UcpError, shorten
 from ..io.scan import Scanned
+from ..io.store import is_same
 from ..sources.findings import Finding
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import name_storages
@@ -63,7 +64,7 @@ def _tell_contents(held: Sequence[str], record: FileRecord | None) -> str:
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
     """Record offset → atoms with fragments in it."""
-    files = {number for number, file in enumerate(index.stored.files) if os.path.samefile(file.path, path)}
+    files = {number for number, file in enumerate(index.stored.files) if is_same(file.path, path)}
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     found: dict[int, dict[str, None]] = {}
     for atom in index.stored.atoms.values():

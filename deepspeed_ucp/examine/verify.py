@@ -14,6 +14,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.scan import ScanFile, Scanned, scan_files
+from ..io.store import exists, list_tree
 from ..sources.files import MANIFEST, is_state_file, read_swap_name
 from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
@@ -91,17 +92,16 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
     """
     sizes: dict[str, int] = {}
     others: list[str] = []
-
-    def refuse(error: OSError) -> None:
-        raise CheckpointError(f"{error.filename}: cannot be listed ({error.strerror or error}).") from error
-
-    for place, _, names in os.walk(folder, onerror=refuse):
-        for path in (os.path.join(place, name) for name in names):
-            name = os.path.relpath(path, folder)
-            if name.endswith(".pt") or is_state_file(name) or read_swap_name(name):
-                sizes[name] = os.path.getsize(path) if os.path.isfile(path) else 0
-            else:
-                others.append(name)
+    try:
+        tree = list_tree(folder)
+    except OSError as error:
+        where = error.filename or folder
+        raise CheckpointError(f"{where}: cannot be listed ({error.strerror or error}).") from error
+    for name, entry in tree.items():
+        if name.endswith(".pt") or is_state_file(name) or read_swap_name(name):
+            sizes[name] = max(entry.size, 0)
+        else:
+            others.append(name)
     if not sizes:
         raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(sorted(others)) or 'nothing'}).")
     return dict(sorted(sizes.items())), sorted(others)
@@ -266,7 +266,7 @@ def _compare_own_manifest(
     folder: str, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
 ) -> tuple[Manifest | None, list[Finding]]:
     """The manifest of an atomic checkpoint of ours, and what this rank's files have to do with it."""
-    if not os.path.lexists(os.path.join(folder, MANIFEST)):
+    if not exists(os.path.join(folder, MANIFEST)):
         return None, []
     from ..sources.atomic.manifest import read_manifest
     from .proof import compare_manifest

@@ -13,6 +13,7 @@ from typing import Any
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
+from ..io.store import exists
 from ..patterns import RuleSet, list_renames
 from ..plan import ReadSizes, Want, list_claims
 from ..plan.foreseen import feed_foreseen
@@ -259,7 +260,7 @@ def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sa
 
 def _count_headers(index: AtomicIndex, files: int, world: int) -> int:
     """Headers that rank 0 reads: two to learn what the folder holds, and its share; of an atomic one the manifest."""
-    if os.path.exists(os.path.join(os.path.dirname(index.run.state_file), MANIFEST)):
+    if exists(os.path.join(os.path.dirname(index.run.state_file), MANIFEST)):
         return 1
     return min(2, files) + -(-max(files - 2, 0) // world)
 

@@ -15,7 +15,7 @@ from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .memory import Scratch
-from .store import StoredFile, allow_open_files
+from .store import Stored, allow_open_files, open_stored
 from .threads import run_threads
 
 R = TypeVar("R", bound="RecordReader")
@@ -74,7 +74,7 @@ class RecordReader:
         self.records, self.files, self.checksum = records, files, checksum
         self._make_scratch = Scratch if allocate is None else lambda: Scratch(allocate)
         self.spent: dict[int, tuple[int, float]] = {}
-        self._open: dict[int, StoredFile] = {}
+        self._open: dict[int, Stored] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
         allow_open_files(len(files))
@@ -143,10 +143,10 @@ class RecordReader:
             self._own.scratch = self._make_scratch()
         return self._own.scratch  # type: ignore[no-any-return]
 
-    def _file(self, number: int) -> StoredFile:
+    def _file(self, number: int) -> Stored:
         with self._lock:
             if number not in self._open:
-                self._open[number] = StoredFile(self.files[number].path)
+                self._open[number] = open_stored(self.files[number].path)
             return self._open[number]
 
 
@@ -167,7 +167,7 @@ def _arrange(
     return views, staged
 
 
-def sum_range(file: StoredFile, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
+def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
     """CRC32 of bytes of a file, which are read one part after the other.
 
     Raises:

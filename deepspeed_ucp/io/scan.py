@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ..errors import CheckpointError
 from .checksum import combine_crc32, crc32
 from .memory import Scratch
-from .store import StoredFile
+from .store import Stored, open_stored
 from .threads import run_threads
 
 CHUNK = 4 << 20
@@ -85,7 +85,7 @@ class _Scan:
         self.ranges_of: dict[int, list[int]] = defaultdict(list)
         self.parts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         self.errors: list[tuple[int, str]] = []
-        self.stored: StoredFile | None = None
+        self.stored: Stored | None = None
         self.lock = threading.Lock()
         for number, (offset, nbytes) in enumerate(file.ranges):
             for piece in range(offset // chunk, -(-(offset + nbytes) // chunk) if nbytes else 0):
@@ -110,7 +110,7 @@ class _Scan:
         if self.stored is not None or self.errors:
             return
         try:
-            self.stored = StoredFile(self.file.path, os.POSIX_FADV_SEQUENTIAL)
+            self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL)
         except CheckpointError as error:
             self.errors.append((0, self._shorten(error)))
 

@@ -1,16 +1,20 @@
-"""Where the bytes of checkpoints lie: files of this machine's file systems.
+"""Where the bytes of checkpoints lie: files of this machine's file systems, and behind URLs.
 
-All data that is read comes through :class:`StoredFile`; another kind of storage is another class with its methods.
+The one place that knows whether a path is local: whoever looks for files, lists, opens or reads them does so here.
+Paths are strings; ``os.path.join``, ``split`` and ``basename`` serve for both, what asks the system does not.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from ..errors import CheckpointError
 from .memory import drop_front
@@ -25,13 +29,145 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LOCAL = re.compile(r"(file|local)://")
+
+FOLDER = -1
+"""Size of a folder among a folder's entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in a folder.
+
+    Attributes:
+        size: bytes of a file, ``FOLDER`` for a folder.
+        changed: time of its last change, in seconds since 1970; 0 where that is not known.
+        version: what a store tells each content of a file by (ETag, generation); empty for local files.
+    """
+
+    size: int
+    changed: float
+    version: str = ""
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is no file."""
+        return self.size == FOLDER
+
+
+def is_url(path: str) -> bool:
+    """Whether a path leads to a store (``s3://bucket/run``), not into a local file system."""
+    return _URL.match(path) is not None and _LOCAL.match(path) is None
+
+
+def normalize(path: str) -> str:
+    """The absolute form of a path, without ``/`` at its end; ``file://`` is taken off."""
+    if not is_url(path):
+        return os.path.abspath(_LOCAL.sub("", path, count=1))
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def list_folder(folder: str) -> dict[str, Entry]:
+    """What lies in a folder, by name. Links are followed; what is nothing in the end has no bytes.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    if is_url(folder):
+        from . import remote
+
+        return remote.list_folder(folder)
+    with os.scandir(folder) as entries:
+        return {entry.name: find_entry(entry.path) or Entry(0, 0.0) for entry in entries}
+
+
+def list_tree(folder: str) -> dict[str, Entry]:
+    """The files in a folder and the folders below it, by their path from there.
+
+    Raises:
+        OSError: one cannot be listed.
+    """
+    if is_url(folder):
+        from . import remote
+
+        return remote.list_tree(folder)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    paths = (os.path.join(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return {os.path.relpath(path, folder): find_entry(path) or Entry(0, 0.0) for path in paths}
+
+
+def find_entry(path: str) -> Entry | None:
+    """What a path leads to; None where that is nothing, or cannot be told."""
+    if is_url(path):
+        from . import remote
+
+        return remote.find_entry(path)
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
+
+
+def find_change(path: str) -> int:
+    """Time of a file's last change in nanoseconds.
+
+    Raises:
+        OSError: there is none.
+    """
+    if not is_url(path):
+        return os.stat(path).st_mtime_ns
+    found = find_entry(path)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return round(found.changed * 1e9)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path leads to a folder."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    found = find_entry(path)
+    return found is not None and found.is_folder
+
+
+def is_file(path: str) -> bool:
+    """Whether a path leads to a regular file."""
+    if not is_url(path):
+        return os.path.isfile(path)
+    found = find_entry(path)
+    return found is not None and not found.is_folder
+
+
+def exists(path: str) -> bool:
+    """Whether there is something of that name, be it a link to nothing."""
+    return find_entry(path) is not None if is_url(path) else os.path.lexists(path)
+
+
+def is_same(first: str, second: str) -> bool:
+    """Whether two paths lead to one file."""
+    if is_url(first) or is_url(second):
+        return normalize(first) == normalize(second)
+    return os.path.samefile(first, second)
+
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a file for reading; links are followed. A FIFO or a device in its place would block, or never end.
+    """Open a file for reading here and there in it; links are followed.
+
+    A FIFO or a device in its place would block, or never end. Of a file behind a URL what was read is kept.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
+    if is_url(path):
+        from . import remote
+
+        return remote.RemoteStream(path)  # type: ignore[return-value]
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -49,8 +185,101 @@ def _check_mode(path: str, mode: int) -> None:
         raise OSError(errno.EINVAL, f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file", path)
 
 
+def measure(stream: BinaryIO) -> int:
+    """Bytes of a file that :func:`open_regular` has opened."""
+    size = getattr(stream, "size", None)
+    return os.fstat(stream.fileno()).st_size if size is None else size
+
+
+def read_at(stream: BinaryIO, nbytes: int, offset: int) -> bytes:
+    """Bytes of a file that :func:`open_regular` has opened; fewer where it ends before.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    read = getattr(stream, "read_at", None)
+    return os.pread(stream.fileno(), nbytes, offset) if read is None else read(nbytes, offset)
+
+
+def read_ahead(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
+    """Say which (offset, bytes) of a file that :func:`open_regular` has opened will be read in small pieces.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    fetch = getattr(stream, "read_ahead", None)
+    if fetch is not None:
+        fetch(ranges)
+
+
+def advise_random(stream: BinaryIO) -> None:
+    """Say that small pieces far apart will be read of a file that :func:`open_regular` has opened."""
+    if not hasattr(stream, "read_at"):
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def read_small(path: str, most: int | None = None) -> bytes:
+    """A small file's bytes, or the first ``most`` of them.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read, or is no regular file.
+    """
+    if is_url(path):
+        from . import remote
+
+        return remote.read_small(path)[:most]
+    with open_regular(path) as stream:
+        return stream.read() if most is None else stream.read(most)
+
+
+class Stored(Protocol):
+    """A file that is open for reading; several threads may read it at once."""
+
+    path: str
+
+    def read(self, views: list[memoryview], offset: int) -> None:
+        """Fill memory, one view after the other, with the bytes from ``offset`` on; the list is used up.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+
+    def read_some(self, views: list[memoryview], offset: int) -> int:
+        """One read; how many bytes came, 0 at the end of the file.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+
+    def close(self) -> None:
+        """Close it; no thread may be reading."""
+
+    def __enter__(self) -> Stored: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_stored(path: str, advice: int = os.POSIX_FADV_NORMAL) -> Stored:
+    """Open a file for reading.
+
+    Args:
+        advice: how it will be read, as ``os.posix_fadvise`` takes it.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    if is_url(path):
+        from . import remote
+
+        return remote.RemoteFile(path)
+    return StoredFile(path, advice)
+
+
 class StoredFile:
-    """A file that is open for reading; several threads may read it at once.
+    """A local file as :class:`Stored`.
 
     Args:
         advice: how it will be read, as ``os.posix_fadvise`` takes it.
@@ -115,7 +344,7 @@ def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
         CheckpointError: they cannot be read.
     """
     data = bytearray(nbytes)
-    with StoredFile(path, os.POSIX_FADV_RANDOM) as file:
+    with open_stored(path, os.POSIX_FADV_RANDOM) as file:
         file.read([memoryview(data)], offset)
     return bytes(data)
 

@@ -15,6 +15,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from ..errors import CheckpointError, shorten
+from ..io.store import find_entry, normalize
 from ..torchsave.objects import PickledObject, has_more_parts
 from .files import Entry
 from .findings import FAULT, WARNING, Finding
@@ -251,15 +252,15 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
 
 def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
     """``latest`` is written after all files of a save: some older and some newer are those of two saves."""
-    parent, tag = os.path.split(os.path.abspath(folder))
+    parent, tag = os.path.split(normalize(folder))
     path = os.path.join(parent, LATEST)
     try:
-        written = os.stat(path).st_mtime
-        if read_tag(path) != tag:
+        told = find_entry(path)
+        if told is None or read_tag(path) != tag:
             return []
     except (OSError, CheckpointError):
         return []
-    late = [name for changed, name in times if changed > written + slack]
+    late = [name for changed, name in times if changed > told.changed + slack]
     if not late or len(late) == len(times):
         return []
     text = (

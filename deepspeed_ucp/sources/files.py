@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.staging import MANIFEST
+from ..io.store import Entry, list_folder
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -33,9 +33,6 @@ CLIENT = "client"
 """Folder of an atomic checkpoint that holds the client states of all model-parallel ranks but the first."""
 
 SEAL = "ucp_seal.json"
-
-FOLDER = -1
-"""Size of a folder among a folder's entries."""
 
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
@@ -92,14 +89,6 @@ class Listing:
         return os.path.join(self.folder, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Something in a checkpoint's folder: bytes of a file, ``FOLDER`` for a folder; time of its last change."""
-
-    size: int
-    changed: float
-
-
 def list_entries(folder: str) -> dict[str, Entry]:
     """The state files, the manifest and the subfolders in a checkpoint's folder, and its swap files, by name.
 
@@ -112,17 +101,16 @@ def list_entries(folder: str) -> dict[str, Entry]:
     found = {
         name: entry
         for name, entry in _scan(folder).items()
-        if entry.size == FOLDER or _STATES.fullmatch(name) or name == MANIFEST
+        if entry.is_folder or _STATES.fullmatch(name) or name == MANIFEST
     }
-    if found.get(OFFLOADED) and found[OFFLOADED].size == FOLDER:
+    if OFFLOADED in found and found[OFFLOADED].is_folder:
         found |= _list_swaps(folder)
     return found
 
 
 def _scan(folder: str) -> dict[str, Entry]:
     try:
-        with os.scandir(folder) as entries:
-            return {entry.name: _look_at(entry.path) for entry in entries}
+        return list_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
 
@@ -131,8 +119,8 @@ def _list_swaps(folder: str) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for rank, entry in _scan(os.path.join(folder, OFFLOADED)).items():
         place = f"{OFFLOADED}/{rank}"
-        held = _scan(os.path.join(folder, place)) if entry.size == FOLDER else {}
-        found |= {f"{place}/{name}": each for name, each in held.items() if each.size != FOLDER}
+        held = _scan(os.path.join(folder, place)) if entry.is_folder else {}
+        found |= {f"{place}/{name}": each for name, each in held.items() if not each.is_folder}
     return {name: entry for name, entry in found.items() if read_swap_name(name)}
 
 
@@ -143,14 +131,6 @@ def read_swap_name(name: str) -> SwapName | None:
     """
     match = _SWAP.fullmatch(name)
     return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
-
-
-def _look_at(path: str) -> Entry:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return Entry(0, 0.0)
-    return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
 
 
 def list_sizes(folder: str) -> dict[str, int]:
@@ -241,7 +221,7 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     """
     zero = entries.get(ZERO)
     return MANIFEST in entries or (
-        zero is not None and zero.size == FOLDER and not any(_OPTIM.fullmatch(strip_writer(name)) for name in entries)
+        zero is not None and zero.is_folder and not any(_OPTIM.fullmatch(strip_writer(name)) for name in entries)
     )
 
 
@@ -263,7 +243,7 @@ def is_state_file(name: str) -> bool:
 def has_states(folder: str) -> bool:
     """Whether a folder holds model or optimizer states."""
     try:
-        return any(_STATES.fullmatch(name) for name in os.listdir(folder))
+        return any(_STATES.fullmatch(name) for name in list_folder(folder))
     except OSError:
         return False
 

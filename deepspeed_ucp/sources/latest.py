@@ -6,7 +6,7 @@ import os
 
 from ..errors import CheckpointError, shorten
 from ..io.staging import LATEST as UNIVERSAL
-from ..io.store import open_regular
+from ..io.store import exists, is_folder, list_folder, normalize, read_small
 from .files import SEAL, has_states, holds_atoms, is_state_file, list_entries
 from .findings import NOTE, WARNING, Finding
 
@@ -25,8 +25,7 @@ def read_tag(path: str) -> str:
         CheckpointError: it cannot be read, is no regular file, is empty, or leads out of its folder.
     """
     try:
-        with open_regular(path) as stream:
-            data = stream.read(_LONGEST + 1)
+        data = read_small(path, _LONGEST + 1)
         tag = data.decode("utf-8").strip()
     except FileNotFoundError:
         if os.path.islink(path):
@@ -74,10 +73,10 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
 def find_tags(load_dir: str) -> list[str]:
     """Subfolders of ``load_dir`` that hold model or optimizer states, sorted."""
     try:
-        with os.scandir(load_dir) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir() and has_states(entry.path))
+        folders = [name for name, entry in list_folder(load_dir).items() if entry.is_folder]
     except OSError:
         return []
+    return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
 
 
 def find_newest(load_dir: str) -> str | None:
@@ -97,14 +96,13 @@ def list_older(load_dir: str, tag: str, *, sealed: bool = False) -> list[str]:
     newest = times.get(tag, float("inf"))
     older = [each for each, time in times.items() if time <= newest and each != tag]
     found = [tag, *sorted(older, key=lambda each: times[each], reverse=True)]
-    whole = [each for each in found if os.path.lexists(os.path.join(load_dir, each, SEAL))] if sealed else []
+    whole = [each for each in found if exists(os.path.join(load_dir, each, SEAL))] if sealed else []
     return whole or found
 
 
 def _find_time(folder: str) -> float:
     """When the first of a folder's state files was written: what came later may be a copy or a seal."""
-    with os.scandir(folder) as entries:
-        return min((entry.stat().st_mtime for entry in entries if is_state_file(entry.name)), default=0.0)
+    return min((entry.changed for name, entry in list_folder(folder).items() if is_state_file(name)), default=0.0)
 
 
 def check_tag(load_dir: str, tag: str) -> str:
@@ -114,7 +112,7 @@ def check_tag(load_dir: str, tag: str) -> str:
         CheckpointError: there is none; the tags that exist are named.
     """
     folder = os.path.join(load_dir, str(tag))
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         tags = find_tags(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
         raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
@@ -131,15 +129,15 @@ def find_checkpoint(path: str) -> str:
         CheckpointError: there is nothing of that kind; what lies there is named.
     """
     folder = path.rstrip("/") or path
-    if not os.path.isdir(folder):
-        what = "is a file, not a checkpoint's folder" if os.path.exists(folder) else "does not exist"
+    if not is_folder(folder):
+        what = "is a file, not a checkpoint's folder" if exists(folder) else "does not exist"
         raise CheckpointError(f"{folder} {what}.")
     if has_states(folder) or holds_atoms(list_entries(folder)):
         return folder
     tag = read_latest(folder)
     if tag is None:
         raise CheckpointError(
-            f"{folder}: neither a checkpoint's folder nor one with `latest` ({len(os.listdir(folder))} entries, none "
+            f"{folder}: neither a checkpoint's folder nor one with `latest` ({len(list_folder(folder))} entries, none "
             "of them a checkpoint)."
         )
     return check_tag(folder, tag)
@@ -147,7 +145,7 @@ def find_checkpoint(path: str) -> str:
 
 def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
     """What ``latest`` beside a checkpoint's folder says of it: nothing where it names it."""
-    parent, tag = os.path.split(os.path.abspath(folder))
+    parent, tag = os.path.split(normalize(folder))
     name = UNIVERSAL if atomic else LATEST
     try:
         named = read_tag(os.path.join(parent, name))
@@ -155,7 +153,7 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
         return [Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}", NOTE)]
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]
-    if not os.path.isdir(os.path.join(parent, named)):
+    if not is_folder(os.path.join(parent, named)):
         text = f"{parent}/{name}: leads to {named!r}, which is not there; a load without a tag fails."
         return [Finding("latest", name, text, WARNING)]
     return [] if named == tag else [Finding("latest", name, f"`{name}` names {named!r}, not this one", NOTE)]

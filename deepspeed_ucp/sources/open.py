@@ -13,7 +13,7 @@ from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from ..io.read import sum_range
-from ..io.store import StoredFile
+from ..io.store import exists, open_stored
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
 from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files, strip_writer
@@ -173,7 +173,7 @@ def seal_folder(folder: str, comm: Comm) -> None:
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:
-    with StoredFile(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
+    with open_stored(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
         return sum_range(file, 0, size)
 
 
@@ -221,7 +221,7 @@ def _survey_normal(
 
 def _compare_seal(folder: str, save: Save) -> tuple[list[Finding], dict[str, int]]:
     """As :func:`.seal.compare_seal`. What checks a seal's form takes long to import."""
-    if not os.path.lexists(os.path.join(folder, SEAL)):
+    if not exists(os.path.join(folder, SEAL)):
         return [], {}
     from .seal import compare_seal
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..atoms import RunState
+from ..io.store import is_file, list_folder, list_tree
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
-from .files import CLIENT
+from .files import CLIENT, ZERO
 from .index import enabled
 from .reading import as_list, list_globals
 
@@ -37,7 +38,7 @@ def find_state_file(run: RunState, mp_rank: int, dp_rank: int = 0) -> str | None
     folder, name = os.path.split(run.state_file)
     name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
     paths = (os.path.join(folder, name), os.path.join(folder, CLIENT, name))
-    return next((path for path in paths if path != run.state_file and os.path.isfile(path)), None)
+    return next((path for path in paths if path != run.state_file and is_file(path)), None)
 
 
 def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
@@ -51,7 +52,7 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
     Raises:
         CheckpointError: a file cannot be read.
     """
-    missing = [path for path in (model, optim) if path is not None and not os.path.isfile(path)]
+    missing = [path for path in (model, optim) if path is not None and not is_file(path)]
     if missing:
         return [f"{path} is missing" for path in missing]
     saved = _read_facts(model, optim)
@@ -77,10 +78,11 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[str, str]:
 
 def _list_unpickled(folder: str) -> list[str]:
     """What DeepSpeed's own load may unpickle: state files, and every file of an atomic checkpoint's atoms."""
-    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(_STATE_ENDINGS)]
-    for path, _, names in os.walk(os.path.join(folder, "zero")):
-        paths += [os.path.join(path, name) for name in names if name.endswith(".pt")]
-    return sorted(paths)
+    held = list_folder(folder)
+    names = [name for name in held if name.endswith(_STATE_ENDINGS)]
+    atoms = list_tree(os.path.join(folder, ZERO)) if ZERO in held else {}
+    names += [f"{ZERO}/{name}" for name in atoms if name.endswith(".pt")]
+    return sorted(os.path.join(folder, name) for name in names)
 
 
 def _show(value: Any) -> str:
@@ -123,5 +125,5 @@ def _list_shapes(groups: Any) -> list[list[tuple[str, tuple[int, ...]]]]:
 def _count_expert_states(model: str) -> int:
     """Expert-parallel ranks of a save of stage 0, which has a file of optimizer states for each."""
     rank = os.path.basename(model).removesuffix("_model_states.pt")
-    names = (_EXPERT_STATES.fullmatch(name) for name in os.listdir(os.path.dirname(model)))
+    names = (_EXPERT_STATES.fullmatch(name) for name in list_folder(os.path.dirname(model)))
     return sum(match is not None and match[2] == rank for match in names)

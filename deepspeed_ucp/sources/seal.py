@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
-from ..io.store import open_regular
+from ..io.store import read_small
 from .files import SEAL
 from .findings import Finding
 from .headers import FileHeader
@@ -54,8 +54,7 @@ def read_seal(path: str) -> Seal:
         CheckpointError: it cannot be read, or is damaged.
     """
     try:
-        with open_regular(path) as stream:
-            seal = Seal.model_validate_json(stream.read())
+        seal = Seal.model_validate_json(read_small(path))
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.store import open_regular
+from ..io.store import measure, open_regular, read_at
 from .zipframe import DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT
 
 LEGACY: Final = "legacy"
@@ -99,8 +99,8 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
         CheckpointError: it is truncated or damaged.
         UnsupportedError: a record is compressed.
     """
-    size = os.fstat(stream.fileno()).st_size
-    front = _Front(stream.fileno(), _find_end(stream.fileno(), size))
+    size = measure(stream)
+    front = _Front(stream, _find_end(stream, size))
     try:
         archive = zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
@@ -125,32 +125,32 @@ _WIDE_END = 56
 _MOST_REPEATED = 1 << 26
 
 
-def _find_end(file: int, size: int) -> int:
+def _find_end(file: BinaryIO, size: int) -> int:
     """Where a zip ends: behind it may stand its last bytes again, any number of times.
 
     DeepSpeed's fast writer leaves that where ranks write one file at once (all do that are not its writers): all write
     the same bytes to the same places, and each appends what is left of the last block.
     """
-    last = os.pread(file, _END.size, max(size - _END.size, 0))
+    last = read_at(file, _END.size, max(size - _END.size, 0))
     if len(last) < _END.size or last[:4] != _END_MAGIC:
         return size
     *_, directory, start, _ = _END.unpack(last)
     end = start + directory + _END.size
-    told = os.pread(file, _LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
+    told = read_at(file, _LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
     if told[:4] == _LOCATOR_MAGIC:  # of a large file, or a torch that writes them of every file
         end = _LOCATOR.unpack(told)[2] + _WIDE_END + _LOCATOR.size + _END.size
     if not 0 < size - end <= _MOST_REPEATED:
         return size
-    rest = os.pread(file, size - end, end)
+    rest = read_at(file, size - end, end)
     unit = rest.find(last) + len(last)
-    before = os.pread(file, unit, max(end - unit, 0))
+    before = read_at(file, unit, max(end - unit, 0))
     return end if rest == before * (len(rest) // unit) else size
 
 
 class _Front(io.RawIOBase):
     """The first ``size`` bytes of a file that is open for reading, as a file of its own."""
 
-    def __init__(self, file: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size, self._at = file, size, 0
 
     def seekable(self) -> bool:
@@ -169,7 +169,7 @@ class _Front(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        data = os.pread(self._file, min(len(buffer), max(self._size - self._at, 0)), self._at)
+        data = read_at(self._file, min(len(buffer), max(self._size - self._at, 0)), self._at)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -179,7 +179,7 @@ def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, check
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(f"{path}: record {info.filename} is compressed; torch.save never does that.")
     at = info.header_offset if 0 <= info.header_offset < size else size  # a directory may say anything
-    header = os.pread(stream.fileno(), LOCAL.size, at)
+    header = read_at(stream, LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
         raise CheckpointError(f"{path}: record {info.filename} has no header at byte {info.header_offset}.")
     *_, name_length, extra_length = LOCAL.unpack(header)

@@ -6,7 +6,6 @@ Both formats are read: the zip (records stored uncompressed, a CRC32 each) and t
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from isal import isal_zlib
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UnsupportedError
+from ..io.store import advise_random, measure, read_at
 from .dtypes import STORAGE_DTYPES
 from .objects import Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
@@ -113,7 +113,7 @@ def list_records(path: str) -> FileRecords:
     with open_file(path) as stream:
         if not starts_zip(stream):
             return _read_legacy(path, stream)[1]
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # records' headers lie far apart
+        advise_random(stream)  # records' headers lie far apart
         return list_zip(path, stream)
 
 
@@ -128,7 +128,7 @@ def _read_zip(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
 
 
 def _read_legacy(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
-    size = os.fstat(stream.fileno()).st_size
+    size = measure(stream)
     front = _FRONT
     while True:
         stream.seek(0)
@@ -173,7 +173,7 @@ def _is_datastates(data: bytes) -> bool:
 
 def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
     """The storages, each behind its number of elements, in the order of their keys."""
-    size = os.fstat(stream.fileno()).st_size
+    size = measure(stream)
     found = []
     for key in keys:
         ref = pickled.storages.get(key)
@@ -203,7 +203,7 @@ def _read_element(ref: TensorRef, path: str, stream: BinaryIO, storages: dict[st
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
         raise CheckpointError(f"{path}: storage {key} of a tensor of one element is missing; the file is damaged.")
-    data = os.pread(stream.fileno(), itemsize, record.offset + ref.offset * itemsize)
+    data = read_at(stream, itemsize, record.offset + ref.offset * itemsize)
     if record.nbytes == itemsize:
         check_crc(path, record, isal_zlib.crc32(data))
     return data

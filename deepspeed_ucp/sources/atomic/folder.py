@@ -22,6 +22,7 @@ from ...atoms import (
 )
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
+from ...io.store import find_entry
 from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, Entry
@@ -76,14 +77,13 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
 def find_fault(folder: str, name: str, size: int) -> list[Finding]:
     """What a look at a file, which has to have ``size`` bytes, finds wrong with it; nothing where it is right."""
     path = os.path.join(folder, name)
-    try:
-        held = os.stat(path).st_size
-    except OSError as error:
-        text = f"{path} is missing ({error.strerror or error}); the manifest lists it. Copy it here, or convert again."
+    held = find_entry(path)
+    if held is None:
+        text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
         return [Finding("missing", name, text)]
-    if held != size:
-        text = f"{path}: has {held} bytes, the manifest says {size} bytes; it was cut short or replaced. Copy it again."
-        return [Finding("manifest", name, text)]
+    if held.size != size:
+        text = f"{path}: has {held.size} bytes, the manifest says {size} bytes; it was cut short or replaced."
+        return [Finding("manifest", name, f"{text} Copy it again.")]
     return []
 
 

@@ -17,6 +17,7 @@ from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
+from ...io.store import is_file, list_folder
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
@@ -107,11 +108,11 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
             "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
         )
     try:
-        with os.scandir(os.path.join(folder, ZERO)) as entries:
-            found = sorted(entry.name for entry in entries if entry.is_dir())
+        held = list_folder(os.path.join(folder, ZERO))
     except OSError as error:
         raise CheckpointError(f"{folder}/{ZERO}: cannot be listed ({error.strerror or error}).") from error
-    if not found or not os.path.isfile(os.path.join(folder, OPTIMIZER)):
+    found = sorted(name for name, entry in held.items() if entry.is_folder)
+    if not found or not is_file(os.path.join(folder, OPTIMIZER)):
         lacking = OPTIMIZER if found else "every parameter's folder"
         raise CheckpointError(
             f"{folder}: {lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
@@ -123,7 +124,7 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
 def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
     """The headers of a parameter's files by state."""
     try:
-        files = sorted(os.listdir(os.path.join(folder, ZERO, name)))
+        files = sorted(list_folder(os.path.join(folder, ZERO, name)))
     except OSError as error:
         raise CheckpointError(f"{folder}/{ZERO}/{name}: cannot be listed ({error.strerror or error}).") from error
     if f"{MODULE}.pt" in files:

@@ -15,7 +15,7 @@ from typing_extensions import Required, TypedDict
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
-from ...io.store import open_regular
+from ...io.store import find_change, read_small
 from ...patterns import Pattern, record_pattern
 from ...topology import Topology
 from ...version import __version__
@@ -259,8 +259,7 @@ def read_manifest_file(path: str) -> Manifest:
         CheckpointError: it cannot be read, or is damaged.
     """
     try:
-        with open_regular(path) as stream:
-            return parse_manifest(stream.read().decode("utf-8"), path)
+        return parse_manifest(read_small(path).decode("utf-8"), path)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, UnicodeDecodeError) as error:
@@ -351,7 +350,7 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
         if each.header_crc is None:
             told["records"] = [[record.offset, record.nbytes, record.crc] for record in held]
         if any(record.crc is None for record in held):
-            told["changed"] = os.stat(each.path).st_mtime_ns
+            told["changed"] = find_change(each.path)
         files.append(told)
     files.sort(key=lambda told: told["name"])
     return {"files": files, "digest": hashlib.sha256(dump_json(files).encode()).hexdigest()}
