@@ -14,7 +14,17 @@ from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
 from ..torchsave.dtypes import is_dtype, is_storage
-from ..torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, is_short, to_member, to_number, walk
+from ..torchsave.objects import (
+    PickledObject,
+    TensorRef,
+    describe,
+    has_more_parts,
+    is_setting,
+    is_short,
+    to_member,
+    to_number,
+    walk,
+)
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
@@ -123,7 +133,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (str, bytes, float)) or is_short(value)
+    return value is None or isinstance(value, (str, bytes, float)) or is_setting(value)
 
 
 class HeaderReader:

@@ -19,6 +19,9 @@ from .dtypes import unpack_scalar
 _NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 _SHORT = 60
 
+MOST_BITS = 512
+"""Of an integer that is a setting: seeds have up to 128. Its digits are soon written, and a float holds it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Global:
@@ -178,8 +181,13 @@ def to_number(value: Any) -> Any:
 
 
 def is_short(value: Any) -> bool:
-    """Whether a value is an integer of at most 64 bits: Python writes none of thousands of digits out."""
+    """Whether a value is an integer of at most 64 bits, as sizes and counts are."""
     return isinstance(value, int) and value.bit_length() <= 64
+
+
+def is_setting(value: Any) -> bool:
+    """Whether a value is an integer as settings are: Python writes none of thousands of digits out."""
+    return isinstance(value, int) and value.bit_length() <= MOST_BITS
 
 
 def to_member(value: Any) -> Any:

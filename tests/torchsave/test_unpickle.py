@@ -22,8 +22,9 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, UcpError
 from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.headers import Unread
 from deepspeed_ucp.sources.reading import read_hyper
-from deepspeed_ucp.torchsave.objects import Global, PickledObject, to_member, to_number
+from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to_member, to_number
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 from tests.covering import cover, params
@@ -268,6 +269,18 @@ def test_hyper_parameters_of_two_files_are_equal_if_what_was_pickled_is(tmp_path
     assert found[0] == found[1]
     assert found[0] != found[2]
     assert pickle.loads(pickle.dumps(found)) == found
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**70), (1 << MOST_BITS) - 1])
+def test_hyper_parameters_of_many_digits_are_numbers(tmp_path: Path, seed: int) -> None:
+    """Generators of random numbers take seeds of 128 bits."""
+    torch.save({"seed": [seed]}, tmp_path / "x.pt")
+    assert read_hyper(read_header(str(tmp_path / "x.pt")).tree["seed"], "x.pt") == [seed]
+
+
+def test_a_hyper_parameter_of_thousands_of_digits_is_not_looked_into(tmp_path: Path) -> None:
+    torch.save({"seed": 1 << MOST_BITS}, tmp_path / "x.pt")
+    assert isinstance(read_hyper(read_header(str(tmp_path / "x.pt")).tree["seed"], "x.pt"), Unread)
 
 
 class _Plain:
