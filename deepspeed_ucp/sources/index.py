@@ -134,18 +134,26 @@ def make_index(
             {**builder.irregular, **_find_lost_states(save, atoms)},
             builder.unreadable,
             dropped,
-            tuple(_find_unnoticed(builder, topology)),
+            tuple(_find_unnoticed(builder, topology, atoms)),
         ),
     )
 
 
-def _find_unnoticed(builder: Builder, topology: Topology) -> Iterator[str]:
+def _find_unnoticed(builder: Builder, topology: Topology, atoms: Mapping[AtomKey, Atom]) -> Iterator[str]:
     if any(strip_writer(name) != name for name in (os.path.basename(file.path) for file in builder.files)):
         yield "files of DeepSpeed's fast writer, whose names its own load does not know"
     if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "the data-parallel ranks, which MiCS has grouped"
     if any(map(is_expert, builder.aliases)):
         yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
+    if topology.wrapper in ("zero12", "bf16") and any(
+        "expert" in key.name and _lacks_copy(key, atoms) for key in atoms
+    ):
+        yield "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for experts"
+
+
+def _lacks_copy(key: AtomKey, atoms: Mapping[AtomKey, Atom]) -> bool:
+    return key.state == MASTER and key._replace(state=COPY) not in atoms
 
 
 def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:

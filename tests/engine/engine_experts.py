@@ -28,6 +28,7 @@ class Spread:
     Attributes:
         shuffled: odd ranks have the param groups of the degrees in another order.
         tied: the second layer of experts is the first one.
+        residual: attribute that holds the residual layer.
     """
 
     world: int
@@ -37,6 +38,7 @@ class Spread:
     data_first: bool = False
     shuffled: bool = False
     tied: bool = False
+    residual: str = "residual"
 
     def __str__(self) -> str:
         order = "-data-first" * self.data_first + "-shuffled" * self.shuffled + "-tied" * self.tied
@@ -46,11 +48,11 @@ class Spread:
 class Layers(nn.Module):
     """Two layers of experts, one of them residual, with tokens that depend on no other token."""
 
-    def __init__(self, degrees: tuple[int, int], *, tied: bool = False):
+    def __init__(self, degrees: tuple[int, int], *, tied: bool = False, residual: str = "residual"):
         super().__init__()
-        self.first = nn.Linear(4, FEATURES)
-        self.residual = self._make(degrees[0], use_residual=True)
-        self.plain = self.residual if tied else self._make(degrees[1])
+        self.first, self.name = nn.Linear(4, FEATURES), residual
+        setattr(self, residual, self._make(degrees[0], use_residual=True))
+        self.plain = getattr(self, residual) if tied else self._make(degrees[1])
         self.last = nn.Linear(FEATURES, 1)
 
     @staticmethod
@@ -59,7 +61,7 @@ class Layers(nn.Module):
         return MoE(FEATURES, expert, EXPERTS, ep_size=degree, drop_tokens=False, min_capacity=0, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.residual(torch.tanh(self.first(x)))[0])
+        x = torch.tanh(getattr(self, self.name)(torch.tanh(self.first(x)))[0])
         return self.last(torch.tanh(self.plain(x)[0]))
 
 
@@ -76,7 +78,7 @@ def make(spread: Spread, seed: int) -> Any:
     if spread.precision != "fp32":
         config[spread.precision] = {"enabled": True}
     torch.manual_seed(seed + dist.get_rank())
-    module = Layers(spread.degrees, tied=spread.tied)
+    module = Layers(spread.degrees, tied=spread.tied, residual=spread.residual)
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
     params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
     if spread.shuffled and dist.get_rank() % 2:

@@ -16,6 +16,9 @@ from engine_going_on import States, join
 from deepspeed_ucp.testing import WorldPool
 from tests.covering import params
 
+BELOW = "expert_layer"
+"""A module's name by which DeepSpeed takes all that is in it for experts."""
+
 SOURCES = [
     Spread(4, 1, "bf16", (2, 2)),
     Spread(4, 2, "fp32", (2, 1), data_first=True),
@@ -140,16 +143,24 @@ def test_an_experts_file_that_is_missing_is_named(lost: str, tmp_path: Path, ucp
 
 
 @pytest.mark.parametrize(
-    "source", [Spread(2, 1, "fp32", (2, 2), tied=True), Spread(2, 0, "fp32", (1, 1), tied=True)], ids=str
+    "source",
+    [
+        Spread(2, 1, "fp32", (2, 2), tied=True),
+        Spread(2, 0, "fp32", (1, 1), tied=True),
+        Spread(2, 1, "fp32", (2, 2), residual=BELOW),
+    ],
+    ids=str,
 )
-def test_tied_layers_of_experts(
+def test_layers_of_experts_that_deepspeed_loses(
     source: Spread, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
 ) -> None:
-    """DeepSpeed saves the second name's experts with rank 0's model states, and loads these on every rank."""
+    """Of tied ones it saves the second name's experts with rank 0's model states, and loads these on every rank; it
+    leaves the residual expert out of them where a module's name has "expert" in it, and cannot load what it has saved.
+    """
     world, folder = ucp_worlds.get(2), str(tmp_path)
     answers = world.run(engine_experts.save, source, folder, 1)
     expected, losses = join([states for states, _ in answers]), answers[0][1]
-    for target in (source, Spread(2, 2, "fp32", (1, 1), tied=True), Spread(2, 0, "fp32", (2, 2), tied=True)):
+    for target in (source, replace(source, stage=2, degrees=(1, 1)), replace(source, stage=0, degrees=(2, 2))):
         with subtests.test(target=str(target)):
             answers = world.run(engine_experts.load_each, target, [folder])
             assert all(isinstance(answer, tuple) and answer[0] for (answer,) in answers), answers[0]
@@ -157,3 +168,12 @@ def test_tied_layers_of_experts(
             assert states.keys() == expected.keys()
             assert all(torch.equal(tensor, expected[key]) for key, tensor in states.items())
             assert answers[0][0][2] == pytest.approx(losses, abs=1e-7)
+
+
+def test_a_residual_expert_that_no_file_holds_is_named(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """At stage 0 there are no masters in another file."""
+    world, source = ucp_worlds.get(2), Spread(2, 0, "fp32", (2, 2), residual=BELOW)
+    world.run(engine_experts.save, source, str(tmp_path), 1)
+    for target in (source, replace(source, stage=1)):
+        for (told,) in world.run(engine_experts.load_each, target, [str(tmp_path)]):
+            assert told.startswith("MismatchError") and f"not in the checkpoint: {BELOW}.mlp.0.weight" in told
