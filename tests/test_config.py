@@ -57,6 +57,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "fallback": False,
         "param_groups": "saved",
         "total_batch": "saved",
+        "same_topology": "deepspeed",
         "report": None,
         "trust_pickle": False,
     }
@@ -75,6 +76,7 @@ def test_every_key_can_be_set() -> None:
         "fallback": True,
         "param_groups": "live",
         "total_batch": "live",
+        "same_topology": "direct",
         "report": "reports",
         "trust_pickle": True,
     }

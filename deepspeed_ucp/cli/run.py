@@ -27,6 +27,7 @@ _VALUES: dict[str, tuple[str, type, str]] = {
     "patterns": ("RULES", str, "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON"),
     "param_groups": ("WHOSE", str, "hyper-parameters of the param groups: saved (default) or live"),
     "total_batch": ("WHOSE", str, "samples of a step in trainers that count steps: saved (default) or live"),
+    "same_topology": ("WHO", str, "who loads where nothing has changed: deepspeed (default) or direct (ours)"),
     "verify": ("HOW", str, "check what is read: crc (default) or off"),
     "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
     "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),

@@ -272,6 +272,8 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
     everyone = [text for part in found for text in part]
     if upstream:
         everyone.append("load_universal is on, this is a normal checkpoint")
+    if job.config.same_topology == "direct" and not everyone:
+        everyone.append('the same topology, "same_topology" is "direct"')
     if not everyone:
         if not job.config.trust_pickle:
             comm.run(lambda: check_trusted(index.run.globals))

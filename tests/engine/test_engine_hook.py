@@ -12,9 +12,11 @@ from engine_cases import Case, pair_id
 from engine_ranks import Load
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
+from deepspeed_ucp.testing.compare import compare
 
 ON = {"checkpoint": {"universal": True}}
 PLAIN = {"model": "plain"}
+ASKED = {"checkpoint": {"universal": {"same_topology": "direct"}}}
 
 
 OTHER = [(Case(1, 3), Case(1, 2)), (Case(1, 2), Case(2, 2)), (Case(3, 2), Case(3, 2, "bf16"))]
@@ -32,6 +34,19 @@ def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds
         assert answer["direct"] is False
         assert "same topology" in answer["reason"]
         assert len(answer["info"]) == (1 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("case", [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")], ids=str)
+def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
+    """It gives to the bit what DeepSpeed's own load gives, and training goes on alike."""
+    world, loads = ucp_worlds.get(case.dp), [Load(str(sources.get(case, **PLAIN).folder), steps=2)]
+    ours = world.run(engine_ranks.load_each, case.but(config=ASKED).training(**PLAIN), loads)
+    theirs = world.run(engine_ranks.load_each, case.training(**PLAIN), loads, plugin=False)
+    assert ours[0][0].path == theirs[0][0].path
+    for (mine,), (own,) in zip(ours, theirs, strict=True):
+        assert mine.direct
+        assert compare(own.state, mine.state)[1] == []
+        assert mine.losses == own.losses
 
 
 @pytest.mark.parametrize("pair", OTHER, ids=pair_id)
