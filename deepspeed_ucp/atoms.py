@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .errors import CheckpointError
 from .flat import FlatBuffer
+from .sight import Sight
 from .topology import Topology
 
 MASTER = "fp32"
@@ -180,12 +181,14 @@ class StoredAtoms:
         files, records: that atoms' fragments refer to by number.
         atoms: by parameter, state and instance.
         repeated: elements that lie in the files a second time, as lane and fragment; they have to be the same.
+        sight: which ranks can read which files; None where every rank can read all.
     """
 
     files: tuple[FileRef, ...]
     records: tuple[Record, ...]
     atoms: dict[AtomKey, Atom]
     repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
+    sight: Sight | None = None
 
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

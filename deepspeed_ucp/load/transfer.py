@@ -123,7 +123,7 @@ def negotiate(wants: Wants, fresh: Sequence[bool], index: AtomicIndex, comm: Com
     mask = np.zeros(len(records), np.bool_)
     mask[[claim.record for claim in claims]] = True
     touched = np.flatnonzero(comm.any_of(mask))
-    blocks = Blocks.of(records, sizes.block, comm.size)
+    blocks = Blocks.of(records, sizes.block, comm.size, index.stored.sight)
     tables, addressed = address_claims(claims, blocks)
     decision = decide(comm.swap_tables(tables), blocks, blocks.owned(comm.rank, touched), sizes)
     answers = comm.swap_tables(decision.answers)

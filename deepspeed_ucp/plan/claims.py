@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..atoms import Record
+from ..sight import Sight
 from .locate import Extent, Want, cut_blocks, locate
 
 DISCARD, STAGE = -1, -2
@@ -152,29 +153,81 @@ def _part(piece: Extent) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of all records and who owns them."""
+    """The blocks of all records and who owns them: the ranks that can read a block's file, in turn.
+
+    Attributes:
+        first: number of each record's first block, among those that the same ranks can read.
+        nbytes: of each record.
+        block: bytes per block.
+        size: ranks.
+        sight: which of them can read which records; None where all can read all.
+    """
 
     first: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
     block: int
     size: int
+    sight: Sight | None = None
 
     @classmethod
-    def of(cls, records: Sequence[Record], block: int, size: int) -> Blocks:
-        """Number the blocks of all records one after the other; ``size`` ranks own them in turn."""
+    def of(cls, records: Sequence[Record], block: int, size: int, sight: Sight | None = None) -> Blocks:
+        """Number the blocks of all records one after the other.
+
+        Args:
+            sight: which ranks can read which files.
+        """
         nbytes = np.fromiter((record.nbytes for record in records), np.int64, len(records))
-        return cls(np.concatenate([[0], np.cumsum(-(-nbytes // block))])[:-1].astype(np.int64), nbytes, block, size)
+        counts = -(-nbytes // block)
+        if sight is None:
+            return cls(_number(counts), nbytes, block, size)
+        held = sight.choose([record.file for record in records])
+        first = np.zeros(len(records), np.int64)
+        for rows in split_groups(held.groups):
+            first[rows] = _number(counts[rows])
+        return cls(first, nbytes, block, size, held)
 
     def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Owner of each (record, byte offset)."""
-        return (self.first[records] + offsets // self.block) % self.size
+        turns: npt.NDArray[np.int64] = self.first[records] + offsets // self.block
+        if self.sight is None:
+            return turns % self.size
+        groups = self.sight.groups[records]
+        for rows in split_groups(groups):
+            readers = self.sight.list_readers(groups[rows[0]])
+            turns[rows] = readers[turns[rows] % len(readers)]
+        return turns
 
     def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
-        """(record, block of it) of the blocks that ``rank`` owns in these records."""
-        for record in touched.tolist():
+        """(record, block of it) of the blocks that ``rank`` owns in these records, which are ascending."""
+        for record, place, owners in self._list_shares(rank, touched):
             count = -(-int(self.nbytes[record]) // self.block)
-            for number in range((rank - int(self.first[record])) % self.size, count, self.size):
+            for number in range((place - int(self.first[record])) % owners, count, owners):
                 yield record, number
+
+    def _list_shares(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int, int]]:
+        """Records of which a rank may own blocks, with its place among their owners, and how many these are."""
+        if self.sight is None:
+            return ((record, rank, self.size) for record in touched.tolist())
+        mine = touched[self.sight.can_read(rank)[touched]]
+        groups = self.sight.groups[mine].tolist()
+        readers = {group: self.sight.list_readers(group) for group in set(groups)}
+        places = {group: (int(np.searchsorted(ranks, rank)), len(ranks)) for group, ranks in readers.items()}
+        return ((record, *places[group]) for record, group in zip(mine.tolist(), groups, strict=True))
+
+    def find_blind(self, record: int) -> npt.NDArray[np.bool_] | None:
+        """[ranks] which ranks cannot read a record; None where all can."""
+        return None if self.sight is None else ~self.sight.who_reads(int(self.sight.groups[record]))
+
+
+def _number(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each of several runs begins that follow each other."""
+    return np.concatenate([[0], np.cumsum(counts)])[:-1].astype(np.int64)
+
+
+def split_groups(groups: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """By group, ascending, the places where it stands."""
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(groups) else []
 
 
 def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table], list[list[Claim]]]:

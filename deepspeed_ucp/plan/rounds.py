@@ -1,10 +1,10 @@
 """Who reads what, as data: each owner's answers to claims, and one rank's reads and rounds of exchange.
 
 An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. It
-grants a claim that is one run apart from all others, if it is long or its rank is alone in the block; so no byte is
-granted to two ranks, or to one and sent to another. Everything else of a block of which something is sent is staged,
-padding included. A round stages, and sends, no more than a share of the window, or one block. What a rank receives in
-a round is bounded by the steps in which the round's bytes travel.
+grants a claim that is one run apart from all others, if its rank can read the file, and if it is long or that rank is
+alone in the block; so no byte is granted to two ranks, or to one and sent to another. Everything else of a block of
+which something is sent is staged, padding included. A round stages, and sends, no more than a share of the window, or
+one block. What a rank receives in a round is bounded by the steps in which the round's bytes travel.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..atoms import Record
 from ..flat import Span, find_gaps
+from ..sight import Sight
 from .claims import DISCARD, GRANTED, STAGE, Blocks, Claim, Part, Request, Table, address_claims
 
 Answers = npt.NDArray[np.int32]
@@ -173,7 +174,8 @@ def decide(tables: Sequence[Table], blocks: Blocks, owned: Iterable[tuple[int, i
     for record, number in owned:
         low = number * blocks.block
         high = min(low + blocks.block, int(blocks.nbytes[record]))
-        granted, served = _split(claimed.get((record, number), []), low, sizes.min_direct)
+        claims = claimed.get((record, number), [])
+        granted, served = _split(claims, low, sizes.min_direct, blocks.find_blind(record) if claims else None)
         gaps = find_gaps(granted, high, low)
         if served:
             decision.serve(record, (low, high), gaps, served, sizes.share)
@@ -195,21 +197,25 @@ def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_R
     return claimed
 
 
-def _split(claims: list[_Row], reach: int, min_direct: int) -> tuple[list[Span], list[_Row]]:
+def _split(
+    claims: list[_Row], reach: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
+) -> tuple[list[Span], list[_Row]]:
     """Ranges of a block's claims that are granted, and the claims that the owner serves.
 
     Args:
         reach: where the block begins; from there on, where the claims so far end.
+        blind: which ranks cannot read the block's file; None where all can.
     """
     alone = len({rank for rank, _, _ in claims}) == 1
     claims = sorted(claims, key=lambda claim: claim[2][1])
     starts = [row[1] for _, _, row in claims]
     granted, served = [], []
     for claim, follower in zip(claims, [*starts[1:], None], strict=bool(claims)):
-        _, low, run, step, count, _ = claim[2]
+        rank, _, (_, low, run, step, count, _) = claim
         high = low + (count - 1) * step + run
         apart = low >= reach and (follower is None or follower >= high)
-        if apart and count == 1 and (alone or run >= min_direct):
+        sees = blind is None or not blind[rank]
+        if sees and apart and count == 1 and (alone or run >= min_direct):
             granted.append((low, high))
         else:
             served.append(claim)
@@ -294,11 +300,13 @@ def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], want
     return [[claims[number] for number in np.flatnonzero(told == wanted).tolist()] for claims, told in pairs]
 
 
-def plan_ranks(claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes) -> list[LoadPlan]:
+def plan_ranks(
+    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, sight: Sight | None = None
+) -> list[LoadPlan]:
     """The plans of as many ranks as there are lists of claims: what they would tell each other is handed on."""
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
-    blocks = Blocks.of(records, sizes.block, len(claims))
+    blocks = Blocks.of(records, sizes.block, len(claims), sight)
     files = [record.file for record in records]
     sent = [address_claims(mine, blocks) for mine in claims]
     decisions = [
