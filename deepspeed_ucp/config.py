@@ -39,8 +39,8 @@ class UniversalConfig(BaseModel):
         total_batch: ``saved`` has a trainer that counts steps (Hugging Face's Trainer, Accelerate) go on with the total
             batch of the saved run: on another world the gradient accumulation, and the micro batch where needed, make
             it; else a total batch that differs is refused. ``live`` takes this run's, with a warning.
-        same_topology: who loads where nothing has changed: ``deepspeed`` leaves that to DeepSpeed's own load, ``direct``
-            is ours, which is faster and compares checksums.
+        same_topology: who loads where nothing has changed. ``deepspeed`` leaves it to DeepSpeed's own load;
+            ``direct`` is ours, which is faster and compares checksums.
         report: a folder that gets a JSON file per load, with every rank's phases, bytes and files (``ds_ucp report``).
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
