@@ -39,8 +39,8 @@ class Sight:
 
     def who_reads(self, group: int) -> npt.NDArray[np.bool_]:
         """[ranks] whether a rank can read the files of a group."""
-        views: npt.NDArray[np.bool_] = np.unpackbits(self.seen[group]).view(np.bool_)
-        return views[self.views]
+        told: npt.NDArray[np.bool_] = np.take(np.unpackbits(self.seen[group]), self.views).view(np.bool_)
+        return told
 
     def list_readers(self, group: int) -> Ints:
         """The ranks that can read the files of a group, ascending; at least one."""
