@@ -257,6 +257,7 @@ def _slow_store(clock: VirtualClock, store: Store) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module, name, stand_in in (
+            (StoredFile, "fetch", lambda *_: None),
             (StoredFile, "read", read),
             (outputs, "write_at", write_at),
             (outputs, "write_parts", write_parts),

@@ -228,10 +228,11 @@ class CountingSink(TensorSink):
         return found
 
     def store(self, part: Part, data: memoryview) -> None:
-        width = (part.run or data.nbytes) // self.stored.itemsize
-        for row in range(data.nbytes // (part.run or data.nbytes)):
-            low = part.position + row * part.stride
-            self.counts[low : low + width] += 1
+        if part.run or super().view(part.position, part.nbytes) is None:  # else the copy asks for the view
+            width = (part.run or data.nbytes) // self.stored.itemsize
+            for row in range(data.nbytes // (part.run or data.nbytes)):
+                low = part.position + row * part.stride
+                self.counts[low : low + width] += 1
         super().store(part, data)
 
 

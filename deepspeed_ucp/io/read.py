@@ -43,9 +43,9 @@ class MemorySink:
         return self.memory[low : low + nbytes]
 
     def store(self, part: Part, data: memoryview) -> None:
-        """Copy rows to their places."""
+        """Copy bytes, or rows, to their places."""
         base = np.frombuffer(self.memory, np.uint8)[part.position * self.itemsize :]
-        rows = np.frombuffer(data, np.uint8).reshape(-1, part.run)
+        rows = np.frombuffer(data, np.uint8).reshape(-1, part.run or part.nbytes)
         np.lib.stride_tricks.as_strided(base, rows.shape, (part.stride * self.itemsize, 1))[:] = rows
 
 
@@ -58,6 +58,7 @@ class RecordReader:
         records, files: of the source.
         checksum: form the CRC32 of what is read.
         allocate: makes the memory for bytes that cannot be read straight to their places.
+        again: whether a request's bytes will be read once more, soon: they are left in the page cache.
 
     Attributes:
         spent: by file the bytes read of it and the seconds that this took, over all threads.
@@ -70,14 +71,15 @@ class RecordReader:
         *,
         checksum: bool = True,
         allocate: Callable[[int], memoryview] | None = None,
+        again: Callable[[Request], bool] = lambda request: False,
     ) -> None:
-        self.records, self.files, self.checksum = records, files, checksum
+        self.records, self.files, self.checksum, self._again = records, files, checksum, again
         self._make_scratch = Scratch if allocate is None else lambda: Scratch(allocate)
         self.spent: dict[int, tuple[int, float]] = {}
         self._open: dict[int, Stored] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
-        allow_open_files(len(files))
+        allow_open_files(2 * len(files))  # through the cache and past it
 
     def __enter__(self: R) -> R:
         return self
@@ -119,9 +121,15 @@ class RecordReader:
 
     def _read_one(self, request: Request, sinks: Sequence[Sink | None]) -> Checked:
         record = self.records[request.record]
-        views, staged = _arrange(request, sinks, self._scratch.take(request.nbytes))
         file, begin = self._file(record.file), time.perf_counter()
-        file.read(list(views), record.offset + request.offset)
+        offset, data = record.offset + request.offset, None
+        if not self._again(request):
+            data = file.fetch(offset, request.nbytes, self._scratch)
+        if data is None:
+            views, staged = _arrange(request, sinks, self._scratch.take(request.nbytes))
+            file.read(list(views), offset)
+        else:
+            views, staged = [data], _divide(request, sinks, data)
         self._note(record.file, request.nbytes, time.perf_counter() - begin)
         crc = 0
         if self.checksum:
@@ -167,15 +175,29 @@ def _arrange(
     return views, staged
 
 
+def _divide(request: Request, sinks: Sequence[Sink | None], data: memoryview) -> list[tuple[Sink, Part, memoryview]]:
+    """What of bytes that were read goes where."""
+    divided, used = [], 0
+    for part in request.parts:
+        sink = None if part.buffer == DISCARD else sinks[part.buffer]
+        if sink is not None:
+            divided.append((sink, part, data[used : used + part.nbytes]))
+        used += part.nbytes
+    return divided
+
+
 def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
     """CRC32 of bytes of a file, which are read one part after the other.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    scratch, crc = Scratch().take(min(chunk, nbytes)), 0
+    scratch, crc = Scratch(), 0
     for low in range(0, nbytes, chunk):
-        view = scratch[: min(chunk, nbytes - low)]
-        file.read([view], offset + low)
+        size = min(chunk, nbytes - low)
+        view = file.fetch(offset + low, size, scratch)
+        if view is None:
+            view = scratch.take(size)
+            file.read([view], offset + low)
         crc = isal_zlib.crc32(view, crc)
     return crc

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError, UnsupportedError
-from .memory import drop_front
+from .memory import Scratch, drop_front
 from .store import FOLDER, Entry, normalize
 from .threads import run_threads
 
@@ -390,6 +390,10 @@ class RemoteFile:
             self._ranges = _Ranges(url)
         except OSError as error:
             raise CheckpointError(f"{url}: cannot be opened ({error}).") from error
+
+    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+        """As :meth:`.store.Stored.fetch`: what comes over a network is read to its place."""
+        return None
 
     def read(self, views: list[memoryview], offset: int) -> None:
         """As :meth:`.store.Stored.read`: one request, unless it fails."""

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
@@ -66,10 +67,10 @@ def scan_files(
     scans = [_Scan(file, chunk) for file in files]
 
     def work(turn: Iterator[tuple[_Scan, int]]) -> None:
-        scratch = Scratch().take(chunk)
+        scratch = Scratch()
         for scan, low in turn:
             size = min(chunk, scan.file.size - low)
-            scan.read(low, scratch[:size])
+            scan.read(low, size, scratch)
             if progress is not None:
                 progress(size)
 
@@ -91,16 +92,16 @@ class _Scan:
             for piece in range(offset // chunk, -(-(offset + nbytes) // chunk) if nbytes else 0):
                 self.ranges_of[piece * chunk].append(number)
 
-    def read(self, low: int, view: memoryview) -> None:
+    def read(self, low: int, nbytes: int, scratch: Scratch) -> None:
         """Read a piece and sum up what it has of the ranges."""
         with self.lock:
             self._open()
-        got, error = self._fill(low, view)
-        parts = [(number, _sum_part(self.file.ranges[number], low, view[:got])) for number in self.ranges_of[low]]
+        view, error = self._fill(low, nbytes, scratch)
+        parts = [(number, _sum_part(self.file.ranges[number], low, view)) for number in self.ranges_of[low]]
         with self.lock:
-            self.nbytes += got
+            self.nbytes += view.nbytes
             self.left -= 1
-            self.errors += [(low + got, error)] if error else []
+            self.errors += [(low + view.nbytes, error)] if error else []
             for number, part in parts:
                 self.parts[number].append(part)
             if not self.left and self.stored is not None:
@@ -114,17 +115,22 @@ class _Scan:
         except CheckpointError as error:
             self.errors.append((0, self._shorten(error)))
 
-    def _fill(self, low: int, view: memoryview) -> tuple[int, str]:
-        """Bytes that were read, and why no more."""
+    def _fill(self, low: int, nbytes: int, scratch: Scratch) -> tuple[memoryview, str]:
+        """The bytes that could be read, and why no more."""
         got = 0
         if self.stored is None:
-            return 0, ""
+            return memoryview(b""), ""
+        with suppress(CheckpointError):  # told below, with the place
+            view = self.stored.fetch(low, nbytes, scratch)
+            if view is not None:
+                return view, ""
+        view = scratch.take(nbytes)
         try:
-            while got < view.nbytes and (count := self.stored.read_some([view[got:]], low + got)):
+            while got < nbytes and (count := self.stored.read_some([view[got:]], low + got)):
                 got += count
         except CheckpointError as error:
-            return got, self._shorten(error)
-        return got, "" if got == view.nbytes else f"ends at byte {low + got}; it was cut off while it was read"
+            return view[:got], self._shorten(error)
+        return view[:got], "" if got == nbytes else f"ends at byte {low + got}; it was cut off while it was read"
 
     def _shorten(self, error: CheckpointError) -> str:
         """Without the path, which is the caller's to tell."""

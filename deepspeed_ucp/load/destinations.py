@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ..flat import Span, find_gaps
@@ -100,7 +101,11 @@ class TensorSink:
         return self.buffer.bytes[low : low + nbytes]
 
     def store(self, part: Part, data: memoryview) -> None:
-        """Convert and copy a part's bytes to the elements from ``part.position`` on, row by row where it has rows."""
+        """Copy a part's bytes, converted where need be, to the elements from ``part.position`` on; rows to theirs."""
+        view = None if part.run else self.view(part.position, part.nbytes)
+        if view is not None:
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # other threads go on meanwhile
+            return
         values, tensor = torch.frombuffer(data, dtype=self.stored), self.buffer.memory
         if not part.run:
             tensor.narrow(0, part.position, values.numel()).copy_(values)
@@ -108,14 +113,6 @@ class TensorSink:
         rows = values.view(-1, part.run // self.stored.itemsize)
         base = tensor.storage_offset() + part.position
         tensor.as_strided(rows.shape, (part.stride, 1), base).copy_(rows)
-
-    def take(self, part: Part, data: memoryview) -> None:
-        """Copy a part's bytes from other memory."""
-        view = None if part.run else self.view(part.position, part.nbytes)
-        if view is None:
-            self.store(part, data)
-        else:
-            view[:] = data
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from ..io.memory import Scratch
 from ..io.read import MemorySink, RecordReader, Sink
 from ..io.threads import count_threads
 from ..plan import Claim, LoadPlan, Request, Send
+from ..plan.claims import STAGE
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from .destinations import Destinations
@@ -55,6 +56,7 @@ class CollectiveReader:
         window = config.window_mb << 20
         self.threads = min(config.threads or default_threads(), max(window // (4 * BLOCK), 1))
         self.checksum = config.verify == "crc"
+        self.two_passes = self.checksum and not all(sink.fresh for sink in into.sinks)
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
         self.stage = Scratch()
         self.checks = Checks()
@@ -100,8 +102,7 @@ class CollectiveReader:
             raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
     def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
-        allocate, stored = _allocate_pinned if self.pinned else None, self.index.stored
-        with RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate) as reader:
+        with self._open_reader() as reader:
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
             checks = self.comm.run(lambda: self._begin(reader, direct, fresh))
             arrived = partial(self._scatter, (), memoryview(b""))  # nothing has come yet
@@ -121,6 +122,17 @@ class CollectiveReader:
             path = self.index.stored.files[number].path
             before = self.files.get(path, (0, 0.0))
             self.files[path] = before[0] + nbytes, before[1] + seconds
+
+    def _open_reader(self) -> RecordReader:
+        stored, allocate = self.index.stored, _allocate_pinned if self.pinned else None
+        again = self._is_read_again
+        return RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate, again=again)
+
+    def _is_read_again(self, request: Request) -> bool:
+        """Whether pass 2 reads some of it: live buffers', or staged for some rank's."""
+        return self.two_passes and any(
+            part.buffer == STAGE or (part.buffer >= 0 and not self.sinks[part.buffer].fresh) for part in request.parts
+        )
 
     def _begin(self, reader: RecordReader, requests: Sequence[Request], fresh: bool) -> list[Checked]:
         self.into.zero_blanks(fresh=fresh)
@@ -161,7 +173,7 @@ class CollectiveReader:
         """Take bytes that came from other ranks, in the order of the claims that they answer."""
         position = 0
         for part in (part for one in claims for claim in one for part in claim.parts):
-            self.sinks[part.buffer].take(part, data[position : position + part.nbytes])
+            self.sinks[part.buffer].store(part, data[position : position + part.nbytes])
             position += part.nbytes
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from isal import isal_zlib
 
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.io import direct, store
 from deepspeed_ucp.io.checksum import Checked
+from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan import DISCARD, Part, Request
@@ -178,3 +182,86 @@ def test_plain_memory_takes_rows(file: FileRef, itemsize: int) -> None:
     rows = [DATA[100 + low : 100 + low + 2 * itemsize] for low in range(0, 6 * itemsize, 2 * itemsize)]
     gap = bytes(3 * itemsize)
     assert bytes(memory) == bytes(itemsize) + gap.join(rows) + bytes(7 * itemsize)
+
+
+# -- past the page cache ----------------------------------------------------------------------------------------------
+
+LARGE = random.Random(1).randbytes(3 * 4096 + 1234)
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile]:
+    """A file that is read past the cache, wherever tests are run."""
+    path = tmp_path / "cold.pt"
+    path.write_bytes(LARGE)
+    monkeypatch.setattr(store, "is_on_disk", lambda fd: True)
+    monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
+    with StoredFile(str(path)) as stored:
+        if stored._direct is None:
+            pytest.skip("this file system has no O_DIRECT")
+        yield stored
+
+
+RANGES = [(0, len(LARGE)), (0, 1), (4095, 2), (4096, 4096), (1, 8192), (5000, len(LARGE) - 5000), (len(LARGE) - 1, 1)]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_any_range_can_be_fetched(cold: StoredFile, offset: int, nbytes: int) -> None:
+    data = cold.fetch(offset, nbytes, Scratch())
+    assert data is not None and bytes(data) == LARGE[offset : offset + nbytes]
+
+
+def test_what_is_fetched_goes_where_what_is_read_goes(cold: StoredFile) -> None:
+    sink, staged = Bytes(9000), Bytes(20, staged=True)
+    parts = (Part(9000, 0, 0), Part(7, DISCARD, 0), Part(6, 1, 1, run=2, stride=5), Part(3, 1, 17))
+    checks = read([Request(0, 50, 9016, parts)], FileRef(cold.path, len(LARGE)), [sink, staged])
+    got = LARGE[150 : 150 + 9016]
+    assert bytes(sink.data) == got[:9000]
+    rows = got[9007:]
+    assert bytes(staged.data)[:13] == bytes(1) + rows[:2] + bytes(3) + rows[2:4] + bytes(3) + rows[4:6]
+    assert bytes(staged.data)[17:] == rows[6:]
+    assert checks == [Checked(0, 50, 9016, isal_zlib.crc32(got))]
+
+
+def test_what_will_be_read_again_is_left_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
+    records, sink = [Record(0, 0, len(LARGE), None)], Bytes(100)
+    with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda request: True) as reader:
+        reader.read([Request(0, 7, 100, (Part(100, 0, 0),))], [sink])
+    assert bytes(sink.data) == LARGE[7:107]
+
+
+@pytest.mark.parametrize("offset", [8192, len(LARGE) - 10, len(LARGE), 5 * 4096])
+def test_a_file_that_ends_too_early_is_told_in_the_same_words(cold: StoredFile, offset: int) -> None:
+    with pytest.raises(CheckpointError, match=f"ends at byte {len(LARGE)}; it was truncated"):
+        cold.fetch(offset, len(LARGE) - offset + 1 if offset < len(LARGE) else 10, Scratch())
+
+
+@pytest.mark.parametrize(("code", "told"), [(errno.EINVAL, None), (errno.EIO, "cannot be read at byte 4096")])
+def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
+    cold: StoredFile, code: int, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    if told is None:
+        assert cold.fetch(4096, 10, Scratch()) is None
+    else:
+        with pytest.raises(CheckpointError, match=told):
+            cold.fetch(4096, 10, Scratch())
+
+
+def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(64 << 12))
+    with open(path, "rb") as file:
+        assert direct.is_cached(file.fileno(), 5, (64 << 12) - 5)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if direct.is_cached(file.fileno(), 0, 64 << 12):
+            pytest.skip("this file system keeps what it is told to drop")
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(file.fileno(), 40 << 12, 0)
+        assert direct.is_cached(file.fileno(), 0, 40 << 12)
+        assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)

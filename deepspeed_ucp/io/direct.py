@@ -1,0 +1,88 @@
+"""Reading past the page cache, where the file system is a disk's and the cache does not hold the bytes.
+
+A buffered read of what is cold costs a page of the cache for every page read, a copy out of it, and, when memory is
+full, somebody else's page: on the machine of docs/benchmarks.md 0.3 to 1.4 s of processor time a GiB. With ``O_DIRECT``
+the disk writes into memory that a thread uses again and again (0.05 s), where its checksum is formed, and one copy
+brings it to its place. What the cache holds is taken from there: a save of a moment ago, what another rank reads as
+well, and what is read twice on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+
+import numpy as np
+
+ALIGNMENT = 4096
+"""Bytes of which addresses, offsets and sizes have to be multiples: no block of a disk is larger."""
+
+_DISKS = {
+    0xEF53: "ext",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0x794C7630: "overlay",
+}
+"""File systems (``f_type`` of statfs) whose buffered reads gain nothing from the cache but a second copy. Those over a
+network read ahead and share what nodes have read; those in memory have nothing to read past."""
+
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+class _Statfs(ctypes.Structure):
+    _fields_ = (("f_type", ctypes.c_long), ("rest", ctypes.c_char * 512))
+
+
+@functools.cache
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
+
+
+def is_on_disk(fd: int) -> bool:
+    """Whether a file's system is one of a disk of this machine."""
+    found = _Statfs()
+    return _load_libc().fstatfs(fd, ctypes.byref(found)) == 0 and found.f_type & 0xFFFFFFFF in _DISKS
+
+
+def reopen(fd: int) -> int | None:
+    """A descriptor of the same file that reads past the page cache; None where the file system has none."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether the system does not read past the cache here, rather than not at all."""
+    return error.errno in _REFUSED
+
+
+def align(offset: int, nbytes: int) -> tuple[int, int]:
+    """The smallest aligned range (offset, bytes) around one."""
+    low = offset // ALIGNMENT * ALIGNMENT
+    return low, -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT - low
+
+
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether the page cache holds most of a range; also where the system does not tell."""
+    low, size = align(offset, nbytes)
+    libc, pages = _load_libc(), (ctypes.c_ubyte * (size // mmap.PAGESIZE + 1))()
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, low)
+    if address in (None, ctypes.c_void_p(-1).value):
+        return True
+    try:
+        told = libc.mincore(address, size, pages) == 0
+    finally:
+        libc.munmap(address, size)
+    resident = np.frombuffer(pages, np.uint8)[: -(-size // mmap.PAGESIZE)] & 1
+    return not told or 2 * int(resident.sum()) > resident.size
