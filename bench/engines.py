@@ -25,17 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Engine:
-    """A topology to run in: ranks, ZeRO stage, and the `checkpoint` section of the configuration."""
+    """A topology to run in: ranks, ZeRO stage, the `checkpoint` section of the configuration, bf16 or fp32."""
 
     ranks: int
     stage: int
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def config(self) -> dict[str, Any]:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": 1 << 30,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self.precision == "bf16"},
             "zero_optimization": {"stage": self.stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
             "checkpoint": self.checkpoint,
@@ -72,13 +77,13 @@ def _block(width: int) -> nn.ModuleDict:
     )
 
 
-def build_model(params_m: float) -> GPTShapes:
-    """A bf16 model of about `params_m` million parameters, all 0.5: what a load does not write stays visible."""
+def build_model(params_m: float, dtype: torch.dtype = torch.bfloat16) -> GPTShapes:
+    """A model of about `params_m` million parameters, all 0.5: what a load does not write stays visible."""
     width = 1024 if params_m >= 50 else 256
     layers = max(1, round((params_m * 1e6 - 2048 * width) / (12 * width**2)))
     with torch.device("meta"):
         model = GPTShapes(width, layers)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model = model.to(dtype).to_empty(device="cpu")
     fill_parameters(model)
     return model
 
@@ -104,7 +109,7 @@ def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
     """Train one step from random weights and save; each rank returns its part of the fingerprint."""
 
     def body(peer: Peer) -> dict[str, Any]:
-        model = build_model(params_m)
+        model = build_model(params_m, topology.dtype)
         torch.manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -123,7 +128,7 @@ def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_pl
     """As :func:`load_into`, of this model."""
 
     def make() -> tuple[Any, Callable[[], list[Part]]]:
-        engine = initialise(topology, build_model(params_m))
+        engine = initialise(topology, build_model(params_m, topology.dtype))
         return engine, lambda: list_parts(engine)
 
     return load_into(make, folder, tag, with_plugin=with_plugin)
@@ -176,11 +181,10 @@ def measure_load(engine: Any, folder: Path, tag: str, *, with_plugin: bool) -> d
 
 
 def _ask_plugin(engine: Any) -> dict[str, Any]:
-    """What the plugin reports of the load that it has done."""
-    report = getattr(engine, "ucp_report", None)
-    if report is None or not report.direct:
-        raise RuntimeError("the plugin left the load to DeepSpeed: " + getattr(report, "reason", "no report"))
-    return {"phases": dict(report.phases), "reported_bytes": report.bytes_read}
+    """What the plugin reports of the load that it has done, or left to DeepSpeed."""
+    report = engine.ucp_report
+    told = {"phases": dict(report.phases), "reported_bytes": report.bytes_read}
+    return told | {"direct": report.direct, "reason": report.reason}
 
 
 def _optimizer_bytes(engine: Any) -> int:
@@ -197,7 +201,8 @@ def list_parts(engine: Any) -> list[Part]:
     """What this rank's optimizer holds of each parameter."""
     sums = sum_parts(engine, hold_whole)
     named = engine.module.named_parameters()
-    return [Part(name, 0, 0, 0, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
+    mirror = dist.get_rank() if engine.zero_optimization_stage() == 0 else 0
+    return [Part(name, 0, 0, mirror, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
 
 
 def state_bytes(parameters: int) -> int:

@@ -61,7 +61,7 @@ def hold_whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def sum_parts(engine: Any, place: Place) -> dict[int, Sums]:
     """By the id of each parameter, the sums of what this rank's optimizer holds of it."""
-    find = _find_zero3 if engine.zero_optimization_stage() == 3 else _find_zero12
+    find = {0: _find_whole, 3: _find_zero3}.get(engine.zero_optimization_stage(), _find_zero12)
     sums = {}
     for local in find(engine.optimizer):
         places = place(local.parameter)
@@ -70,6 +70,13 @@ def sum_parts(engine: Any, place: Place) -> dict[int, Sums]:
             for state, values in local.states.items()
         }
     return sums
+
+
+def _find_whole(optimizer: Any) -> Iterator[Local]:
+    """Stage 0 in 16 bit: every rank has a master of every parameter."""
+    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            yield Local(parameter, 0, _cut_states(optimizer, master, 0, master.numel()))
 
 
 def _find_zero12(optimizer: Any) -> Iterator[Local]:
@@ -98,7 +105,8 @@ def _find_zero3(optimizer: Any) -> Iterator[Local]:
 
 def _cut_states(optimizer: Any, flat: torch.Tensor, low: int, numel: int) -> dict[str, torch.Tensor]:
     state = optimizer.optimizer.state[flat]
-    return {name: (flat if name == "fp32" else state[name]).detach()[low : low + numel] for name in STATES}
+    held = {name: (flat if name == "fp32" else state[name]).detach().flatten() for name in STATES}
+    return {name: values[low : low + numel] for name, values in held.items()}
 
 
 def _sum_bits(values: torch.Tensor, places: torch.Tensor) -> int:
@@ -108,7 +116,12 @@ def _sum_bits(values: torch.Tensor, places: torch.Tensor) -> int:
 
 def sum_whole(values: torch.Tensor) -> int:
     """The number of a whole parameter's state."""
-    return _sum_bits(values.flatten(), torch.arange(values.numel()))
+    return sum_range(values, 0)
+
+
+def sum_range(values: torch.Tensor, start: int) -> int:
+    """That of elements from ``start`` on."""
+    return _sum_bits(values.detach().flatten(), torch.arange(start, start + values.numel()))
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Sums]:

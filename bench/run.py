@@ -24,7 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 from cold import make_cold  # noqa: E402
 from engines import state_bytes  # noqa: E402
 from fingerprint import Sums, find_differing, join_parts  # noqa: E402
-from floor import floor_body, state_pieces  # noqa: E402
+from floor import DIRECT, allows_direct, floor_body  # noqa: E402
 from meters import Io  # noqa: E402
 from offline import BEST, Source  # noqa: E402
 from offline import Bench as OfflineBench  # noqa: E402
@@ -141,10 +141,10 @@ class Bench:
         """
         if case in self.suite.floors:
             return self._measure_floor(case, round_)
-        is_upstream = case.startswith("upstream")
+        is_upstream, has_plugin = case.startswith("upstream"), not case.startswith(("upstream", "deepspeed"))
         topology = self.suite.topologies[case]
         folder, tag = (self.universal, UNIVERSAL_TAG) if is_upstream else (self.checkpoint, TAG)
-        body = self.suite.load_body(topology, self.params_m, folder, tag, case.startswith("ours"))
+        body = self.suite.load_body(topology, self.params_m, folder, tag, has_plugin)
         try:
             with self._ranks(topology.ranks, body, case) as ranks:
                 told = ranks.run(before=lambda: make_cold(folder))
@@ -152,6 +152,8 @@ class Bench:
             if not is_upstream:
                 raise
             return Measured(case, round_, 0.0, 0, 0, fault=_tell_failure(error))
+        if case.startswith("ours") and not all(part["direct"] for part in told):
+            raise RuntimeError(f"{case}: the plugin left the load to DeepSpeed: {told[0]['reason']}")
         differing = find_differing(_join(told), self.saved)
         fault = f"loads other values of {_shorten(differing)}" if differing else ""
         if fault and not is_upstream:
@@ -168,8 +170,10 @@ class Bench:
         )
 
     def _measure_floor(self, case: str, round_: int) -> Measured:
-        pieces = state_pieces(self.checkpoint / TAG)
-        with self._ranks(self.suite.floors[case], floor_body(pieces), case) as ranks:
+        pieces, direct = self.suite.find_pieces(self.checkpoint / TAG), case.endswith(DIRECT)
+        if direct and not allows_direct(pieces[0].file):
+            return Measured(case, round_, 0.0, 0, 0, fault="this file system has no O_DIRECT")
+        with self._ranks(self.suite.floors[case], floor_body(pieces, direct=direct), case) as ranks:
             parts = ranks.run(before=lambda: make_cold(self.checkpoint))
         return Measured(case, round_, **_combine(parts))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import dcp
 import engines
 import experts
 import megatron
 from engines import Engine
 from experts import ExpertEngine
+from floor import DIRECT, Piece, file_pieces, state_pieces
 from megatron import RENAME, Topology
 from offline import CONVERT, EXPORT, VERIFY, Job
 from report import Case
@@ -22,7 +25,18 @@ if TYPE_CHECKING:
     from report import Results
 
 OURS = {"universal": True}
+ASKED = {"universal": {"same_topology": "direct"}}
 UPSTREAM = {"load_universal": True}
+
+
+def list_floors(*worlds: int) -> dict[str, int]:
+    """Floors of so many processes, through the page cache and past it."""
+    return {f"floor-{world}{way}": world for world in worlds for way in ("", DIRECT)}
+
+
+def make_floor_cases(*worlds: int) -> tuple[Case, ...]:
+    ways = (("", ""), (DIRECT, ", O_DIRECT"))
+    return tuple(Case(f"floor-{n}{way}", f"floor, {n} processes{told}") for n in worlds for way, told in ways)
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,7 @@ class Suite:
         conversion_options: of upstream's conversion.
         patterns: options of ours that say how tensor parallelism cuts parameters.
         save_body, load_body: see `engines` and `megatron`.
+        find_pieces: what the floors read of a checkpoint's folder.
     """
 
     name: str
@@ -51,6 +66,7 @@ class Suite:
     load_body: Callable[[Any, float, Path, str, bool], Body]
     conversion_options: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
+    find_pieces: Callable[[Path], list[Piece]] = state_pieces
 
     def tell(self, results: Results) -> str:
         return self.about.format(size_m=results.parameters / 1e6, state_gib=results.state_bytes / (1 << 30))
@@ -69,17 +85,24 @@ moments).""",
         "ours-2": Engine(2, 1, OURS),
         "ours-3": Engine(3, 1, OURS),
         "ours-z3-2": Engine(2, 3, OURS),
+        "ours-z0-4": Engine(4, 0, OURS),
+        "ours-fp32-2": Engine(2, 1, OURS, "fp32"),
+        "on-4": Engine(4, 1, OURS),
+        "ours-same-4": Engine(4, 1, ASKED),
         "upstream": Engine(2, 1, UPSTREAM),
     },
-    floors={"floor-2": 2, "floor-3": 3},
+    floors=list_floors(2, 3, 4),
     cases=(
-        Case("floor-2", "floor, 2 processes"),
-        Case("floor-3", "floor, 3 processes"),
+        *make_floor_cases(2, 3, 4),
         Case("deepspeed", "DeepSpeed's own, 4 ranks ZeRO-1"),
+        Case("on-4", "DeepSpeed's own, 4 ranks ZeRO-1, the plugin on", index_limit=0.02),
+        Case("ours-same-4", "ours, 4 ranks ZeRO-1 (the same topology)", floor="floor-4", own_limit=0.5),
         Case("upstream", "upstream, 2 ranks ZeRO-1 (conversion + load)", floor="floor-2"),
-        Case("ours-2", "ours, 2 ranks ZeRO-1", floor="floor-2", upstream="upstream"),
-        Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream"),
-        Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream"),
+        Case("ours-2", "ours, 2 ranks ZeRO-1", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
+        Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream", floor_limit=1.15, own_limit=1),
+        Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
+        Case("ours-z0-4", "ours, 4 ranks stage 0", floor="floor-4", floor_limit=1.5),
+        Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
     ),
     save_body=engines.save_body,
     load_body=engines.load_body,
@@ -107,16 +130,15 @@ rule says which.""",
         "upstream-tp4": Topology(4, tp=4, checkpoint=UPSTREAM),
         "upstream-z3": Topology(2, stage=3, checkpoint=UPSTREAM),
     },
-    floors={"floor-2": 2, "floor-4": 4},
+    floors=list_floors(2, 4),
     cases=(
-        Case("floor-2", "floor, 2 processes"),
-        Case("floor-4", "floor, 4 processes"),
+        *make_floor_cases(2, 4),
         Case("upstream-dp2", "upstream, TP1 PP1 DP2", floor="floor-2"),
         Case("upstream-tp4", "upstream, TP4", floor="floor-4"),
         Case("upstream-z3", "upstream, 2 ranks ZeRO-3", floor="floor-2"),
-        Case("ours-dp2", "ours, TP1 PP1 DP2", floor="floor-2", upstream="upstream-dp2"),
-        Case("ours-tp4", "ours, TP4", floor="floor-4", upstream="upstream-tp4", storage_limit=1.10),
-        Case("ours-z3", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream-z3"),
+        Case("ours-dp2", "ours, TP1 PP1 DP2", floor="floor-2", upstream="upstream-dp2", floor_limit=1.15),
+        Case("ours-tp4", "ours, TP4", floor="floor-4", upstream="upstream-tp4", storage_limit=1.10, floor_limit=1.4),
+        Case("ours-z3", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream-z3", floor_limit=1.15),
     ),
     save_body=megatron.save_body,
     load_body=megatron.load_body,
@@ -137,17 +159,50 @@ degree 2 on 2 ranks. Upstream has no way there: its conversion fails on experts 
         "deepspeed": ExpertEngine(4, 1, ep=4),
         "ours-ep2": ExpertEngine(2, 1, OURS, ep=2),
     },
-    floors={"floor-2": 2},
+    floors=list_floors(2),
     cases=(
-        Case("floor-2", "floor, 2 processes"),
+        *make_floor_cases(2),
         Case("deepspeed", "DeepSpeed's own, 4 ranks EP4"),
-        Case("ours-ep2", "ours, 2 ranks EP2", floor="floor-2"),
+        Case("ours-ep2", "ours, 2 ranks EP2", floor="floor-2", floor_limit=1.5, own_limit=1),
     ),
     save_body=experts.save_body,
     load_body=experts.load_body,
 )
 
-SUITES = (DATA_PARALLEL, PARALLEL, EXPERTS)
+PRECISION = Suite(
+    name="fp32",
+    title="Another precision",
+    short="ZeRO-1 in fp32, 4 ranks",
+    about="""The same model of {size_m:.0f} M parameters, saved by 4 ranks under ZeRO-1 in fp32: {state_gib:.2f} GiB
+of state. The target trains in bf16. The way from bf16 to fp32 is above.""",
+    source=Engine(4, 1, precision="fp32"),
+    topologies={"ours-bf16-2": Engine(2, 1, OURS)},
+    floors=list_floors(2),
+    cases=(
+        *make_floor_cases(2),
+        Case("ours-bf16-2", "ours, 2 ranks ZeRO-1 in bf16", floor="floor-2", floor_limit=1.2),
+    ),
+    save_body=engines.save_body,
+    load_body=engines.load_body,
+)
+
+PEER = Suite(
+    name="dcp",
+    title="The peer: torch.distributed.checkpoint",
+    short="FSDP2, 4 ranks",
+    about="""The same parameters under FSDP2 in fp32, AdamW's two moments, saved by 4 ranks with
+`torch.distributed.checkpoint`: {state_gib:.2f} GiB of state, which 2 ranks load with resharding. Its time is that of
+`get_state_dict`, `load` and `set_state_dict`, as torch's own documentation has it.""",
+    source=dcp.Shards(4),
+    topologies={"dcp": dcp.Shards(2)},
+    floors=list_floors(2),
+    cases=(*make_floor_cases(2), Case("dcp", "torch.distributed.checkpoint, FSDP2 on 2 ranks", floor="floor-2")),
+    save_body=dcp.save_body,
+    load_body=dcp.load_body,
+    find_pieces=partial(file_pieces, pattern="*.distcp"),
+)
+
+SUITES = (DATA_PARALLEL, PARALLEL, EXPERTS, PRECISION, PEER)
 
 
 @dataclass(frozen=True)

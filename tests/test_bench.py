@@ -177,3 +177,51 @@ def test_scaling_is_told_from_rounds(offline: ModuleType, monkeypatch: pytest.Mo
     found = {"runs": [], "simulated": simulated, "command": "python bench/run.py"}
     assert all(target.reached for target in scaling.make_scaling_targets(found))
     assert "| 8 × 8 " in scaling.make_scaling_section(found)
+
+
+# --- loads
+
+
+@pytest.fixture
+def report(offline: ModuleType) -> ModuleType:
+    return sys.modules["report"]
+
+
+def test_the_faster_way_to_read_is_the_floor(report: ModuleType) -> None:
+    """In each round apart; where a file system has one way alone that one counts."""
+    measured = [
+        *(report.Measured("floor-2", round_, seconds, 1, 1) for round_, seconds in enumerate((1.0, 2.0, 1.0))),
+        report.Measured("floor-2-direct", 0, 2.0, 1, 1),
+        report.Measured("floor-2-direct", 1, 1.0, 1, 1),
+        report.Measured("floor-2-direct", 2, 0.0, 1, 1, fault="this file system has no O_DIRECT"),
+        *(report.Measured("ours-2", round_, seconds, 1, 1) for round_, seconds in enumerate((1.5, 1.5, 3.0))),
+    ]
+    results = report.Results(tuple(measured), 1, 1, None, 0, "")
+    assert results.ratio("ours-2", "floor-2") == 1.5
+    case = report.Case("ours-2", "ours", floor="floor-2", floor_limit=1.5)
+    (target,) = [target for target in report.make_targets(results, [case]) if "floor" in target.text]
+    assert (target.value, target.reached) == (1.5, True)
+
+
+def test_the_decision_is_held_against_the_load_that_it_leaves_to_deepspeed(report: ModuleType) -> None:
+    phases = [{"index": 0.02, "own load": 1.0}, {"index": 0.03, "own load": 1.0}, {"index": 0.1, "own load": 1.0}]
+    measured = tuple(report.Measured("on-4", n, 1.0, 1, 1, phases=each) for n, each in enumerate(phases))
+    results = report.Results(measured, 1, 1, None, 0, "")
+    (target,) = report.make_targets(results, [report.Case("on-4", "the plugin on", index_limit=0.02)])
+    assert (target.value, target.reached) == (0.03, False)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_floor_reads_every_byte_once(offline: ModuleType, direct: bool, tmp_path: Path) -> None:
+    floor, ranks = sys.modules["floor"], sys.modules["ranks"]
+    (tmp_path / "a.pt").write_bytes(bytes(range(256)) * 20_000)
+    (tmp_path / "b.pt").write_bytes(b"x" * 5001)
+    pieces = [floor.Piece(tmp_path / "a.pt", 100, 5_100_000), floor.Piece(tmp_path / "b.pt", 0, 5001)]
+    if direct and not floor.allows_direct(tmp_path / "a.pt"):
+        pytest.skip("this file system has no O_DIRECT")
+    with ranks.Ranks(2, floor.floor_body(pieces, direct=direct), tmp_path / "log") as launched:
+        told = launched.run()
+    assert sum(each["io"].requested for each in told) >= 5_105_001
+    beyond = floor.floor_body([floor.Piece(tmp_path / "b.pt", 5000, 2)], direct=direct)
+    with ranks.Ranks(1, beyond, tmp_path / "log") as launched, pytest.raises(ranks.RankFailed, match="EOFError"):
+        launched.run()
