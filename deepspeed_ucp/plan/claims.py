@@ -207,7 +207,8 @@ class Blocks:
     def _list_shares(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int, int]]:
         """Records of which a rank may own blocks, with its place among their owners, and how many these are."""
         if self.sight is None:
-            return ((record, rank, self.size) for record in touched.tolist())
+            turns = (rank - self.first[touched]) % self.size
+            return ((record, rank, self.size) for record in touched[turns * self.block < self.nbytes[touched]].tolist())
         mine = touched[self.sight.can_read(rank)[touched]]
         groups = self.sight.groups[mine].tolist()
         readers = {group: self.sight.list_readers(group) for group in set(groups)}
@@ -235,5 +236,6 @@ def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table]
     rows = [(c.record, c.offset, c.run, c.step, c.count, c.fresh) for c in claims]
     table = np.array(rows, np.int64).reshape(-1, COLUMNS)
     owners = blocks.owners(table[:, 0], table[:, 1])
-    order = [np.flatnonzero(owners == owner) for owner in range(blocks.size)]
-    return [table[rows] for rows in order], [[claims[row] for row in rows.tolist()] for rows in order]
+    order = np.argsort(owners, kind="stable")
+    shares = np.split(order, np.searchsorted(owners[order], np.arange(1, blocks.size)))
+    return [table[rows] for rows in shares], [[claims[row] for row in rows.tolist()] for rows in shares]

@@ -274,24 +274,32 @@ def make_plan(
         addressed: per owner, this rank's claims.
         answers: per owner, what it answered to them.
         decision: this rank's as an owner.
-        files: file of each record; reads are in file order, but each rank starts at a place of its own and wraps
-            around, so that ranks that need neighbouring bytes do not all wait for the same part of the storage.
+        files: file of each record.
     """
     direct = [
         Request(claim.record, claim.offset, claim.nbytes, claim.parts)
         for claims in _pick(addressed, answers, GRANTED)
         for claim in claims
     ]
-    direct += decision.unclaimed
-    direct.sort(key=lambda request: (files[request.record], request.record, request.offset))
-    first = len(direct) * rank // len(addressed)
+    direct = order_reads(direct + decision.unclaimed, files, rank, len(addressed))
     count = max([len(decision.rounds), *(int(told.max(initial=GRANTED)) + 1 for told in answers)])
     idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = [
         replace(each, receives=_pick(addressed, answers, number))
         for number, each in enumerate([*decision.rounds, *idle])
     ]
-    return LoadPlan(direct[first:] + direct[:first], rounds)
+    return LoadPlan(direct, rounds)
+
+
+def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int, size: int) -> list[Request]:
+    """The order in which one of ``size`` ranks reads.
+
+    It is that of the files, but each rank starts at a place of its own and wraps around, so that ranks that need
+    neighbouring bytes do not all wait for the same part of the storage.
+    """
+    ordered = sorted(reads, key=lambda request: (files[request.record], request.record, request.offset))
+    first = len(ordered) * rank // size
+    return ordered[first:] + ordered[:first]
 
 
 def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
