@@ -273,9 +273,9 @@ class Planner:
         return match, settle_layouts(index, live, match, rules, tell=False)
 
 
-def list_targets(grid: Grid) -> Callable[[int], FakeTarget]:
+def list_targets(grid: Grid, kind: type[FakeTarget] = FakeTarget) -> Callable[[int], FakeTarget]:
     stages = grid.sizes.stages(grid.pp)
-    return lambda rank: FakeTarget(grid, rank, stages[grid.place(rank).pp_rank])
+    return lambda rank: kind(grid, rank, stages[grid.place(rank).pp_rank])
 
 
 def find_heaviest(grid: Grid) -> int:

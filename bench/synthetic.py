@@ -60,13 +60,16 @@ class Sizes:
         return sum(count(p.shape) for stage in self.stages(1) for p in stage)
 
     def stages(self, pp: int) -> list[list[Parameter]]:
-        """The parameters of each of `pp` pipeline stages; the embedding's at both ends, unless they are one stage."""
+        """The parameters of each of `pp` pipeline stages; the embedding's at both ends, unless they are one stage.
+
+        A stage's tied modules are in front of its layers, as `PipelineModule` registers them.
+        """
         bounds = [self.layers * stage // pp for stage in range(pp + 1)]
         stages = [[p for i in range(low, high) for p in self._block(i)] for low, high in pairwise(bounds)]
         stages[0] = [*self._embedding(), *stages[0]]
         stages[-1] += self._norm(self.layers + 2, "")
         if pp > 1:
-            stages[-1] += self._embedding()
+            stages[-1] = [*self._embedding(), *stages[-1]]
         return stages
 
     def _embedding(self) -> list[Parameter]:

@@ -1,0 +1,238 @@
+"""One rank of thousands, up to its plan, on the load's own path: headers, index, match, wants, claims, judgement.
+
+python bench/scale_plan.py --job moe-10k --script FILE --make     works out what the rank is told
+python bench/scale_plan.py --job moe-10k --script FILE            plans, and prints measurements as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from collectives import AllRanks, ToldComm, count_rows, overhear, silence
+from jobs import JOBS, Job
+from meters import peak_resident_bytes, reset_peak, resident_bytes
+from plan import FakeTarget
+from ranks import release_free_memory
+
+from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex, AtomKey
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.forecast.sample import Sampler
+from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
+from deepspeed_ucp.io.memory import pause_collection
+from deepspeed_ucp.load import prepare as preparing
+from deepspeed_ucp.load.census import join_groups, take_census
+from deepspeed_ucp.load.prepare import prepare
+from deepspeed_ucp.load.transfer import negotiate
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.plan import ReadSizes, address_claims
+from deepspeed_ucp.plan.claims import GRANTED
+from deepspeed_ucp.plan.rounds import MIN_DIRECT
+from deepspeed_ucp.sources import open as opening
+from deepspeed_ucp.sources.files import Entry
+from deepspeed_ucp.sources.open import open_checkpoint
+from deepspeed_ucp.targets.base import Target
+
+FOLDER = "/checkpoints/global_step1000"
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+SIZES = ReadSizes.within(UniversalConfig().window_mb << 20)
+
+
+@dataclass
+class Script:
+    """What one rank is told by the others.
+
+    Attributes:
+        entries: sizes of the folder's files.
+        headers: those that the rank may have to read itself, pickled, by file.
+        told: by step what all ranks say, pickled.
+        tables: by rank the claims on this rank's blocks.
+        mask: which records some rank claims something of.
+    """
+
+    rank: int
+    entries: dict[str, int]
+    headers: dict[str, bytes]
+    told: dict[str, list[bytes]] = field(default_factory=dict)
+    tables: list[Any] = field(default_factory=list)
+    mask: Any = None
+
+
+@contextmanager
+def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
+    """A folder in memory: its listing, and what reads a header."""
+    listing = {name: Entry(size, 0.0) for name, size in entries.items()}
+    with ExitStack() as stack:
+        for module, name, value in (
+            (opening, "list_entries", lambda folder: listing),
+            (opening, "read_file", lambda folder, name: read(name)),
+            (preparing, "check_instances", lambda *_: None),  # which reads some elements
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def make_script(job: Job, rank: int) -> Script:
+    """What a rank of a job is told."""
+    headers = {header.name: header for header in job.source.headers()}
+    entries = {name: header.size for name, header in headers.items()}
+    everyone = AllRanks(rank, job.ranks)
+    with stand_in(entries, headers.__getitem__), pause_collection():
+        index = open_checkpoint(FOLDER, everyone)
+    names = _find_own(job, rank, list(headers))
+    script = Script(rank, entries, {name: pickle.dumps(headers[name]) for name in names}, everyone.shared)
+    del headers
+    script.told |= _ask_tellers(job)
+    target = forecast(index, job)
+    sampler = Sampler(index, target, SIZES)
+    script.mask = np.zeros(len(index.stored.records), np.bool_)
+    script.mask[sampler.touched] = True
+    owned = list(sampler.blocks.owned(rank, sampler.touched))
+    claims, one = sampler._claim(owned), replace(sampler.blocks, size=1)  # all of these blocks are this rank's
+    script.tables = [address_claims(claims.get(each, ()), one)[0][0] for each in range(job.ranks)]
+    return script
+
+
+def _find_own(job: Job, rank: int, names: list[str]) -> list[str]:
+    """Files whose headers a rank may read: those that all learn from, and its share (in any order of the files)."""
+    first = [name for name in names if "optim_states" in name][:1] + [
+        name for name in names if "mp_rank_00_model" in name
+    ]
+    return list(dict.fromkeys([*first[:2], *names]))
+
+
+def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
+    return foretell_target(index, job.degrees, from_config(job.patterns), stages=job.stages)
+
+
+def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
+    """What the ranks say that speak for their replicas; the others say nothing."""
+    census, groups, shares = silence(job.ranks), silence(job.ranks), [pickle.dumps(([], {}, []))] * job.ranks
+    for rank in job.tellers:
+        target = job.make_target(rank)
+        census[rank] = overhear(rank, job.ranks, lambda comm, t=target: take_census(t, [], comm))
+        groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: join_groups(t, comm))
+        shares[rank] = pickle.dumps((_list_touched(target), {}, []), pickle.HIGHEST_PROTOCOL)
+    return {"census.take_census": census, "census.join_groups": groups, "prepare._share": shares}
+
+
+def _list_touched(target: Target) -> list[AtomKey]:
+    """What `list_touched` gives, but for a tied module's second instances."""
+    names = [each.name for each in target.held.values()] if isinstance(target, FakeTarget) else target.owned_shapes()
+    return [AtomKey(name, state) for name in names for state in STATES]
+
+
+@dataclass
+class Planned:
+    """What one rank computed: seconds by phase, most bytes beyond what it began with, its plan, and what it heard."""
+
+    phases: dict[str, float]
+    peak_bytes: int
+    files: int
+    headers: int
+    most_headers: int
+    records: int
+    atoms: int
+    wanted_bytes: int
+    read_bytes: int
+    requests: int
+    rounds: int
+    claims: int
+    judged: int
+    steps: dict[str, dict[str, int]]
+
+
+class Planner:
+    """The steps of a load up to the plan."""
+
+    def __init__(self, job: Job, script: Script) -> None:
+        self.job, self.script = job, script
+        self.phases: dict[str, float] = {}
+        self.read: set[str] = set()
+        self.claims = 0
+        self._granted: list[Any] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - began
+
+    def plan(self) -> Planned:
+        job, script = self.job, self.script
+        target = job.make_target(script.rank)
+        comm = ToldComm(script.rank, job.ranks, script.told, [self._take_tables, self._answer], script.mask)
+        release_free_memory()
+        before = resident_bytes()
+        reset_peak()
+        with stand_in(script.entries, self._read), pause_collection():
+            with self.phase("param groups"):
+                named = join_groups(target, comm)
+            with self.phase("headers, index"):
+                index = open_checkpoint(FOLDER, comm, *named)
+            with self.phase("census, match, wants"):
+                work = prepare(
+                    index, target, comm, UniversalConfig(patterns=job.patterns), strict=True, with_states=True
+                )
+            with self.phase("claims, judgement, plan"):
+                fresh = [sink.fresh for sink in work.into.sinks]
+                plan = negotiate(work.wants, fresh, work.index, comm, SIZES)
+        told = sum(len(blob) for blobs in script.told.values() for blob in blobs)
+        return Planned(
+            self.phases,
+            peak_resident_bytes() - before + told,
+            len(script.entries),
+            len(self.read),
+            -(-(len(script.entries) - 2) // job.ranks),
+            len(index.stored.records),
+            len(index.stored.atoms),
+            sum(want.numel * ITEMSIZE[want.atom.dtype] for want in work.wants.wants),
+            plan.nbytes,
+            len(plan.requests),
+            len(plan.rounds),
+            self.claims,
+            count_rows(script.tables),
+            {name: asdict(step) for name, step in comm.steps.items()},
+        )
+
+    def _read(self, name: str) -> Any:
+        self.read.add(name)
+        return pickle.loads(self.script.headers[name])  # noqa: S301 (of this program)
+
+    def _take_tables(self, tables: list[Any]) -> list[Any]:
+        self.claims = count_rows(tables)
+        self._granted = [(table[:, 4] == 1) & (table[:, 2] >= MIN_DIRECT) for table in tables]
+        return self.script.tables
+
+    def _answer(self, answers: list[Any]) -> list[Any]:
+        """Other owners grant long claims and serve short ones in the first round, as nearly all would."""
+        told = [np.where(granted, GRANTED, 0).astype(np.int32) for granted in self._granted]
+        return [answers[rank] if rank == self.script.rank else each for rank, each in enumerate(told)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", choices=JOBS, required=True)
+    parser.add_argument("--script", type=Path, required=True)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--make", action="store_true")
+    args = parser.parse_args()
+    job = JOBS[args.job]()
+    if args.make:
+        args.script.write_bytes(pickle.dumps(make_script(job, args.rank)))
+        return
+    planned = Planner(job, pickle.loads(args.script.read_bytes())).plan()  # noqa: S301 (of this program)
+    print(json.dumps({"title": job.title, "ranks": job.ranks, "rank": args.rank, **asdict(planned)}))
+
+
+if __name__ == "__main__":
+    main()
