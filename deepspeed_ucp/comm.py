@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NumpyArray = npt.NDArray[Any]
 T = TypeVar("T")
 Item = TypeVar("Item")
+_Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 _Report = tuple[type[UcpError], str]
 """What a rank tells of its error."""
@@ -91,13 +92,16 @@ class Comm:
         self._raise_first([report for _, report in told], error)
         return [self._unpack(each) for each, _ in told]
 
-    def share(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
+    def share(self, items: Sequence[Item], work: Callable[[Item], T], apply: _Map = map) -> list[T]:
         """Each of ``items`` is worked on by one rank; every rank gets all results (picklable), in order.
+
+        Args:
+            apply: has a rank's part worked on, in order, as ``map`` does.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
-        parts = self.each(lambda: [work(item) for item in items[self.rank :: self.size]])
+        parts = self.each(lambda: list(apply(work, items[self.rank :: self.size])))
         return [parts[at % self.size][at // self.size] for at in range(len(items))]
 
     def once(self, work: Callable[[], T]) -> T:

@@ -42,6 +42,8 @@ class UniversalConfig(BaseModel):
         same_topology: who loads where nothing has changed. ``deepspeed`` leaves it to DeepSpeed's own load;
             ``direct`` is ours, which is faster and compares checksums.
         report: a folder that gets a JSON file per load, with every rank's phases, bytes and files (``ds_ucp report``).
+        storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
+            what is not said here is fsspec's configuration's and the environment's to say.
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
     """
 
@@ -60,6 +62,7 @@ class UniversalConfig(BaseModel):
     total_batch: Literal["saved", "live"] = "saved"
     same_topology: Literal["deepspeed", "direct"] = "deepspeed"
     report: str | None = None
+    storage_options: dict[str, Any] | None = None
     trust_pickle: bool = False
 
 

@@ -59,6 +59,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "total_batch": "saved",
         "same_topology": "deepspeed",
         "report": None,
+        "storage_options": None,
         "trust_pickle": False,
     }
 
@@ -78,6 +79,7 @@ def test_every_key_can_be_set() -> None:
         "total_batch": "live",
         "same_topology": "direct",
         "report": "reports",
+        "storage_options": {"endpoint_url": "http://localhost:9000"},
         "trust_pickle": True,
     }
     found = parse(given)
@@ -102,6 +104,7 @@ def test_every_key_can_be_set() -> None:
         ({"preserve_batch_size": 1}, "preserve_batch_size"),
         ({"patterns": 3}, "patterns"),
         ({"patterns": ("bloom",)}, "patterns"),
+        ({"storage_options": "anon"}, "storage_options"),
         ({"trust_pickle": "yes"}, "trust_pickle"),
         ({1: 2}, "1"),
     ],

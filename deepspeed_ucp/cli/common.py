@@ -10,7 +10,7 @@ import inspect
 import json
 import shutil
 import textwrap
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -70,7 +70,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, pattern
     """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), ``--groups``, and ``--patterns``."""
     for name in names or ("checkpoint",):
         metavar = name.upper() if names else "CKPT"
-        text = "a folder that holds `latest`, the folder of one tag, or an atomic checkpoint"
+        text = "a folder (or URL) that holds `latest`, the folder of one tag, or an atomic checkpoint"
         parser.add_argument(name, metavar=metavar, help=text)
     if patterns:
         text = "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON (docs/patterns.md)"
@@ -80,6 +80,11 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, pattern
         "model.parameters()), or a YAML/JSON file with a list of names per param group"
     )
     parser.add_argument("--groups", metavar="NAMES", help=text)
+    text = (
+        "an option of the stores behind URLs as fsspec takes it, such as endpoint_url=http://host:9000 or anon=true; "
+        "VALUE is JSON, or text. May be given several times"
+    )
+    parser.add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
 
 
 def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
@@ -142,6 +147,24 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
             f"--groups: {value} has to hold a list of names per param group, such as [[a.weight], [a.bias]]."
         )
     return [list(group) for group in groups]
+
+
+def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
+    """``--storage-option``: values are JSON, and text where they are none.
+
+    Raises:
+        ConfigError: one has no ``=``.
+    """
+    found: dict[str, Any] = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--storage-option: KEY=VALUE is wanted, such as anon=true, found {each!r}.")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
 
 
 def read_patterns(value: str | None) -> Any:

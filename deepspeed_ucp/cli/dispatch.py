@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ..errors import UcpError
 from ..version import __version__
-from .common import HelpFormatter
+from .common import HelpFormatter, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
 
 COMMANDS = (
@@ -95,6 +95,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run_command(options: argparse.Namespace) -> int:
     with _show_warnings(quiet=getattr(options, "quiet", False)):
         try:
+            if given := getattr(options, "storage_option", None):
+                from ..io.store import set_storage_options
+
+                set_storage_options(read_storage_options(given))
             return int(load_command(options.command).run(options))
         except (KeyboardInterrupt, BrokenPipeError):
             raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UcpError
@@ -23,7 +24,7 @@ _FLAGS = {
     "fallback": "where the newest checkpoint is not whole, take the newest one before it that is",
     "seal": "write a seal after each save",
 }
-_VALUES: dict[str, tuple[str, type, str]] = {
+_VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "patterns": ("RULES", str, "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON"),
     "param_groups": ("WHOSE", str, "hyper-parameters of the param groups: saved (default) or live"),
     "total_batch": ("WHOSE", str, "samples of a step in trainers that count steps: saved (default) or live"),
@@ -32,6 +33,7 @@ _VALUES: dict[str, tuple[str, type, str]] = {
     "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
     "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
     "report": ("DIR", str, "a folder that gets a file per load, for ds_ucp report"),
+    "storage_options": ("JSON", json.loads, "options of the stores behind URLs, as an object"),
     "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
     "threads": ("N", int, "reading threads per rank (default: from its cores)"),
 }

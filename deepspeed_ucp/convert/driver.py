@@ -325,7 +325,7 @@ def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[W
         checks: what is read is noted there.
     """
     comm, report = work.comm, work.report
-    report.workers, most = work.options.divide()
+    report.workers, most = work.options.divide(report.source)
     comm.once(lambda: _prepare_folder(work))
     comm.run(lambda: _check_folder(work.staging.folder))
     outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]

@@ -158,7 +158,7 @@ def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
     """Compare this rank's batches, in the order of A's files; each thread holds both sides of one."""
-    threads, most = options.divide()
+    threads, most = options.divide(left.run.state_file)
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
     found: list[tuple[int, tuple[Tally, Tally]]] = []

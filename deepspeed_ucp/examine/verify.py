@@ -20,7 +20,7 @@ from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_checkpoint
-from ..stream.batches import WorkOptions, default_workers
+from ..stream.batches import WorkOptions
 from ..stream.samples import check_samples
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import list_records
@@ -192,7 +192,7 @@ def _list_all(folder: str, names: Sequence[str], options: WorkOptions) -> tuple[
         except UcpError as error:
             return Finding("header", name, str(error))
 
-    with ThreadPoolExecutor(max_workers=options.workers or default_workers()) as pool:
+    with ThreadPoolExecutor(max_workers=options.count(folder)) as pool:
         named = [name for name in names if not read_swap_name(name)]
         found = list(zip(named, pool.map(look, named), strict=True))
     listed = {name: each for name, each in found if isinstance(each, FileRecords)}
@@ -234,7 +234,7 @@ def _scan(
         ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
         ranges = ((0, sizes[name]),) if read_swap_name(name) else ranges
         files.append(ScanFile(path, file.size if file else sizes[name], ranges))
-    threads = options.workers or default_workers()
+    threads = options.count(folder)
     with options.bar(sum(file.size for file in files)) as progress:
         return scan_files(files, threads=threads, window=options.window, progress=progress)
 

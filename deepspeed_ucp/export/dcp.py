@@ -65,7 +65,7 @@ def export_dcp(
     selection, tree, found = comm.run(plan)
     nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
     with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
-        planner = Planner(selection.index, found, max(options.divide()[1] // 2, ALIGNMENT))
+        planner = Planner(selection.index, found, max(options.divide(export.report.source)[1] // 2, ALIGNMENT))
         _write(export, planner, tree)
         read = [tensor for tensor, again in found.values() if not again]
         export.verify(read, planner.checks, planner.repeated.nbytes)
@@ -82,7 +82,7 @@ def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> Non
 def _write(export: Export, planner: Planner, tree: dict[str, Any]) -> None:
     """Plan, read and write this node's chunks; collective."""
     comm, report = export.comm, export.report
-    report.workers = export.options.divide()[0]
+    report.workers = export.options.divide(export.report.source)[0]
     writer = Writer(export.folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
     writer.destination = os.path.abspath(report.destination)
 

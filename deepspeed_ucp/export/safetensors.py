@@ -200,7 +200,7 @@ def _copy_beside(source: str, folder: str) -> None:
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Checks:
     """Read, cast and write this node's batches; what was read; collective."""
     comm, report = export.comm, export.report
-    report.workers, most = export.options.divide()
+    report.workers, most = export.options.divide(report.source)
     outputs = [Output(tensor.numel, tensor.united.itemsize, tensor.united.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()

@@ -15,10 +15,13 @@ from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .memory import Scratch
-from .store import Stored, allow_open_files, open_stored
+from .store import Stored, allow_open_files, is_url, open_stored
 from .threads import run_threads
 
 R = TypeVar("R", bound="RecordReader")
+
+JOINED = 8 << 20
+"""Bytes of a request to a store that its latency no longer shows in."""
 
 
 class Sink(Protocol):
@@ -59,6 +62,7 @@ class RecordReader:
         checksum: form the CRC32 of what is read.
         allocate: makes the memory for bytes that cannot be read straight to their places.
         again: whether a request's bytes will be read once more, soon: they are left in the page cache.
+        joined: bytes up to which requests for a store's file are joined, where they follow each other.
 
     Attributes:
         spent: by file the bytes read of it and the seconds that this took, over all threads.
@@ -72,8 +76,10 @@ class RecordReader:
         checksum: bool = True,
         allocate: Callable[[int], memoryview] | None = None,
         again: Callable[[Request], bool] = lambda request: False,
+        joined: int = JOINED,
     ) -> None:
-        self.records, self.files, self.checksum, self._again = records, files, checksum, again
+        self.records, self.files, self.checksum = records, files, checksum
+        self._again, self._joined = again, joined
         self._make_scratch = Scratch if allocate is None else lambda: Scratch(allocate)
         self.spent: dict[int, tuple[int, float]] = {}
         self._open: dict[int, Stored] = {}
@@ -106,31 +112,51 @@ class RecordReader:
         Raises:
             CheckpointError: a file cannot be read or is shorter than its header says.
         """
-        return [self._read_one(request, sinks) for request in requests]
+        return [check for group in self._group(requests) for check in self._read_group(group, sinks)]
 
     def read_parallel(self, requests: Sequence[Request], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
         """The same by several threads, each of which takes the next request; in any order."""
         checks: list[Checked] = []
 
-        def work(turn: Iterator[Request]) -> None:
-            checks.extend([self._read_one(request, sinks) for request in turn])
+        def work(turn: Iterator[list[Request]]) -> None:
+            for group in turn:
+                checks.extend(self._read_group(group, sinks))
 
         if requests:
-            run_threads(requests, work, threads)
+            run_threads(self._group(requests), work, threads)
         return checks
 
-    def _read_one(self, request: Request, sinks: Sequence[Sink | None]) -> Checked:
-        record = self.records[request.record]
+    def _group(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Requests that one read serves: of a store's file those that follow each other, up to ``joined`` bytes."""
+        groups: list[list[Request]] = []
+        end, left = (-1, -1), 0
+        for request in requests:
+            if (request.record, request.offset) == end and request.nbytes <= left:
+                groups[-1].append(request)
+            else:
+                groups.append([request])
+                left = self._joined if is_url(self.files[self.records[request.record].file].path) else 0
+            end, left = (request.record, request.offset + request.nbytes), left - request.nbytes
+        return groups
+
+    def _read_group(self, group: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
+        """Read requests that follow each other in a record."""
+        first, nbytes = group[0], sum(request.nbytes for request in group)
+        record = self.records[first.record]
         file, begin = self._file(record.file), time.perf_counter()
-        offset, data = record.offset + request.offset, None
-        if not self._again(request):
-            data = file.fetch(offset, request.nbytes, self._scratch)
+        offset, data = record.offset + first.offset, None
+        if len(group) == 1 and not self._again(first):
+            data = file.fetch(offset, nbytes, self._scratch)
         if data is None:
-            views, staged = _arrange(request, sinks, self._scratch.take(request.nbytes))
-            file.read(list(views), offset)
+            arranged = _arrange_group(group, sinks, self._scratch.take(nbytes))
+            file.read([view for views, _ in arranged for view in views], offset)
         else:
-            views, staged = [data], _divide(request, sinks, data)
-        self._note(record.file, request.nbytes, time.perf_counter() - begin)
+            arranged = [([data], _divide(first, sinks, data))]
+        self._note(record.file, nbytes, time.perf_counter() - begin)
+        return [self._take(request, *each) for request, each in zip(group, arranged, strict=True)]
+
+    def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
+        """Sum up what was read for a request, and hand on what was not read to its place."""
         crc = 0
         if self.checksum:
             for view in views:
@@ -154,8 +180,19 @@ class RecordReader:
     def _file(self, number: int) -> Stored:
         with self._lock:
             if number not in self._open:
-                self._open[number] = open_stored(self.files[number].path)
+                self._open[number] = open_stored(self.files[number].path, size=self.files[number].size)
             return self._open[number]
+
+
+def _arrange_group(
+    group: Sequence[Request], sinks: Sequence[Sink | None], scratch: memoryview
+) -> list[tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]]:
+    """As :func:`_arrange`, of each request."""
+    arranged = []
+    for request in group:
+        arranged.append(_arrange(request, sinks, scratch))
+        scratch = scratch[request.nbytes :]
+    return arranged
 
 
 def _arrange(

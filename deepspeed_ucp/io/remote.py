@@ -16,6 +16,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from types import TracebackType
@@ -288,16 +289,19 @@ def read_small(url: str) -> bytes:
 
 
 class _Ranges:
-    """Ranges of one file, of the version that the last listing told.
+    """Ranges of one file, of the version that the last listing told, or else the first answer.
+
+    Args:
+        size: in bytes; asked for where it is not known.
 
     Raises:
         OSError: it cannot be found.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, size: int | None = None) -> None:
         self.url = normalize(url)
         self.system, self.path = connect(url)
-        entry = _process.known.get(self.url) or find_entry(self.url)
+        entry = _process.known.get(self.url) or (find_entry(self.url) if size is None else Entry(size, 0.0))
         if entry is None:
             raise FileNotFoundError(_HINTS[404])
         if entry.size == FOLDER:
@@ -364,6 +368,8 @@ def _fetch_s3(ranges: _Ranges, views: list[memoryview], offset: int, nbytes: int
         condition = {"IfMatch": version} if version.startswith('"') else {}
         told = {"Range": f"bytes={offset}-{offset + nbytes - 1}", **condition}
         answer = await system._call_s3("get_object", Bucket=bucket, Key=key, **told)
+        if not version:
+            ranges.entry = replace(ranges.entry, version=answer["ETag"])
         async with answer["Body"] as body:
             while data := await body.read(_PIECE):
                 _take(views, memoryview(data))
@@ -380,14 +386,17 @@ _PIECE = 1 << 20
 class RemoteFile:
     """A file behind a URL that is read by ranges, as :class:`.store.Stored`.
 
+    Args:
+        size: in bytes; asked for where it is not known.
+
     Raises:
         CheckpointError: it cannot be opened.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, size: int | None = None) -> None:
         self.path = url
         try:
-            self._ranges = _Ranges(url)
+            self._ranges = _Ranges(url, size)
         except OSError as error:
             raise CheckpointError(f"{url}: cannot be opened ({error}).") from error
 

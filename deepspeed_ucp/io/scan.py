@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from ..errors import CheckpointError
 from .checksum import combine_crc32, crc32
 from .memory import Scratch
-from .store import Stored, open_stored
+from .read import JOINED
+from .store import Stored, is_url, open_stored
 from .threads import run_threads
 
 CHUNK = 4 << 20
@@ -63,7 +64,8 @@ def scan_files(
         progress: told the bytes of every piece, from any thread.
     """
     threads = max(threads, 1)
-    chunk = max(min(CHUNK, window // threads) // 4096, 1) * 4096
+    most = JOINED if any(is_url(file.path) for file in files) else CHUNK
+    chunk = max(min(most, window // threads) // 4096, 1) * 4096
     scans = [_Scan(file, chunk) for file in files]
 
     def work(turn: Iterator[tuple[_Scan, int]]) -> None:
@@ -111,7 +113,7 @@ class _Scan:
         if self.stored is not None or self.errors:
             return
         try:
-            self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL)
+            self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
         except CheckpointError as error:
             self.errors.append((0, self._shorten(error)))
 

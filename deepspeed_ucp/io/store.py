@@ -11,14 +11,19 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from ..errors import CheckpointError
 from .direct import ALIGNMENT, align, is_cached, is_on_disk, is_refusal, reopen
 from .memory import Scratch, drop_front
+from .threads import map_threads
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _SPARE_FILES = 256
 """What a process has open besides."""
@@ -32,6 +37,8 @@ _KINDS = {
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL = re.compile(r"(file|local)://")
+
+_REMOTE_READERS = 16
 
 FOLDER = -1
 """Size of a folder among a folder's entries."""
@@ -68,6 +75,13 @@ def normalize(path: str) -> str:
         return os.path.abspath(_LOCAL.sub("", path, count=1))
     scheme, _, rest = path.partition("://")
     return f"{scheme}://{rest.rstrip('/')}"
+
+
+def set_storage_options(options: Mapping[str, Any]) -> None:
+    """Options of the stores behind all URLs that this process reads from now on, as fsspec's file systems take them."""
+    from . import remote
+
+    remote.set_options(options)
 
 
 def list_folder(folder: str) -> dict[str, Entry]:
@@ -192,6 +206,11 @@ def measure(stream: BinaryIO) -> int:
     return os.fstat(stream.fileno()).st_size if size is None else size
 
 
+def is_remote(stream: BinaryIO) -> bool:
+    """Whether each small read of what :func:`open_regular` has opened may cost a request to a store."""
+    return hasattr(stream, "read_at")
+
+
 def read_at(stream: BinaryIO, nbytes: int, offset: int) -> bytes:
     """Bytes of a file that :func:`open_regular` has opened; fewer where it ends before.
 
@@ -215,7 +234,7 @@ def read_ahead(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
 
 def advise_random(stream: BinaryIO) -> None:
     """Say that small pieces far apart will be read of a file that :func:`open_regular` has opened."""
-    if not hasattr(stream, "read_at"):
+    if not is_remote(stream):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
 
@@ -232,6 +251,20 @@ def read_small(path: str, most: int | None = None) -> bytes:
         return remote.read_small(path)[:most]
     with open_regular(path) as stream:
         return stream.read() if most is None else stream.read(most)
+
+
+def count_readers(path: str, local: int) -> int:
+    """How many reads of a folder's files are to be under way at once: a store answers late, but many at a time.
+
+    Args:
+        local: of files in a local file system.
+    """
+    return max(local, _REMOTE_READERS) if is_url(path) else local
+
+
+def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
+    """``map`` for work that waits for a folder's files: of a store's several at once."""
+    return partial(map_threads, threads=_REMOTE_READERS) if is_url(path) else map
 
 
 class Stored(Protocol):
@@ -272,11 +305,12 @@ class Stored(Protocol):
     ) -> None: ...
 
 
-def open_stored(path: str, advice: int = os.POSIX_FADV_NORMAL) -> Stored:
+def open_stored(path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
     """Open a file for reading.
 
     Args:
         advice: how it will be read, as ``os.posix_fadvise`` takes it.
+        size: in bytes, where it is known: that of a file in a store has to be asked for otherwise.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -284,7 +318,7 @@ def open_stored(path: str, advice: int = os.POSIX_FADV_NORMAL) -> Stored:
     if is_url(path):
         from . import remote
 
-        return remote.RemoteFile(path)
+        return remote.RemoteFile(path, size)
     return StoredFile(path, advice)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def count_threads(per_core: int, least: int, most: int) -> int:
@@ -55,6 +56,20 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
         stop.set()
         _wait_for_end(futures)
         pool.shutdown()
+
+
+def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
+    """As ``map``, by several threads: results in order, or the first thread's error."""
+    jobs = list(enumerate(items))
+    found: dict[int, R] = {}
+
+    def run(turn: Iterator[tuple[int, T]]) -> None:
+        for number, item in turn:
+            found[number] = work(item)
+
+    if jobs:
+        run_threads(jobs, run, threads)
+    return [found[number] for number, _ in jobs]
 
 
 def _wait_for_end(futures: Sequence[Future[None]]) -> None:

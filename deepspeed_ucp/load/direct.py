@@ -20,6 +20,7 @@ from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
 from ..io.memory import pause_collection
+from ..io.store import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..targets import Target
@@ -61,8 +62,10 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     work, saved = _prepare(job, index, target, with_states=with_states)
     with report.phase("plan"), pause_collection():
         index = work.index
-        # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does.
-        transfer = Transfer(index, work, comm, config, apart=engine.global_steps > 0)
+        # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does, unless
+        # that would ask a store for the same bytes again.
+        apart = engine.global_steps > 0 or is_url(index.run.state_file)
+        transfer = Transfer(index, work, comm, config, apart=apart)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))

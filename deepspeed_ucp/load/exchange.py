@@ -18,7 +18,8 @@ from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError
 from ..io.checksum import Checked
 from ..io.memory import Scratch
-from ..io.read import MemorySink, RecordReader, Sink
+from ..io.read import JOINED, MemorySink, RecordReader, Sink
+from ..io.store import count_readers
 from ..io.threads import count_threads
 from ..plan import Claim, LoadPlan, Request, Send
 from ..plan.claims import STAGE
@@ -54,7 +55,9 @@ class CollectiveReader:
         self.index, self.into, self.plan, self.comm = index, into, plan, comm
         self.sinks = into.sinks
         window = config.window_mb << 20
-        self.threads = min(config.threads or default_threads(), max(window // (4 * BLOCK), 1))
+        threads = config.threads or count_readers(index.run.state_file, default_threads())
+        self.threads = min(threads, max(window // (4 * BLOCK), 1))
+        self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
         self.two_passes = self.checksum and not all(sink.fresh for sink in into.sinks)
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
@@ -125,8 +128,8 @@ class CollectiveReader:
 
     def _open_reader(self) -> RecordReader:
         stored, allocate = self.index.stored, _allocate_pinned if self.pinned else None
-        again = self._is_read_again
-        return RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate, again=again)
+        options: dict[str, Any] = {"again": self._is_read_again, "joined": self.joined}
+        return RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate, **options)
 
     def _is_read_again(self, request: Request) -> bool:
         """Whether pass 2 reads some of it: live buffers', or staged for some rank's."""

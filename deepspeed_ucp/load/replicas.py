@@ -10,6 +10,7 @@ import torch
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
+from ..io.store import choose_map
 from ..stream.reader import AtomReader
 from ..stream.samples import stages_agree
 
@@ -32,7 +33,8 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     def compare_share() -> list[_Difference]:
         with AtomReader(index, checksum=False) as reader:
             parts = _list_parts(atoms)[comm.rank :: comm.size]
-            found = sorted(each for part in parts for each in _compare(*part, reader))
+            compared = choose_map(index.run.state_file)(lambda part: _compare(*part, reader), parts)
+            found = sorted(each for one in compared for each in one)
         return list({each[0]: each for each in found}.values())  # one per atom: what is told to the others stays short
 
     differences = sorted(each for part in comm.each(compare_share) for each in part)

@@ -16,6 +16,7 @@ from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host, pause_collection
+from ..io.store import is_url, normalize, set_storage_options
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import check_tag, open_checkpoint, read_latest
@@ -76,6 +77,8 @@ def resume(
     Raises:
         UcpError: the same on every rank.
     """
+    if config.storage_options is not None:
+        set_storage_options(config.storage_options)
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
@@ -227,6 +230,8 @@ def _trust_own_files(job: LoadJob, folder: str, why: str, advice: str, target: T
         CheckpointError: they hold classes that are not known to be harmless.
     """
     engine, comm = job.engine, job.comm
+    if is_url(folder):
+        raise UnsupportedError(f"{folder}: {why}, so that only DeepSpeed's own load can read it, which reads no URLs.")
 
     def compare() -> list[str]:
         lost = [f"{text}, which it does not restore" for text in list_lost(target, job.arguments)] if target else []
@@ -274,6 +279,8 @@ def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> Lo
         everyone.append("load_universal is on, this is a normal checkpoint")
     if job.config.same_topology == "direct" and not everyone:
         everyone.append('the same topology, "same_topology" is "direct"')
+    if is_url(folder):
+        everyone.append("DeepSpeed's own load reads no URLs")
     if not everyone:
         if not job.config.trust_pickle:
             comm.run(lambda: check_trusted(index.run.globals))
@@ -369,7 +376,7 @@ def convert_first(
         return list_live_rules(census, {name: renamed.get(name, name) for name in census.attributes})
 
     live = comm.run(tell)
-    parent, tag = os.path.split(os.path.abspath(folder))
+    parent, tag = os.path.split(normalize(folder))
     destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
     options = ConvertOptions(
         workers=config.threads, window=config.window_mb << 20, verify=config.verify == "crc", refresh=True

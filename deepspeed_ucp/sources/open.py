@@ -13,7 +13,7 @@ from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from ..io.read import sum_range
-from ..io.store import exists, open_stored
+from ..io.store import choose_map, exists, open_stored
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
 from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files, strip_writer
@@ -424,7 +424,7 @@ def _read_rest(
         look = _read_header(listing.folder, name, reader)
         return look if isinstance(look, Finding) else _slim(look, first[0], repeats=name in further)
 
-    looks = comm.share(names, read)
+    looks = comm.share(names, read, choose_map(listing.folder))
     headers = [look for look in looks if isinstance(look, FileHeader)]
     return [*first, *headers], [look for look in looks if isinstance(look, Finding)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..io.checksum import Checked
 from ..io.memory import Scratch
+from ..io.store import count_readers
 from ..io.threads import count_threads, run_threads
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .reader import AtomReader, Item
@@ -48,14 +49,21 @@ class WorkOptions:
     window: int = 256 << 20
     bar: MakeBar = no_bar
 
-    def divide(self) -> tuple[int, int]:
+    def divide(self, source: str) -> tuple[int, int]:
         """(threads, bytes that each reads at once): a thread holds about three times these, scratch memory included.
 
         Fewer threads than asked for where the window has no room for them.
+
+        Args:
+            source: a folder that is read from.
         """
-        threads = max(min(self.workers or default_workers(), self.window // (3 * ALIGNMENT)), 1)
+        threads = max(min(self.count(source), self.window // (3 * ALIGNMENT)), 1)
         most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT
         return threads, max(min(most, RANGE), ALIGNMENT)
+
+    def count(self, source: str) -> int:
+        """Threads that read from a folder."""
+        return self.workers or count_readers(source, default_workers())
 
 
 def stream(

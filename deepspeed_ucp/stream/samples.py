@@ -11,6 +11,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.cast import cast
+from ..io.store import choose_map
 from .reader import AtomReader
 
 _PER_FILE, _PER_SHARD = 48, 64
@@ -84,9 +85,15 @@ def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> Non
 
 def _check_file(reader: AtomReader, file: int, entries: list[_Sample]) -> None:
     index, differing, first, total = reader.index, 0, "", 0
-    for (master, twin, shard, _), position in _spread(entries):
+    samples = list(_spread(entries))
+
+    def read(sample: tuple[_Sample, int]) -> list[bytearray]:
+        (master, twin, shard, _), position = sample
+        return [reader.read_elements(atom, shard, position, position + 1) for atom in (master, twin)]
+
+    pairs = choose_map(index.stored.files[file].path)(read, samples)
+    for ((master, twin, *_), position), (here, there) in zip(samples, pairs, strict=True):
         total += 1
-        here, there = (reader.read_elements(atom, shard, position, position + 1) for atom in (master, twin))
         if _cast(here, master.dtype, twin.dtype) != there:
             differing += 1
             values = _show(here, master.dtype), _show(there, twin.dtype)
@@ -141,8 +148,12 @@ def stages_agree(name: str, index: AtomicIndex) -> bool:
 def _agree(first: Atom, other: Atom, reader: AtomReader) -> bool:
     if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
         return False
-    return all(
-        reader.read_elements(first, rank, place, place + 1) == reader.read_elements(other, rank, place, place + 1)
-        for rank, shard in enumerate(first.shards)
-        for place in spread_evenly(shard.numel, _PER_SHARD)
-    )
+
+    def compare(element: tuple[int, int]) -> bool:
+        rank, place = element
+        here, there = (reader.read_elements(atom, rank, place, place + 1) for atom in (first, other))
+        return here == there
+
+    shards = enumerate(first.shards)
+    elements = [(rank, place) for rank, shard in shards for place in spread_evenly(shard.numel, _PER_SHARD)]
+    return all(choose_map(reader.index.run.state_file)(compare, elements))

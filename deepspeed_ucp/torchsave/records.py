@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.store import measure, open_regular, read_at
-from .zipframe import DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT
+from ..io.store import is_remote, measure, open_regular, read_ahead, read_at
+from .zipframe import ALIGNMENT, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
 LEGACY: Final = "legacy"
 """Name for the pickles in front of the storages of a file in the legacy format."""
@@ -110,7 +110,12 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
     entries = archive.infolist()
     # With torch.serialization.set_crc32_options(False) all checksums are 0.
     checked = any(info.CRC for info in entries)
-    found = [_locate(path, stream, info, size, checked) for info in entries if info.file_size]
+    held = [info for info in entries if info.file_size]
+    foreseen = _foresee(entries, archive.start_dir) if is_remote(stream) else {}
+    read_ahead(stream, [(info.header_offset, LOCAL.size) for info in held if info.header_offset not in foreseen])
+    found = [_locate(path, stream, info, size, foreseen.get(info.header_offset)) for info in held]
+    if not checked:
+        found = [record._replace(crc=None) for record in found]
     found.sort(key=lambda record: record.offset)
     roots = list(dict.fromkeys(info.filename.partition("/")[0] for info in entries))
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
@@ -122,6 +127,9 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
 _END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")
 _END_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x07"
 _WIDE_END = 56
+_DESCRIPTOR, _WIDE_DESCRIPTOR = 16, 24
+_MOST_EXTRA = 4096
+"""Bytes of the longest padding in front of a record: ours are aligned to pages."""
 _MOST_REPEATED = 1 << 26
 
 
@@ -175,19 +183,43 @@ class _Front(io.RawIOBase):
         return len(data)
 
 
-def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, checked: bool) -> FileRecord:
+def _foresee(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
+    """Where records' bytes begin, by the offset of their headers, as far as the directory tells that.
+
+    A record ends where the next one begins, or the directory, at byte ``end``; behind its bytes lies a descriptor of
+    one of two lengths where its flags say so. Of these one alone may be right: writers align the bytes.
+    """
+    entries = sorted(entries, key=lambda info: info.header_offset)
+    found = {}
+    ends = [*(info.header_offset for info in entries[1:]), end]
+    for info, last in zip(entries, ends, strict=bool(entries)):
+        begin = info.header_offset + LOCAL.size + len(info.filename)
+        for descriptor in (_DESCRIPTOR, _WIDE_DESCRIPTOR) if info.flag_bits & STREAMED else (0,):
+            offset = last - descriptor - info.file_size
+            if offset % ALIGNMENT == 0 and begin <= offset <= begin + _MOST_EXTRA:
+                found[info.header_offset] = offset
+    return found
+
+
+def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offset: int | None) -> FileRecord:
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(f"{path}: record {info.filename} is compressed; torch.save never does that.")
+    if offset is None:
+        offset = _read_place(path, stream, info, size)
+    if offset + info.file_size > size:
+        raise CheckpointError(f"{path}: record {info.filename} ends beyond the file ({size} bytes); it is truncated.")
+    name = info.filename.partition("/")[2] or info.filename
+    return FileRecord(name, offset, info.file_size, info.CRC)
+
+
+def _read_place(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -> int:
+    """Where a record's bytes begin, as its header tells."""
     at = info.header_offset if 0 <= info.header_offset < size else size  # a directory may say anything
     header = read_at(stream, LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
         raise CheckpointError(f"{path}: record {info.filename} has no header at byte {info.header_offset}.")
     *_, name_length, extra_length = LOCAL.unpack(header)
-    offset = info.header_offset + LOCAL.size + name_length + extra_length
-    if offset + info.file_size > size:
-        raise CheckpointError(f"{path}: record {info.filename} ends beyond the file ({size} bytes); it is truncated.")
-    name = info.filename.partition("/")[2] or info.filename
-    return FileRecord(name, offset, info.file_size, info.CRC if checked else None)
+    return int(info.header_offset + LOCAL.size + name_length + extra_length)
 
 
 def _check_names(path: str, names: list[str]) -> None:

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UnsupportedError
-from ..io.store import advise_random, measure, read_at
+from ..io.store import advise_random, measure, read_ahead, read_at
 from .dtypes import STORAGE_DTYPES
 from .objects import Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
@@ -83,9 +83,11 @@ def read_header(path: str) -> TorchFile:
         read = _read_zip if starts_zip(stream) else _read_legacy
         pickled, records = read(path, stream)
         storages = records.storages
-        for ref in pickled.tensors:
-            if ref.numel == 1 and ref.dtype in ITEMSIZE:
-                ref.data = _read_element(ref, path, stream, storages)
+        single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE]
+        places = {ref: _find_element(ref, path, storages) for ref in single}
+        read_ahead(stream, [(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
+        for ref, place in places.items():
+            ref.data = _read_element(ref, path, stream, *place)
     saved_as = None if records.saved_as == ROOT else records.saved_as
     named = tuple(dict.fromkeys(pickled.globals))
     return TorchFile(
@@ -197,13 +199,19 @@ def _find_itemsize(storage: StorageRef) -> int:
     return ITEMSIZE[STORAGE_DTYPES.get(storage.kind.name, "uint8")]
 
 
-def _read_element(ref: TensorRef, path: str, stream: BinaryIO, storages: dict[str, FileRecord]) -> bytes:
+def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) -> tuple[FileRecord, int]:
+    """The record and the byte offset in the file of a tensor of one element."""
     record = storages.get(ref.storage.key)
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
         raise CheckpointError(f"{path}: storage {key} of a tensor of one element is missing; the file is damaged.")
-    data = read_at(stream, itemsize, record.offset + ref.offset * itemsize)
+    return record, record.offset + ref.offset * itemsize
+
+
+def _read_element(ref: TensorRef, path: str, stream: BinaryIO, record: FileRecord, offset: int) -> bytes:
+    itemsize = ITEMSIZE[ref.dtype]
+    data = read_at(stream, itemsize, offset)
     if record.nbytes == itemsize:
         check_crc(path, record, isal_zlib.crc32(data))
     return data

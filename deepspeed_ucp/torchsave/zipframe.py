@@ -28,8 +28,13 @@ PAGE: Final = 4096
 ROOT: Final = "archive"
 """Folder inside the zip, as ``torch.save`` names it where it writes into a stream."""
 
-_ALIGNMENT = 64
-_STREAMED, _UTF8 = 0x0008, 0x0800
+ALIGNMENT: Final = 64
+"""Of a record's bytes."""
+
+STREAMED: Final = 0x0008
+"""Flag of a record behind whose bytes a descriptor follows."""
+
+_UTF8 = 0x0800
 _ELSEWHERE = 0xFFFFFFFF  # in a field of 32 bits: the value stands in the zip64 part
 _ZIP64_LIMIT = _ELSEWHERE
 _DATE = 0x21  # 1980-01-01
@@ -97,7 +102,7 @@ class _Entry:
         return struct.pack("<4s6H3I2H", b"PK\x01\x02", *fixed) + struct.pack("<3H2I", 0, 0, 0, 0, offset) + name + extra
 
     def _flags(self) -> int:
-        return _UTF8 | (_STREAMED if self.crc is None else 0)
+        return _UTF8 | (STREAMED if self.crc is None else 0)
 
     def _version(self) -> int:
         return 45 if self.wide else 20
@@ -180,7 +185,7 @@ def _begin(pickled: bytes, root: str) -> tuple[bytes, list[_Entry]]:
     head, entries = b"", []
     for name, data in ((PICKLE, pickled), (BYTEORDER, b"little"), (VERSION, b"3\n")):
         entry = _Entry(f"{root}/{name}", len(head), len(data), isal_zlib.crc32(data))
-        head += entry.local(_ALIGNMENT) + data
+        head += entry.local(ALIGNMENT) + data
         entries.append(entry)
     return head, entries
 
@@ -256,7 +261,7 @@ def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | S
 
 
 def _write_record(file: BinaryIO, entry: _Entry, stream: Stream, path: str) -> int:
-    file.write(entry.local(_ALIGNMENT))
+    file.write(entry.local(ALIGNMENT))
     crc, written = 0, 0
     for piece in stream.pieces:
         file.write(piece)

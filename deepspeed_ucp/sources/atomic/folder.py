@@ -22,7 +22,7 @@ from ...atoms import (
 )
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
-from ...io.store import find_entry
+from ...io.store import find_entry, is_url, list_tree
 from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, Entry
@@ -55,8 +55,7 @@ def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tupl
         return None, [manifest]
     if manifest is None:
         return open_universal(folder, {name: entry.size for name, entry in entries.items()}, comm)
-    files = [*manifest.files.items()]
-    findings = [fault for found in comm.share(files, lambda file: find_fault(folder, *file)) for fault in found]
+    findings = _find_faults(folder, manifest.files, comm)
     header = comm.once(lambda: _read_state_file(folder, manifest, findings))
     if isinstance(header, Finding):
         findings.append(header)
@@ -74,10 +73,23 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
         return Finding("manifest", MANIFEST, str(error))
 
 
+def _find_faults(folder: str, sizes: Mapping[str, int], comm: Comm) -> list[Finding]:
+    """What a look at all files finds wrong; collective. A store tells of a thousand at once, a file system of each."""
+    if is_url(folder):
+        tree = comm.run(lambda: list_tree(folder))
+        return [fault for name, size in sizes.items() for fault in compare_entry(folder, name, size, tree.get(name))]
+    found = comm.share([*sizes.items()], lambda file: find_fault(folder, *file))
+    return [fault for faults in found for fault in faults]
+
+
 def find_fault(folder: str, name: str, size: int) -> list[Finding]:
     """What a look at a file, which has to have ``size`` bytes, finds wrong with it; nothing where it is right."""
+    return compare_entry(folder, name, size, find_entry(os.path.join(folder, name)))
+
+
+def compare_entry(folder: str, name: str, size: int, held: Entry | None) -> list[Finding]:
+    """What is wrong with a file of which ``held`` is known."""
     path = os.path.join(folder, name)
-    held = find_entry(path)
     if held is None:
         text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
         return [Finding("missing", name, text)]

@@ -17,7 +17,7 @@ from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
-from ...io.store import is_file, list_folder
+from ...io.store import choose_map, is_file, list_folder
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef, to_member
 from ...torchsave.torchfile import TorchFile, read_header
@@ -89,7 +89,7 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
         UnsupportedError: a kind that is not covered.
     """
     names = comm.once(lambda: _list_params(folder, sizes))
-    params = comm.share(names, lambda name: _read_param(folder, name))
+    params = comm.share(names, lambda name: _read_param(folder, name), choose_map(folder))
     optim, stage = comm.once(lambda: _read_optimizer(folder))
     save = _read_models(folder, sizes, stage, comm)
     by_name = dict(zip(map(strip_compiled, names), params, strict=True))
@@ -211,7 +211,7 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
             f"{folder}: {shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "
             "or copy again."
         )
-    save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name))])
+    save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_strangers(save))
     if error is not None:
         raise error
