@@ -113,6 +113,8 @@ def is_expert(name: str) -> bool:
 
 def find_layer(name: str, layers: Collection[str]) -> str | None:
     """Which of the layers a rank's own parameter is of; None for what is no expert's."""
+    if not layers:
+        return None
     found = _EXPERT.match(name)
     layer = found[1] if found else name[: name.rfind(".") + 1]
     return layer if layer in layers else None

@@ -98,6 +98,8 @@ def find_router_aliases(model: ModelHeader) -> dict[str, str]:
 
     A module counts as such where all that it holds are the router's tensors, to the byte.
     """
+    if not model.placements:
+        return {}
     blocks = {strip_compiled(layer).removesuffix("experts.") for layer in model.placements}
     held: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}
     for name, piece in (model.module or {}).items():
