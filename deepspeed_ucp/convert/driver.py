@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,13 +21,14 @@ from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.disk import check_space, write_atomically
 from ..io.memory import Scratch
-from ..io.staging import MANIFEST, Staging, write_latest
+from ..io.staging import MANIFEST, Staging
+from ..io.upload import RemoteStaging, open_staging, tell_latest
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.recast import fuse_experts
 from ..plan.settling import describe_irregular, refuse_unreadable
 from ..sources import open_checkpoint
-from ..sources.atomic.folder import find_fault
+from ..sources.atomic.folder import find_faults
 from ..sources.atomic.manifest import (
     AtomRecord,
     Manifest,
@@ -97,7 +100,7 @@ class _Conversion:
     index: AtomicIndex
     comm: Comm
     options: ConvertOptions
-    staging: Staging
+    staging: Staging | RemoteStaging
     report: OutputReport
     united: UnitedAtoms
     files: list[OutputFile]
@@ -170,6 +173,7 @@ def convert_index(
             work = comm.run(lambda: _plan(index, comm, options, report, rules, live))
             if comm.rank == 0:
                 _warn_losses(index, work.united)
+        stack.enter_context(work.staging.scratch())
         report.reused, work.entries = comm.once(lambda: _begin(work, stack))
         if not report.reused:
             _convert(work)
@@ -189,7 +193,7 @@ def _plan(
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
     index = fuse_experts(index)  # as upstream's loader knows them
     united = unite_atoms(index, rules, live=live)
-    staging = Staging(report.destination, report.source, CONVERSION)
+    staging = open_staging(report.destination, report.source, CONVERSION)
     files, steps = list_files(united, index.model.fused), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
     identity = _identify(index, united, options) if comm.rank == 0 else {}
@@ -249,7 +253,7 @@ def _reuse(work: _Conversion) -> bool:
         fault = _find_fault(staging.destination, manifest, work)
         if not fault:
             if options.latest:
-                write_latest(staging.parent, staging.name)
+                tell_latest(staging.parent, staging.name)
             return True
         logger.warning("%s: is not reused: %s", staging.destination, fault)
     work.replace = options.overwrite or (options.refresh and manifest is not None)
@@ -276,8 +280,7 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
     if united != work.united.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was united by other patterns"
-    faults = (fault for file in manifest.files.items() for fault in find_fault(folder, *file))
-    return next((fault.text for fault in faults), "")
+    return next((fault.text for fault in find_faults(folder, manifest.files)), "")
 
 
 def _convert(work: _Conversion) -> None:
@@ -326,17 +329,20 @@ def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[W
     """
     comm, report = work.comm, work.report
     report.workers, most = work.options.divide(report.source)
-    comm.once(lambda: _prepare_folder(work))
-    comm.run(lambda: _check_folder(work.staging.folder))
+    if work.staging.is_remote:
+        comm.run(lambda: _prepare_folder(work))
+    else:
+        comm.once(lambda: _prepare_folder(work))
+        comm.run(lambda: _check_folder(work.staging.folder))
     outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]
-    plan = plan_conversion(outputs, comm.size, most=most, done=done)
+    plan = plan_conversion(outputs, comm.size, most=most, done=done, whole=work.staging.is_remote)
     with report.phase("write"):
         return comm.run(lambda: write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank], checks))
 
 
 def _prepare_folder(work: _Conversion) -> None:
-    folder = work.staging.folder
-    check_space(folder, sum(file.image.size for file in work.files))
+    folder, sizes = work.staging.folder, sorted(file.image.size for file in work.files)
+    check_space(folder, sum(sizes[-work.report.workers :] if work.staging.is_remote else sizes))
     make_folders(folder, [*(file.path for file in work.files), *work.steps])
     with suppress(FileNotFoundError):
         os.unlink(work.staging.path(HALT))  # of an earlier attempt
@@ -363,6 +369,7 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
     """
     files, staging, halt = work.files, work.staging, work.staging.path(HALT)
     done: list[Written] = []
+    finisher = _Finisher(work)
 
     def consume(batch: Batch, sides: Sequence[list[Item]], found: list[Checked], scratch: Scratch) -> None:
         written = []
@@ -374,6 +381,7 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
         journal.append({"ranges": ranges, "checks": [[c.record, c.offset, c.nbytes, c.crc] for c in found]})
         done.extend(written)
         checks.add(found)
+        finisher.take(written)
 
     def is_halted() -> bool:
         return work.comm.size > 1 and os.path.exists(halt)
@@ -387,6 +395,31 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
         source = (reader, [file.atom for file in files])
         stream([source], batches, consume, threads=work.report.workers, progress=progress, halted=is_halted)
     return done
+
+
+class _Finisher:
+    """Takes each of a store's files there as soon as it is whole, so that few lie in the scratch folder at a time."""
+
+    def __init__(self, work: _Conversion) -> None:
+        self._work, self._lock = work, threading.Lock()
+        self._parts: dict[int, list[Written]] = defaultdict(list)
+
+    def take(self, written: Iterable[Written]) -> None:
+        """Note ranges that have been written; any thread."""
+        if self._work.staging.is_remote:
+            for each in written:
+                self._add(each.range.output, each)
+
+    def _add(self, number: int, written: Written) -> None:
+        file = self._work.files[number]
+        with self._lock:
+            parts = self._parts[number]
+            parts.append(written)
+            left = file.atom.numel - sum(part.range.numel for part in parts)
+        if not left:
+            if len(parts) > 1:
+                file.close(self._work.staging.folder, join_ranges(parts, self._work.files, [number])[number])
+            self._work.staging.put(file.path)
 
 
 @contextmanager
@@ -405,11 +438,11 @@ def _finish(work: _Conversion, written: Sequence[Written]) -> None:
     comm, report = work.comm, work.report
     with report.phase("finish"):
         crcs = comm.run(lambda: _close_files(work, written))
-        states = comm.once(lambda: write_states(work.index, work.staging.folder))
+        states, nbytes = comm.once(lambda: _write_states(work))
     with report.phase("sync"):
         comm.run(work.staging.sync)
     with report.phase("commit"):
-        report.bytes_written = comm.once(lambda: _commit(work, crcs, states))
+        report.bytes_written = nbytes + comm.once(lambda: _commit(work, crcs, states))
 
 
 def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int]:
@@ -417,15 +450,22 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
     comm, folder = work.comm, work.staging.folder
     crcs = join_ranges(written, work.files)
     split = {each.range.output for each in written if each.range.numel < work.files[each.range.output].atom.numel}
-    for number in sorted(split)[comm.rank :: comm.size]:
+    for number in () if work.staging.is_remote else sorted(split)[comm.rank :: comm.size]:
         work.files[number].close(folder, crcs[number])
     for path in sorted(work.steps)[comm.rank :: comm.size]:
         write_file(folder, path, work.steps[path][0])
     return crcs
 
 
+def _write_states(work: _Conversion) -> tuple[list[StateRecord], int]:
+    """The files of states; bytes of all files without atoms, where a second name of a file counts once."""
+    states = write_states(work.index, work.staging.folder)
+    inodes = {os.stat(work.staging.path(state.name)).st_ino: state.size for state in states}
+    return states, sum(inodes.values()) + sum(len(data) for data, _ in work.steps.values())
+
+
 def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateRecord]) -> int:
-    """Write the manifest and let the output appear; its bytes."""
+    """Write the manifest and let the output appear; bytes of the manifest and of the atoms' files."""
     staging, united = work.staging, work.united
     records = [_make_record(file, crcs[number], united) for number, file in enumerate(work.files)]
     states = [*states, *(StateRecord(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
@@ -433,10 +473,8 @@ def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateRecord]) 
     manifest = make_manifest(work.index, records, united.patterns, united.origin, states, verified=verified)
     text = manifest.to_json().encode()
     write_atomically(staging.path(MANIFEST), text)
-    sizes = [file.image.size for file in work.files]
-    inodes = {os.stat(staging.path(state.name)).st_ino: state.size for state in states}  # hard links once
     staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
-    return sum(sizes) + sum(inodes.values()) + len(text)
+    return sum(file.image.size for file in work.files) + len(text)
 
 
 def _make_record(file: OutputFile, crc: int, united: UnitedAtoms) -> AtomRecord:
@@ -456,8 +494,13 @@ def _make_record(file: OutputFile, crc: int, united: UnitedAtoms) -> AtomRecord:
     )
 
 
-def join_ranges(written: Iterable[Written], files: Sequence[OutputFile]) -> dict[int, int]:
+def join_ranges(
+    written: Iterable[Written], files: Sequence[OutputFile], numbers: Iterable[int] | None = None
+) -> dict[int, int]:
     """Each output's CRC32 from those of its ranges.
+
+    Args:
+        numbers: of these outputs; all by default.
 
     Raises:
         CheckpointError: ranges are missing.
@@ -471,7 +514,8 @@ def join_ranges(written: Iterable[Written], files: Sequence[OutputFile]) -> dict
         nbytes = each.range.numel * files[each.range.output].atom.itemsize
         joined = combine_crc32(crc, each.crc, nbytes) if end else each.crc
         sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, joined)
-    lacking = [file.path for number, file in enumerate(files) if sums.get(number, (-1, 0))[0] != file.atom.numel]
+    wanted = range(len(files)) if numbers is None else numbers
+    lacking = [files[each].path for each in wanted if sums.get(each, (-1, 0))[0] != files[each].atom.numel]
     if lacking:
         raise CheckpointError(f"not written as a whole: {shorten(lacking)}.")
     return {number: crc for number, (_, crc) in sums.items()}

@@ -15,7 +15,7 @@ from ..experts import find_expert
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.read import sum_range
 from ..io.staging import MANIFEST, OutputKind
-from ..io.store import StoredFile, read_bytes
+from ..io.store import StoredFile, exists, is_folder, read_bytes
 from ..patterns import Partial, Replicate, Unique
 from ..sources.atomic.upstream import expert_keys, upstream_keys
 from ..stream.united import UnitedAtom, UnitedAtoms
@@ -32,7 +32,7 @@ _LONGEST = 255
 def _is_output(folder: str) -> bool:
     """Whether a folder is an atomic checkpoint, ours or upstream's."""
     marks = (MANIFEST, OPTIMIZER_STATE)
-    return os.path.isdir(os.path.join(folder, ZERO)) and any(os.path.exists(os.path.join(folder, m)) for m in marks)
+    return is_folder(os.path.join(folder, ZERO)) and any(exists(os.path.join(folder, m)) for m in marks)
 
 
 CONVERSION = OutputKind(
@@ -41,6 +41,7 @@ CONVERSION = OutputKind(
     is_one=_is_output,
     parts=re.compile(r"zero(\.\d+)?|client|tmp|ucp_manifest\.json|.*_model_states\.pt"),
     resumable=True,
+    last=(OPTIMIZER_STATE, MANIFEST),
 )
 """What may be replaced: nothing but what conversions write, ours and upstream's."""
 

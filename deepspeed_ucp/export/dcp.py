@@ -6,7 +6,6 @@ read only when they are written, so that memory stays bounded. No process group:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError
 from ..io.disk import explain_full
+from ..io.store import normalize
 from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
@@ -84,7 +84,7 @@ def _write(export: Export, planner: Planner, tree: dict[str, Any]) -> None:
     comm, report = export.comm, export.report
     report.workers = export.options.divide(export.report.source)[0]
     writer = Writer(export.folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
-    writer.destination = os.path.abspath(report.destination)
+    writer.destination = normalize(report.destination)
 
     def plan() -> tuple[list[SavePlan], Any]:
         planner.set_up_planner(tree, is_coordinator=True)

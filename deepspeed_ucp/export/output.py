@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from ..atoms import MASTER, AtomicIndex
 from ..comm import Comm
-from ..errors import shorten
+from ..errors import UnsupportedError, shorten
 from ..io.disk import check_space
 from ..io.staging import OutputKind, Staging
+from ..io.store import is_folder, list_folder
+from ..io.upload import RemoteStaging, open_staging
 from ..stream.checks import Checks
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples, stages_agree
@@ -33,10 +35,11 @@ BESIDE = re.compile(
 
 
 def _is_export(folder: str) -> bool:
-    return os.path.isdir(folder) and any(_EXPORTED.fullmatch(name) for name in os.listdir(folder))
+    return is_folder(folder) and any(_EXPORTED.fullmatch(name) for name in list_folder(folder))
 
 
-EXPORT = OutputKind("an export", "export", _is_export, _EXPORTED, resumable=False, kept=BESIDE)
+_LAST = ("model.safetensors", "model.safetensors.index.json", ".metadata")
+EXPORT = OutputKind("an export", "export", _is_export, _EXPORTED, resumable=False, kept=BESIDE, last=_LAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,8 @@ def stage_export(
         dtypes=tuple(sorted({each.dtype for each in selection.weights})),
         nodes=comm.size,
     )
-    staging = comm.run(lambda: Staging(destination, report.source, EXPORT))
-    with report.timed(), ExitStack() as stack:
+    staging = comm.run(lambda: _open_staging(destination, report.source, comm))
+    with report.timed(), ExitStack() as stack, staging.scratch():
         comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
         yield Export(index, comm, options, staging.folder, report)
         report.files = comm.once(lambda: _list_sizes(staging))
@@ -106,11 +109,21 @@ def stage_export(
     report.bytes_written = sum(report.files.values())
 
 
-def _list_sizes(staging: Staging) -> dict[str, int]:
+def _open_staging(destination: str, source: str, comm: Comm) -> Staging | RemoteStaging:
+    staging = open_staging(destination, source, EXPORT)
+    if staging.is_remote and comm.size > 1:
+        raise UnsupportedError(
+            f"{destination}: an export's files are written by all nodes together, which a store does not allow. Export "
+            "on one node, or to a shared file system and copy that."
+        )
+    return staging
+
+
+def _list_sizes(staging: Staging | RemoteStaging) -> dict[str, int]:
     return {name: os.stat(staging.path(name)).st_size for name in sorted(os.listdir(staging.folder))}
 
 
-def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:
+def _begin(staging: Staging | RemoteStaging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:
     """Lock the destination and make the staging folder; ``stack`` ends the lock, and clears up after an error."""
     stack.enter_context(staging.lock())
     staging.check_destination(overwrite)

@@ -15,9 +15,11 @@ import re
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
@@ -67,13 +69,13 @@ class _Process:
     """What one process knows of stores.
 
     Attributes:
-        systems: fsspec's file systems by scheme.
+        systems: fsspec's file systems by scheme, those that are written to apart.
         known: what the last listing told of a file, by URL.
         options: for file systems that are made.
     """
 
     def __init__(self) -> None:
-        self.systems: dict[str, Any] = {}
+        self.systems: dict[tuple[str, bool], Any] = {}
         self.known: dict[str, Entry] = {}
         self.options: dict[str, Any] = {}
         self.lock = threading.Lock()
@@ -97,8 +99,11 @@ def set_options(options: Mapping[str, Any]) -> None:
         _process.options, _process.systems = dict(options), {}
 
 
-def connect(url: str) -> tuple[Any, str]:
+def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
     """The file system behind a URL, and the URL's path in it.
+
+    Args:
+        writing: it is to repeat by itself what fails of a large file's parts.
 
     Raises:
         UnsupportedError: the library for it is not installed, or there is none.
@@ -106,25 +111,27 @@ def connect(url: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = url.partition("://")[0]
+    key = scheme, writing
     with _process.lock:
-        if scheme not in _process.systems:
+        if key not in _process.systems:
             try:
-                _process.systems[scheme] = _open_system(fsspec, scheme)
+                _process.systems[key] = _open_system(fsspec, *key)
             except (ImportError, ValueError) as error:
                 advice = "pip install 'deepspeed_ucp[s3]' (or [gcs], [abfs]) installs what reads such URLs"
                 raise UnsupportedError(f"{url}: {error}; {advice}.") from error
-        system = _process.systems[scheme]
+        system = _process.systems[key]
     return system, str(system._strip_protocol(normalize(url)))
 
 
-def _open_system(fsspec: Any, scheme: str) -> Any:
+def _open_system(fsspec: Any, scheme: str, writing: bool) -> Any:
     kind = fsspec.get_filesystem_class(scheme)
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True, **_process.options}
-    if _is_s3(kind):  # requests are repeated here, and each library beneath would multiply that
+    own = _is_s3(kind) and not writing  # requests are repeated here, and each library beneath would multiply that
+    if own:
         config = {"max_pool_connections": _CONNECTIONS, "retries": {"max_attempts": 0}}
         options["config_kwargs"] = {**config, **options.get("config_kwargs", {})}
     system = fsspec.filesystem(scheme, **options)
-    if _is_s3(kind):
+    if own:
         system.retries = 1
     return system
 
@@ -286,6 +293,53 @@ def read_small(url: str) -> bytes:
     """
     system, path = connect(url)
     return bytes(attempt(lambda: system.cat_file(path), url))
+
+
+def put_file(path: str, url: str) -> None:
+    """Write a local file, in parts where it is large, and make sure that all of it has arrived.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    system, there = connect(url, writing=True)
+    size = os.stat(path).st_size
+
+    def work() -> None:
+        system.put_file(path, there)
+        held = int(system.info(there)["size"])
+        if held != size:
+            raise EOFError(f"{held} bytes arrived of {size}")
+
+    _write(work, url)
+
+
+def put_bytes(url: str, data: bytes) -> None:
+    """Write a small file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    system, there = connect(url, writing=True)
+    _write(lambda: system.pipe_file(there, data), url)
+
+
+def remove(urls: Sequence[str]) -> None:
+    """Remove files; those that are not there are passed over.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for url in urls:
+        system, there = connect(url, writing=True)
+        with suppress(FileNotFoundError):
+            _write(partial(system.rm_file, there), url)
+
+
+def _write(work: Callable[[], None], url: str) -> None:
+    try:
+        attempt(work, url)
+    except NotImplementedError as error:
+        raise UnsupportedError(f"{url}: cannot be written to; such URLs are read only. Write elsewhere.") from error
 
 
 class _Ranges:

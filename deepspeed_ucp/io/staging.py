@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from glob import escape, glob
 from typing import Any
@@ -46,6 +46,8 @@ class OutputKind:
         parts: names that may lie in it.
         resumable: whether an attempt that was stopped is gone on with; else it is begun anew.
         kept: names of others' files beside them that stay where it is replaced.
+        last: files, in their order, without which none is whole: where an output cannot be renamed they are written
+            last.
     """
 
     name: str
@@ -54,6 +56,7 @@ class OutputKind:
     parts: re.Pattern[str]
     resumable: bool
     kept: re.Pattern[str] = re.compile(r"(?!)")
+    last: tuple[str, ...] = ()
 
     def find_foreign(self, folder: str) -> list[str]:
         """Names in a folder that belong to no output of this kind."""
@@ -73,6 +76,8 @@ class Staging:
         CheckpointError: it can be no folder of its own (the root), or source and destination lie in each other.
     """
 
+    is_remote = False
+
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination = os.path.abspath(destination)
         self.kind = kind
@@ -90,6 +95,13 @@ class Staging:
     def path(self, *parts: str) -> str:
         """A path in the staging folder."""
         return os.path.join(self.folder, *parts)
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Around everything that a rank does: all ranks see the staging folder."""
+        return nullcontext()
+
+    def put(self, name: str) -> None:
+        """A file is whole: it stays where it is."""
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    outputs: Sequence[Output], nodes: int, *, most: int = RANGE, done: Iterable[Range] = ()
+    outputs: Sequence[Output], nodes: int, *, most: int = RANGE, done: Iterable[Range] = (), whole: bool = False
 ) -> ConversionPlan:
     """Deal outputs to nodes.
 
@@ -82,12 +82,15 @@ def plan_conversion(
         nodes: how many nodes.
         most: bytes of a batch at most; not below ``ALIGNMENT``.
         done: ranges that an earlier attempt has written.
+        whole: each output is one node's: nodes share no folder.
     """
     most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
     kept = cut_batches(outputs, most, done)
     dealt: list[list[Batch]] = [[] for _ in range(nodes)]
+    homes: dict[int, int] = {}
     for batch, node in zip(kept, deal_runs([batch.nbytes for batch in kept], nodes), strict=True):
-        dealt[node].append(batch)
+        home = homes.setdefault(batch.ranges[0].output, node) if whole else node
+        dealt[home].append(batch)
     return ConversionPlan(tuple(tuple(batches) for batches in dealt))
 
 

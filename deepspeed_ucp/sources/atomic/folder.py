@@ -55,7 +55,7 @@ def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tupl
         return None, [manifest]
     if manifest is None:
         return open_universal(folder, {name: entry.size for name, entry in entries.items()}, comm)
-    findings = _find_faults(folder, manifest.files, comm)
+    findings = _find_all_faults(folder, manifest.files, comm)
     header = comm.once(lambda: _read_state_file(folder, manifest, findings))
     if isinstance(header, Finding):
         findings.append(header)
@@ -73,21 +73,28 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
         return Finding("manifest", MANIFEST, str(error))
 
 
-def _find_faults(folder: str, sizes: Mapping[str, int], comm: Comm) -> list[Finding]:
-    """What a look at all files finds wrong; collective. A store tells of a thousand at once, a file system of each."""
+def _find_all_faults(folder: str, sizes: Mapping[str, int], comm: Comm) -> list[Finding]:
+    """What a look at all files finds wrong; collective. Of a store every rank learns the files' versions."""
     if is_url(folder):
-        tree = comm.run(lambda: list_tree(folder))
-        return [fault for name, size in sizes.items() for fault in compare_entry(folder, name, size, tree.get(name))]
-    found = comm.share([*sizes.items()], lambda file: find_fault(folder, *file))
+        return comm.run(lambda: find_faults(folder, sizes))
+    found = comm.share([*sizes.items()], lambda file: find_faults(folder, dict([file])))
     return [fault for faults in found for fault in faults]
 
 
-def find_fault(folder: str, name: str, size: int) -> list[Finding]:
-    """What a look at a file, which has to have ``size`` bytes, finds wrong with it; nothing where it is right."""
-    return compare_entry(folder, name, size, find_entry(os.path.join(folder, name)))
+def find_faults(folder: str, sizes: Mapping[str, int]) -> list[Finding]:
+    """What a look at files, which have to have so many bytes, finds wrong with them; nothing where they are right.
+
+    A store tells of a thousand files at once, a file system of each.
+    """
+    tree = list_tree(folder) if is_url(folder) else {}
+    found = []
+    for name, size in sizes.items():
+        held = tree.get(name) if is_url(folder) else find_entry(os.path.join(folder, name))
+        found += _compare_entry(folder, name, size, held)
+    return found
 
 
-def compare_entry(folder: str, name: str, size: int, held: Entry | None) -> list[Finding]:
+def _compare_entry(folder: str, name: str, size: int, held: Entry | None) -> list[Finding]:
     """What is wrong with a file of which ``held`` is known."""
     path = os.path.join(folder, name)
     if held is None:

@@ -1,0 +1,177 @@
+"""Where an output for a URL grows: a scratch folder of each rank, whose files go to the store as they become whole.
+
+Stores neither rename nor lock. What makes an output one goes last, and first where one is replaced: an upload that was
+stopped leaves nothing that looks whole, and the next one begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from ..errors import CheckpointError, StorageError, shorten
+from . import remote
+from .journal import Journal
+from .staging import LATEST, OutputKind, Staging, write_latest
+from .store import choose_map, is_url, list_tree, normalize
+
+
+def open_staging(destination: str, source: str, kind: OutputKind) -> Staging | RemoteStaging:
+    """Where an output grows, of a folder or of a URL.
+
+    Raises:
+        CheckpointError: it can be no folder of its own, or source and destination lie in each other.
+    """
+    return (RemoteStaging if is_url(destination) else Staging)(destination, source, kind)
+
+
+def tell_latest(parent: str, name: str) -> None:
+    """Let ``latest_universal`` name a checkpoint, in a folder or behind a URL.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    if is_url(parent):
+        with _explain(f"{parent}/{LATEST}"):
+            remote.put_bytes(f"{parent}/{LATEST}", name.encode())
+    else:
+        write_latest(parent, name)
+
+
+class RemoteStaging:
+    """The destination of one output, with the methods of :class:`~.staging.Staging`.
+
+    Args:
+        destination: the URL of the folder to be.
+        source: the folder that it is made of.
+        kind: what it will be.
+
+    Attributes:
+        folder: this rank's scratch folder, inside :meth:`scratch`.
+
+    Raises:
+        CheckpointError: it can be no folder of its own, or source and destination lie in each other.
+    """
+
+    is_remote = True
+
+    def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
+        self.destination, self.kind = normalize(destination), kind
+        self.parent, self.name = os.path.split(self.destination)
+        if self.parent.endswith(":/") or not self.name:
+            raise CheckpointError(f"{destination}: a whole bucket cannot be {kind.name}; name a folder in it.")
+        origin = normalize(source)
+        if f"{origin}/".startswith(f"{self.destination}/"):
+            raise CheckpointError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
+        if self.destination.startswith(f"{origin}/"):
+            raise CheckpointError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
+        self.folder = ""
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Around everything that a rank does: its scratch folder, below ``TMPDIR``."""
+        with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-") as self.folder:
+            yield
+
+    def path(self, *parts: str) -> str:
+        """A path in the scratch folder."""
+        return os.path.join(self.folder, *parts)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Nothing keeps two writers of one URL apart."""
+        return nullcontext()
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Nothing is gone on with."""
+        return nullcontext()
+
+    def discard(self) -> None:
+        """There is nothing of an earlier attempt."""
+
+    def journal(self, node: int) -> Journal:
+        """A journal that nobody will read."""
+        return Journal(self.path(f".ucp-journal-{node}"))
+
+    def check_destination(self, overwrite: bool) -> None:
+        """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle."""
+        held = self._list()
+        foreign = sorted(
+            {top for top in (name.split("/")[0] for name in held) if not self._is_own(top) and not self._is_kept(top)}
+        )
+        if foreign:
+            raise CheckpointError(
+                f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
+                "alone. Write elsewhere."
+            )
+        if not overwrite and any(name in held for name in self.kind.last):
+            raise CheckpointError(
+                f"{self.destination}: exists already, made of something else or in another way. --overwrite "
+                "(overwrite=True) replaces it."
+            )
+
+    def _list(self) -> list[str]:
+        try:
+            return sorted(list_tree(self.destination))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.destination}: cannot be listed ({error}).") from error
+
+    def _is_own(self, name: str) -> bool:
+        return self.kind.parts.fullmatch(name) is not None
+
+    def _is_kept(self, name: str) -> bool:
+        return self.kind.kept.fullmatch(name) is not None
+
+    def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
+        """Remove what lies at the destination; what makes it look whole first."""
+        held = [name for name in self._list() if self._is_own(name.split("/")[0])]
+        marks = [name for name in reversed(self.kind.last) if name in held]
+        with _explain(self.destination):
+            for name in marks:
+                remote.remove([f"{self.destination}/{name}"])
+            remote.remove([f"{self.destination}/{name}" for name in held if name not in marks])
+        return []
+
+    def put(self, name: str) -> None:
+        """Take a file, which is whole, from the scratch folder to the store; any thread.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with _explain(f"{self.destination}/{name}"):
+            remote.put_file(self.path(name), f"{self.destination}/{name}")
+        os.unlink(self.path(name))
+
+    def sync(self) -> None:
+        """Take all that this rank has made to the store, but what makes an output one.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        names = [name for name in list_tree(self.folder) if name not in self.kind.last]
+        names = [name for name in names if not os.path.basename(name).startswith(".ucp-")]
+        list(choose_map(self.destination)(self.put, names))
+
+    def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
+        """Take what makes the output one to the store, and let ``latest_universal`` name it.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        for name in self.kind.last:
+            if os.path.exists(self.path(name)):
+                self.put(name)
+        if latest is not None:
+            tell_latest(self.parent, latest)
+
+
+@contextmanager
+def _explain(url: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{url}: cannot be written ({error}).") from error
