@@ -37,11 +37,11 @@ def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Liv
         if not target.is_first_replica:
             return None
         return place.tp_rank, Live(
-            {name: (shape,) for name, shape in target.owned_shapes().items()},
-            {extra.name: (extra.shape,) for extra in extras},
+            {name: (shape,) for name, shape in target.owned_shapes().items() if target.speaks_for(name)},
+            {extra.name: (extra.shape,) for extra in extras if target.speaks_for(extra.name)},
             target.aliases,
             counts={name: total for name, (_, total) in ordinals.items()},
-            attributes=live_attributes(target.engine),
+            attributes=live_attributes(target.engine) if not place.dp_rank else {},
             info=live_universal_info(target.engine),
             folded=target.folded,
         )
@@ -115,8 +115,10 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
     place = target.place
 
     def tell() -> tuple[int, list[Group], list[dict[str, Any]]] | None:
-        first = target.is_first_replica and (place.tp_rank == 0 or target.folded)
-        return (place.pp_rank, target.live_groups(), target.live_hyper()) if first else None
+        if not (target.is_first_replica and (place.tp_rank == 0 or target.folded)):
+            return None
+        groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
+        return place.pp_rank, groups, target.live_hyper()
 
     stages: dict[int, tuple[list[Group], list[dict[str, Any]]]] = {}
     for stage, groups, hyper in (each for each in comm.each(tell) if each is not None):

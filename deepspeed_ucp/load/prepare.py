@@ -128,7 +128,8 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: 
     layout = describe_target(target, extras, states)
     wants = list_wants(index, layout, match, layouts, with_states=with_states)
     # Data-parallel ranks need parts of the same atoms, so that one of them tells.
-    touched = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
+    told = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
+    touched = [key for key in told if target.speaks_for(key.name)]
     if with_states:
         fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
@@ -183,9 +184,9 @@ def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
     index = work.index
     everyone = comm.gather((work.touched, work.wants.grown, work.match.notes))
-    work.touched = sorted({key for touched, _, _ in everyone for key in touched})
-    atoms = index.stored.atoms
-    work.replicated = [key for key in work.touched if is_replicated(atoms[key], layouts.get(key.name))]
+    work.touched = list(dict.fromkeys(key for touched, _, _ in everyone for key in touched))
+    atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
+    work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
     def tell() -> None:  # rank 0 alone: every rank would read the same elements
         for text in dict.fromkeys(text for _, _, notes in everyone for text in notes):

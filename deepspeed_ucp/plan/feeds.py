@@ -57,6 +57,8 @@ def feed(index: AtomicIndex, live: Shapes, renames: Sequence[Rename], aliases: I
         MismatchError: what a rule says does not fit the shapes, or the experts' numbers.
         ConfigError: a rule asks for what is not there.
     """
+    if not renames:
+        return Recast(index)
     feeds = _Feeds(list_shapes(index), live)
     for rule in renames:
         feeds.add(rule)

@@ -128,6 +128,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
     for name in sorted(saved - set(matched.values())):
         match.skipped.append(f"{name}: in the checkpoint, not in the model")
+    if not (faults or match.resized or match.skipped):
+        return match
     experts = ExpertCounts.of(saved, live.shapes)
     faults += experts.take_routers(match.resized, match.saved, live.shapes)
     if strict:

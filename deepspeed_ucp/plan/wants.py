@@ -171,10 +171,10 @@ def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
 def list_states(index: AtomicIndex) -> dict[ParamKey, dict[str, str]]:
     """Optimizer states that the checkpoint has of each parameter, with their dtypes."""
     found: dict[ParamKey, dict[str, str]] = defaultdict(dict)
-    for key, atom in sorted(index.stored.atoms.items()):
+    for key, atom in index.stored.atoms.items():
         if key.state not in (MASTER, MODULE, COPY):
             found[key.param][key.state] = atom.dtype
-    return found
+    return {param: dict(sorted(states.items())) for param, states in found.items()}
 
 
 def join_states(buffer: FlatBuffer, match: Match, states: Mapping[ParamKey, Mapping[str, str]]) -> dict[str, str]:

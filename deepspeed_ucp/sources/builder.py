@@ -108,11 +108,11 @@ class Builder:
         record, offset, itemsize = self.record(header, piece.record), piece.offset, ITEMSIZE[piece.dtype]
         shapes = rank.shapes if shapes is None else shapes
         for cut in cuts:
-            key = rank.key(cut.name, state)
-            lane = rank.find_lane(cut.name, self.tp)
-            parts = self._find_parts(key, lane, shapes[cut.name], piece.dtype, header)
-            if cut.numel:
-                parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
+            name, numel = cut.name, cut.numel
+            place = rank.find_lane(name, self.tp)
+            parts = self._find_parts(rank.key(name, state), place, shapes[name], piece.dtype, header)
+            if numel:
+                parts.append(Fragment(cut.start, numel, record, offset + cut.offset * itemsize))
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
         """Add parts of a flat buffer that other ranks' files hold as well; arguments as of :meth:`add_cuts`."""
@@ -218,8 +218,9 @@ class Builder:
         return atoms
 
     def _finish_atom(self, key: AtomKey, empty: Mapping[tuple[ParamKey, int], Shape]) -> Atom:
-        held = self._parts[key]
-        shapes = [empty.get((key.param, tp)) if s is None else s for tp, s in enumerate(self._shapes[key])]
+        held, shapes = self._parts[key], self._shapes[key]
+        if None in shapes:
+            shapes = [empty.get((key.param, tp)) if s is None else s for tp, s in enumerate(shapes)]
         if None in shapes:
             path = next((self._path_of(fragments[0]) for fragments in held if fragments), self.save.listing.folder)
             raise CheckpointError(

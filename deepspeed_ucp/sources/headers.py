@@ -27,6 +27,10 @@ class Piece:
     dtype: str
     fault: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """There are a hundred thousand and more, which dataclasses with slots would restore field by field."""
+        return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault)
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -159,6 +159,8 @@ def _lacks_copy(key: AtomKey, atoms: Mapping[AtomKey, Atom]) -> bool:
 def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
     """Parameters that AutoEP holds of all experts of a layer together, with their number."""
     counts = {strip_compiled(layer): sum(map(len, held)) for layer, held in save.model(0).placements.items()}
+    if not counts:
+        return {}
     names = [key.name.rpartition(".")[0] for key in atoms if find_number(key.name) is not None]
     return {name: counts[layer] for name in names if (layer := name[: name.rfind(".") + 1]) in counts}
 

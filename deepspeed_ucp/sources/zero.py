@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -38,7 +39,7 @@ def build_zero(builder: Builder) -> None:
     add_tensors(builder)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeldParameters:
     """Parameters of a group that the same ranks hold: all of them, or some of its experts.
 
@@ -56,12 +57,12 @@ class HeldParameters:
     folded: bool = False
     named: bool = False
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, Shape]:
         """The whole model's parameters."""
         return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
 
-    @property
+    @cached_property
     def owners(self) -> dict[str, str]:
         """The ranks' own name for each of these."""
         return {strip_compiled(name): strip_compiled(own) for own, held in self.parts.items() for name in held}

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 
 from ..atoms import AtomicIndex, ParamKey, count, strip_compiled
 from ..errors import UnsupportedError
-from ..experts import drop_fixed, find_layer, name_experts
+from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..plan.wants import list_states
 from ..topology import Topology
@@ -194,6 +194,10 @@ class Target(ABC):
     def is_first_replica(self) -> bool:
         """Whether this rank tells the others what its replicas, or those of its experts, hold as well."""
         return self.place.dp_rank == 0 or any(held.is_first_replica for held in self.experts.values())
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether such a rank tells of a tensor: all that tell hold the dense ones, of which the first of them does."""
+        return self.place.dp_rank == 0 or is_expert(strip_compiled(name))
 
     def _find_empty(self) -> set[str]:
         """Trained parameters of which this tensor-parallel rank holds no element (AutoTP: more ranks than heads).

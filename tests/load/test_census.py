@@ -70,6 +70,9 @@ class Stage:
         self.groups = groups
         self.folded: set[str] = set()
 
+    def speaks_for(self, name: str) -> bool:
+        return self.is_first_replica
+
     def lane_of(self, name: str) -> int:
         return 0
 
