@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ..plan import LoadPlan, Request, Round
+from ..plan import LoadPlan, Request
 
 GIGA = 1_000_000_000
 """Bandwidths are in GB/s of 10^9 bytes."""
@@ -150,7 +150,7 @@ def measure_plan(plan: LoadPlan, rank: int, files: Sequence[int], threads: int) 
         ),
         "sent": sum(s.nbytes for r in plan.rounds for peer, one in enumerate(r.sends) if peer != rank for s in one),
         "rounds": len(plan.rounds),
-        "peak": max(measure_scratch(plan.direct, threads), measure_exchange(plan.rounds, rank)),
+        "peak": max(measure_scratch(plan.direct, threads), measure_exchange(plan, rank)),
     }
 
 
@@ -159,12 +159,12 @@ def measure_scratch(requests: Sequence[Request], threads: int) -> int:
     return min(threads, len(requests)) * max((request.nbytes for request in requests), default=0)
 
 
-def measure_exchange(rounds: Sequence[Round], rank: int) -> int:
-    """Most memory that rounds of exchange take: staged for the largest round, packed and received in a step."""
+def measure_exchange(plan: LoadPlan, rank: int) -> int:
+    """Most memory that rounds of exchange take: staged for two of the largest, packed and received in a step."""
     moved = 0
-    for each in rounds:
+    for each in plan.rounds:
         for step, fresh in product(range(each.steps), (True, False)):
-            sends, claims = each.pick_step(rank, fresh, step)
+            sends, claims = each.pick_step(rank, fresh, step, plan.near)
             nbytes = [send.nbytes for one in sends for send in one] + [claim.nbytes for one in claims for claim in one]
             moved = max(moved, sum(nbytes))
-    return max((each.staged for each in rounds), default=0) + moved
+    return 2 * max((each.staged for each in plan.rounds), default=0) + moved

@@ -144,7 +144,7 @@ class Sampler:
         tables = [address_claims(held, one)[0][0] for held in claims.values()]
         plan = decide(tables, self.blocks, chosen, replace(self.sizes, share=_ENDLESS))
         at = list(claims).index(rank)
-        told = plan.answers[at].tolist()
+        told = plan.answers[at][:, 0].tolist()
         granted = [claim for claim, answer in zip(claims[rank], told, strict=True) if answer == GRANTED]
         serving = plan.rounds[0] if plan.rounds else Round.idle(len(claims))
         return granted, plan, serving, sum(send.nbytes for send in serving.sends[at])

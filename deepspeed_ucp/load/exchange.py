@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.store import count_readers
-from ..io.threads import count_threads
+from ..io.threads import count_threads, run_threads
 from ..plan import Claim, LoadPlan, Request, Send
 from ..plan.claims import STAGE
 from ..plan.rounds import BLOCK
@@ -43,6 +43,7 @@ class CollectiveReader:
         into: where bytes go, and what is zeroed first.
         plan: of this rank.
         config: window, threads, verification.
+        stages: by rank, the memory that it stages bytes in, for two rounds; None of those whose memory is not seen.
 
     Attributes:
         checks: of what pass 1 has read.
@@ -50,9 +51,15 @@ class CollectiveReader:
     """
 
     def __init__(
-        self, index: AtomicIndex, into: Destinations, plan: LoadPlan, comm: Comm, config: UniversalConfig
+        self,
+        index: AtomicIndex,
+        into: Destinations,
+        plan: LoadPlan,
+        comm: Comm,
+        config: UniversalConfig,
+        stages: Sequence[memoryview | None],
     ) -> None:
-        self.index, self.into, self.plan, self.comm = index, into, plan, comm
+        self.index, self.into, self.plan, self.comm, self.stages = index, into, plan, comm, stages
         self.sinks = into.sinks
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file, default_threads())
@@ -61,8 +68,8 @@ class CollectiveReader:
         self.checksum = config.verify == "crc"
         self.two_passes = self.checksum and not all(sink.fresh for sink in into.sinks)
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
-        self.stage = Scratch()
         self.checks = Checks()
+        self.near = np.array([stage is not None for stage in stages], np.bool_)
         self.files: dict[str, tuple[int, float]] = {}
 
     def read_fresh(self) -> list[Checked]:
@@ -108,14 +115,16 @@ class CollectiveReader:
         with self._open_reader() as reader:
             direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
             checks = self.comm.run(lambda: self._begin(reader, direct, fresh))
-            arrived = partial(self._scatter, (), memoryview(b""))  # nothing has come yet
-            for each, step in [(one, step) for one in self.plan.rounds for step in range(one.steps)]:
-                sends, claims = each.pick_step(self.comm.rank, fresh, step)
-                reads = [] if step else each.reads if everything else each.pick_reads(fresh)
-                work = partial(self._take_step, reader, arrived, reads, fresh, each.staged, sends)
-                more, packed = self.comm.run(work)
-                checks += more
-                arrived = partial(self._scatter, claims, self._swap(packed, sends, claims))
+            arrived: Callable[[], None] = lambda: None  # noqa: E731 - nothing has come yet
+            for number, each in enumerate(self.plan.rounds):
+                reads = each.reads if everything else each.pick_reads(fresh)
+                for step in range(each.steps):
+                    sends, claims = each.pick_step(self.comm.rank, fresh, step, self.plan.near)
+                    work = partial(self._take_step, reader, arrived, [] if step else reads, fresh, number, sends)
+                    more, packed = self.comm.run(work)
+                    checks += more
+                    near = [] if step else each.pick_near(fresh, self.near)
+                    arrived = partial(self._take_arrived, near, number, claims, self._swap(packed, sends, claims))
             self.comm.run(arrived)
             self._note_files(reader)
         return checks
@@ -147,13 +156,23 @@ class CollectiveReader:
         arrived: Callable[[], None],
         reads: Sequence[Request],
         fresh: bool,
-        staged: int,
+        number: int,
         sends: Sequence[Sequence[Send]],
     ) -> tuple[list[Checked], Bytes]:
-        """What a rank does between two exchanges: take what came, read, and pack what goes."""
+        """What a rank does between two exchanges: take what came, read, and pack what goes.
+
+        Rounds take turns in the two parts of the staging memory: when one is read into, every rank has said in between
+        that it has taken what was there two rounds ago.
+        """
         arrived()
-        stage = self.stage.take(staged)
+        stage = self._find_stage(self.comm.rank, number)
         return self._read(reader, reads, fresh, MemorySink(stage)), _pack(stage, sends)
+
+    def _find_stage(self, rank: int, number: int) -> memoryview:
+        """The part of a near rank's staging memory that a round takes."""
+        memory = self.stages[rank] or memoryview(b"")
+        half = memory.nbytes // 2
+        return memory[half * (number % 2) :][:half]
 
     def _feeds(self, request: Request, fresh: bool) -> bool:
         """Whether some of the request's bytes go to fresh memory, or to live buffers."""
@@ -168,29 +187,68 @@ class CollectiveReader:
         return reader.read_parallel(requests, [*sinks, stage, None], self.threads)  # STAGE and DISCARD are the last
 
     def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
-        """Send bytes, in rank order, to those who claimed them; what came; collective."""
+        """Send bytes, in rank order, to those who claimed them and are not near; what came; collective."""
+        if self.near.all():  # then so it is on every rank
+            return memoryview(b"")
         counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
         return memoryview(self.comm.swap(packed, *counts))
+
+    def _take_arrived(
+        self,
+        near: Sequence[tuple[int, int, Claim]],
+        number: int,
+        claims: Sequence[Sequence[Claim]],
+        data: memoryview,
+    ) -> None:
+        """Take what a round has staged: of near ranks' memory, and of what others have sent."""
+        self._scatter(claims, data)
+        if near:
+            run_threads(near, partial(self._copy_staged, number), self.threads)
+
+    def _copy_staged(self, number: int, turn: Iterator[tuple[int, int, Claim]]) -> None:
+        scratch = Scratch()
+        for peer, place, claim in turn:
+            data = _collect(self._find_stage(peer, number)[place:], claim.run, claim.step, claim.count, scratch)
+            self._store(claim, data)
+
+    def _store(self, claim: Claim, data: memoryview) -> None:
+        """Take a claim's bytes, one run behind the other."""
+        position = 0
+        for part in claim.parts:
+            self.sinks[part.buffer].store(part, data[position : position + part.nbytes])
+            position += part.nbytes
 
     def _scatter(self, claims: Sequence[Sequence[Claim]], data: memoryview) -> None:
         """Take bytes that came from other ranks, in the order of the claims that they answer."""
         position = 0
-        for part in (part for one in claims for claim in one for part in claim.parts):
-            self.sinks[part.buffer].store(part, data[position : position + part.nbytes])
-            position += part.nbytes
+        for claim in (claim for one in claims for claim in one):
+            self._store(claim, data[position : position + claim.nbytes])
+            position += claim.nbytes
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
     """What is sent, one piece behind the other."""
     nbytes = sum(send.nbytes for one in sends for send in one)
-    packed, staged = np.frombuffer(Scratch().take(nbytes), np.uint8), np.frombuffer(stage, np.uint8)
-    position = 0
+    packed, position = Scratch().take(nbytes), 0
     for send in (send for one in sends for send in one):
-        shape, strides = (send.count, send.run), (send.step, 1)
-        rows = np.lib.stride_tricks.as_strided(staged[send.position :], shape, strides)
-        packed[position : position + send.nbytes].reshape(shape)[:] = rows
+        rows = _view_runs(stage[send.position :], send.run, send.step, send.count)
+        np.frombuffer(packed[position : position + send.nbytes], np.uint8).reshape(rows.shape)[:] = rows
         position += send.nbytes
-    return packed
+    return np.frombuffer(packed, np.uint8)
+
+
+def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
+    """[count, run] bytes of runs that begin ``step`` apart."""
+    return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint8), (count, run), (step, 1))
+
+
+def _collect(memory: memoryview, run: int, step: int, count: int, scratch: Scratch) -> memoryview:
+    """The same, one behind the other: where they lie, if they do so there."""
+    if count == 1 or step == run:
+        return memory[: run * count]
+    data = scratch.take(run * count)
+    np.frombuffer(data, np.uint8).reshape(count, run)[:] = _view_runs(memory, run, step, count)
+    return data
 
 
 def _allocate_pinned(nbytes: int) -> memoryview:

@@ -13,7 +13,9 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..io.memory import identify_host, measure_available
+from ..io.shared import share_memory
 from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
+from ..plan.rounds import Near
 from ..plan.wants import Wants
 from ..stream.samples import check_samples
 from .destinations import Buffer
@@ -49,8 +51,10 @@ class Transfer:
         self.index, self.work, self.comm = index, work, comm
         self.apart = apart and set_apart(work.into.buffers, window, comm)
         fresh = [sink.fresh for sink in work.into.sinks]
-        self.plan = negotiate(work.wants, fresh, index, comm, sizes or ReadSizes.within(window))
-        self.reader = CollectiveReader(index, work.into, self.plan, comm, config)
+        sizes = sizes or ReadSizes.within(window)
+        stages = share_memory(2 * sizes.stage, comm.rank, comm.gather)
+        self.plan = negotiate(work.wants, fresh, index, comm, sizes, find_near(stages))
+        self.reader = CollectiveReader(index, work.into, self.plan, comm, config, stages)
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""
@@ -108,12 +112,20 @@ def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     return True
 
 
-def negotiate(wants: Wants, fresh: Sequence[bool], index: AtomicIndex, comm: Comm, sizes: ReadSizes) -> LoadPlan:
+def find_near(stages: Sequence[memoryview | None]) -> Near:
+    """Which ranks' staging memory this one sees."""
+    return np.array([stage is not None for stage in stages], np.bool_)
+
+
+def negotiate(
+    wants: Wants, fresh: Sequence[bool], index: AtomicIndex, comm: Comm, sizes: ReadSizes, near: Near | None = None
+) -> LoadPlan:
     """Ranks tell each other what they want and agree who reads it; collective.
 
     Args:
         wants: of this rank.
         fresh: which of its sinks are not part of the engine (yet).
+        near: ranks that see each other's staging memory.
 
     Raises:
         UcpError: a want cannot be located; the same on every rank.
@@ -125,7 +137,7 @@ def negotiate(wants: Wants, fresh: Sequence[bool], index: AtomicIndex, comm: Com
     touched = np.flatnonzero(comm.any_of(mask))
     blocks = Blocks.of(records, sizes.block, comm.size, index.stored.sight)
     tables, addressed = address_claims(claims, blocks)
-    decision = decide(comm.swap_tables(tables), blocks, blocks.owned(comm.rank, touched), sizes)
+    decision = decide(comm.swap_tables(tables), blocks, blocks.owned(comm.rank, touched), sizes, near)
     answers = comm.swap_tables(decision.answers)
     plan = make_plan(addressed, answers, decision, comm.rank, [record.file for record in records])
     return plan.agree(comm.gather(plan.count_steps(sizes.share)))

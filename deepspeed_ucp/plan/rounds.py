@@ -3,8 +3,9 @@
 An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. It
 grants a claim that is one run apart from all others, if its rank can read the file, and if it is long or that rank is
 alone in the block; so no byte is granted to two ranks, or to one and sent to another. Everything else of a block of
-which something is sent is staged, padding included. A round stages, and sends, no more than a share of the window, or
-one block. What a rank receives in a round is bounded by the steps in which the round's bytes travel.
+which something is sent is staged, padding included. Ranks that see the owner's memory (its machine's, itself among
+them) take their bytes from there, to the others they are sent. A round stages, and sends, no more than a share of the
+window, or one block. What a rank receives in a round is bounded by the steps in which the round's bytes travel.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from ..flat import Span, find_gaps
 from ..sight import Sight
 from .claims import DISCARD, GRANTED, STAGE, Blocks, Claim, Part, Request, Table, address_claims
 
-Answers = npt.NDArray[np.int32]
-"""To each claim ``GRANTED``, or the round in which the owner sends the bytes."""
+Answers = npt.NDArray[np.int64]
+"""To each claim (``GRANTED``, 0), or the round in which the owner stages the bytes, and their place in its memory."""
+
+Near = npt.NDArray[np.bool_]
+"""[ranks] which ranks take bytes from this one's staging memory, and it from theirs; this one itself is among them."""
 
 _Row = tuple[int, int, Sequence[int]]
 """A claim: its rank, its number in that rank's table, its columns."""
@@ -53,7 +57,12 @@ class ReadSizes:
     @classmethod
     def within(cls, window: int, block: int = BLOCK, min_direct: int = MIN_DIRECT) -> ReadSizes:
         """Those for a window of staging memory."""
-        return cls(max(window // 8, block), block, min_direct)
+        return cls(max(window // 16, block), block, min_direct)
+
+    @property
+    def stage(self) -> int:
+        """Bytes of staging memory that a round takes."""
+        return max(self.share, self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +88,9 @@ class Round:
     Attributes:
         sends: per rank, what of the staged bytes it gets, in the order of its claims.
         receives: per rank, the claims whose bytes come from it, in order.
+        places: the same claims' first bytes in that rank's staging memory.
         reads: what this rank stages; the parts' positions are bytes of the staging memory.
-        staged, sent: bytes of staging memory, and of all sends.
+        staged, sent: bytes of staging memory, and of all sends to ranks that do not see it.
         steps: in how many exchanges the bytes travel, each with a part of the other ranks; the same on every rank.
     """
 
@@ -90,42 +100,60 @@ class Round:
     staged: int = 0
     sent: int = 0
     steps: int = 1
+    places: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def idle(cls, size: int) -> Round:
         """A round in which none of ``size`` ranks has a part."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
-    def add(self, record: int, block: Span, gaps: Iterable[Span], claims: Iterable[_Row]) -> None:
-        """Stage what is not granted of a block, and send what is claimed of it."""
+    def add(self, record: int, block: Span, gaps: Iterable[Span], claims: Iterable[_Row]) -> int:
+        """Stage what is not granted of a block, for those who claim it.
+
+        Returns:
+            Where in the staging memory the block's byte 0 of the record would lie.
+        """
         base = self.staged - block[0]
         self.reads += [_read(record, low, high, STAGE, base + low) for low, high in gaps]
         self.staged += block[1] - block[0]
         for rank, _, (_, offset, run, step, count, fresh) in claims:
             self.sends[rank].append(Send(base + offset, run, step, count, bool(fresh)))
-            self.sent += run * count
+        return base
 
-    def count_steps(self, share: int) -> int:
+    def count_steps(self, share: int, near: Near | None = None) -> int:
         """Exchanges that this rank needs to send and to receive no more than about ``share`` bytes in each."""
-        received = sum(claim.nbytes for one in self.receives for claim in one)
+        far = range(len(self.receives)) if near is None else np.flatnonzero(~near).tolist()
+        received = sum(claim.nbytes for peer in far for claim in self.receives[peer])
         return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
 
-    def pick_step(self, rank: int, fresh: bool, step: int) -> tuple[list[list[Send]], list[list[Claim]]]:
+    def pick_step(
+        self, rank: int, fresh: bool, step: int, near: Near | None = None
+    ) -> tuple[list[list[Send]], list[list[Claim]]]:
         """What ``rank`` sends to each rank and gets from it in one of the steps, for fresh memory or for live buffers.
 
-        In each step a rank sends to those whose distance from it falls to that step.
+        In each step a rank sends to those whose distance from it falls to that step; to those that are near, nothing.
         """
         size = len(self.sends)
         now = [distance * self.steps // size == step for distance in range(size)]
+        far = [True] * size if near is None else (~near).tolist()
         sends = [
-            [send for send in one if send.fresh == fresh] if now[(peer - rank) % size] else []
+            [send for send in one if send.fresh == fresh] if far[peer] and now[(peer - rank) % size] else []
             for peer, one in enumerate(self.sends)
         ]
         claims = [
-            [claim for claim in one if claim.fresh == fresh] if now[(rank - peer) % size] else []
+            [claim for claim in one if claim.fresh == fresh] if far[peer] and now[(rank - peer) % size] else []
             for peer, one in enumerate(self.receives)
         ]
         return sends, claims
+
+    def pick_near(self, fresh: bool, near: Near) -> list[tuple[int, int, Claim]]:
+        """What this rank takes from near ranks' staging memory: (rank, its first byte there, claim)."""
+        return [
+            (peer, place, claim)
+            for peer in np.flatnonzero(near).tolist()
+            for place, claim in zip(self.places[peer] if self.places else (), self.receives[peer], strict=True)
+            if claim.fresh == fresh
+        ]
 
     def pick_reads(self, fresh: bool) -> list[Request]:
         """Those of the reads of which some bytes are sent to fresh memory, or to live buffers."""
@@ -142,34 +170,45 @@ class OwnerPlan:
 
     Attributes:
         answers: per rank, to each of its claims.
+        near: see :data:`Near`; None where no memory is seen by others.
         rounds: what the owner stages and sends.
         unclaimed: reads of further bytes that only the checksums need.
     """
 
     answers: list[Answers]
+    near: Near | None = None
     rounds: list[Round] = field(default_factory=list)
     unclaimed: list[Request] = field(default_factory=list)
 
     def serve(self, record: int, block: Span, gaps: Iterable[Span], claims: Sequence[_Row], share: int) -> None:
         """Send claims on a block in the last round, or in a new one where its share is used up."""
-        staged, sent = block[1] - block[0], sum(row[2] * row[4] for _, _, row in claims)
+        staged = block[1] - block[0]
+        sent = sum(row[2] * row[4] for rank, _, row in claims if self.near is None or not self.near[rank])
         last = self.rounds[-1] if self.rounds else None
         if last is None or max(last.staged + staged, last.sent + sent) > share:
             last = Round.idle(len(self.answers))
             self.rounds.append(last)
-        last.add(record, block, gaps, claims)
-        for rank, number, _ in claims:
-            self.answers[rank][number] = len(self.rounds) - 1
+        base = last.add(record, block, gaps, claims)
+        last.sent += sent
+        for rank, number, row in claims:
+            self.answers[rank][number] = len(self.rounds) - 1, base + row[1]
 
 
-def decide(tables: Sequence[Table], blocks: Blocks, owned: Iterable[tuple[int, int]], sizes: ReadSizes) -> OwnerPlan:
+def decide(
+    tables: Sequence[Table],
+    blocks: Blocks,
+    owned: Iterable[tuple[int, int]],
+    sizes: ReadSizes,
+    near: Near | None = None,
+) -> OwnerPlan:
     """Decide about blocks.
 
     Args:
         tables: per rank its claims on them, in the order of records and offsets, so that they are sent in it.
         owned: (record, block of it) of these blocks, ascending.
+        near: of this owner.
     """
-    decision = OwnerPlan([np.full(len(table), GRANTED, np.int32) for table in tables])
+    decision = OwnerPlan([np.full((len(table), 2), (GRANTED, 0), np.int64) for table in tables], near)
     claimed = _group(tables, blocks.block)
     for record, number in owned:
         low = number * blocks.block
@@ -230,10 +269,12 @@ class LoadPlan:
     Attributes:
         direct: reads for its own buffers, and of bytes that only the checksums need, in the order of reading.
         rounds: exchange, the same number of rounds on every rank.
+        near: see :data:`Near`; None where everything is sent.
     """
 
     direct: list[Request]
     rounds: list[Round]
+    near: Near | None = field(default=None, compare=False)
 
     @property
     def requests(self) -> list[Request]:
@@ -247,7 +288,7 @@ class LoadPlan:
 
     def count_steps(self, share: int) -> list[int]:
         """Exchanges that each round needs here."""
-        return [each.count_steps(share) for each in self.rounds]
+        return [each.count_steps(share, self.near) for each in self.rounds]
 
     def agree(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
         """The same in as many rounds and exchanges as the rank that needs the most.
@@ -282,13 +323,13 @@ def make_plan(
         for claim in claims
     ]
     direct = order_reads(direct + decision.unclaimed, files, rank, len(addressed))
-    count = max([len(decision.rounds), *(int(told.max(initial=GRANTED)) + 1 for told in answers)])
+    count = max([len(decision.rounds), *(int(told[:, 0].max(initial=GRANTED)) + 1 for told in answers)])
     idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = [
-        replace(each, receives=_pick(addressed, answers, number))
+        replace(each, receives=_pick(addressed, answers, number), places=_find_places(answers, number))
         for number, each in enumerate([*decision.rounds, *idle])
     ]
-    return LoadPlan(direct, rounds)
+    return LoadPlan(direct, rounds, decision.near)
 
 
 def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int, size: int) -> list[Request]:
@@ -305,20 +346,35 @@ def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int, size:
 def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
     """Per owner the claims that got an answer."""
     pairs = zip(addressed, answers, strict=True)
-    return [[claims[number] for number in np.flatnonzero(told == wanted).tolist()] for claims, told in pairs]
+    return [[claims[number] for number in np.flatnonzero(told[:, 0] == wanted).tolist()] for claims, told in pairs]
+
+
+def _find_places(answers: Sequence[Answers], wanted: int) -> list[list[int]]:
+    """Per owner where the bytes of those claims begin that got an answer."""
+    return [told[told[:, 0] == wanted, 1].tolist() for told in answers]
 
 
 def plan_ranks(
     claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, sight: Sight | None = None
 ) -> list[LoadPlan]:
-    """The plans of as many ranks as there are lists of claims: what they would tell each other is handed on."""
+    """The plans of as many ranks as there are lists of claims, each on a machine of its own.
+
+    What they would tell each other is handed on.
+    """
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, sizes.block, len(claims), sight)
     files = [record.file for record in records]
     sent = [address_claims(mine, blocks) for mine in claims]
     decisions = [
-        decide([tables[owner] for tables, _ in sent], blocks, blocks.owned(owner, touched), sizes) for owner in ranks
+        decide(
+            [tables[owner] for tables, _ in sent],
+            blocks,
+            blocks.owned(owner, touched),
+            sizes,
+            np.arange(len(claims)) == owner,
+        )
+        for owner in ranks
     ]
     plans = [
         make_plan(sent[rank][1], [each.answers[rank] for each in decisions], decisions[rank], rank, files)

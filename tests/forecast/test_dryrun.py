@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, mea
 from deepspeed_ucp.forecast.estimate import measure_plan
 from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import EXPERTS, ForecastTarget, foretell_target
+from deepspeed_ucp.io import shared
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.expertmodels import expert_trips
@@ -100,6 +102,14 @@ def compare(index: AtomicIndex, ranks: Sequence[Loaded], run: DryRun, target: Fo
     assert run.totals.read == sum(rank.plan.nbytes for rank in ranks if rank.plan)
     assert run.totals.state == sum(index.stored.atoms[key].nbytes for key in ranks[0].work.touched)
     assert run.totals.exchanged == sum(rank.received for rank in run.ranks) == sum(rank.sent for rank in run.ranks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machines() -> Iterator[None]:
+    """Every rank has a machine of its own, as a dry run takes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "identify_host", lambda: str(threading.get_ident()))
+        yield
 
 
 def load(folder: Path, targets: Sequence[FakeTarget], options: Options) -> tuple[AtomicIndex, list[Loaded]]:

@@ -71,9 +71,9 @@ def test_scratch_is_of_the_largest_read_per_thread() -> None:
 def test_a_step_of_exchange_takes_what_is_packed_and_received_in_it() -> None:
     sends = [[make_send(5)], [make_send(7)], [make_send(11, False)]]
     receives = [[make_claim(5)], [make_claim(13)], []]
-    assert measure_exchange([Round(sends, receives, staged=100)], 0) == 100 + 5 + 7 + 5 + 13
+    assert measure_exchange(LoadPlan([], [Round(sends, receives, staged=100)]), 0) == 200 + 5 + 7 + 5 + 13
     # Distances 0 and 1 fall to the first of two steps: rank 0 sends to 0 and 1, and receives from 0 and 2.
-    assert measure_exchange([Round(sends, receives, staged=100, steps=2)], 0) == 100 + 5 + 7 + 5
+    assert measure_exchange(LoadPlan([], [Round(sends, receives, staged=100, steps=2)]), 0) == 200 + 5 + 7 + 5
 
 
 def test_a_plans_figures_leave_out_what_a_rank_sends_itself() -> None:

@@ -644,7 +644,7 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = CollectiveReader(open_for(path, rank), Destinations(), NO_PLAN, Comm(), config)
+    made = CollectiveReader(open_for(path, rank), Destinations(), NO_PLAN, Comm(), config, [None])
     assert 1 <= made.threads <= (threads or default_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 

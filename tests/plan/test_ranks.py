@@ -162,16 +162,17 @@ def test_a_part_that_is_granted_is_not_staged() -> None:
 
 
 def test_owners_send_at_the_same_time_and_what_is_received_comes_in_steps() -> None:
-    """Six blocks of 16 bytes for three ranks, in rounds of 32 bytes: 48 are sent and received in each."""
-    atom = make_atom("w", 24, (0, 24, 0, 0))
-    plans = plan_wants([[Want(atom, 0, 24, 0, 0)]] * 3, [Record(0, 0, 96, 0)], block=16, window=32).plans
+    """Eight blocks of 16 bytes for four ranks, in rounds of 32 bytes: 48 are sent and received in each."""
+    atom = make_atom("w", 32, (0, 32, 0, 0))
+    plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, [Record(0, 0, 128, 0)], block=16, window=32).plans
     assert [[[request.offset for request in each.reads] for each in plan.rounds] for plan in plans] == [
-        [[0], [48]],
-        [[16], [64]],
-        [[32], [80]],
+        [[0], [64]],
+        [[16], [80]],
+        [[32], [96]],
+        [[48], [112]],
     ]
     assert {each.steps for plan in plans for each in plan.rounds} == {2}
-    assert sum(plan.nbytes for plan in plans) == 96
+    assert sum(plan.nbytes for plan in plans) == 128
 
 
 def test_every_rank_takes_part_in_as_many_rounds() -> None:
@@ -262,14 +263,14 @@ def expect(pieces: Sequence[Extent], data: Sequence[np.ndarray], nbytes: int) ->
 
 
 def check_bounds(planned: Planned, window: int) -> None:
-    """Requests stay inside blocks; a round stages and sends a window, or one block."""
-    for plan in planned.plans:
+    """Requests stay inside blocks; a round stages, and sends to others, a window, or one block."""
+    for rank, plan in enumerate(planned.plans):
         for request in plan.requests:
             assert 0 < request.nbytes <= BLOCK
             assert request.offset // BLOCK == (request.offset + request.nbytes - 1) // BLOCK
             assert sum(part.nbytes for part in request.parts) == request.nbytes
         for each in plan.rounds:
-            sent = sum(send.nbytes for one in each.sends for send in one)
+            sent = sum(send.nbytes for peer, one in enumerate(each.sends) for send in one if peer != rank)
             blocks = {(request.record, request.offset // BLOCK) for request in each.reads}
             assert len(blocks) <= 1 or (each.staged <= window and sent <= window)
             assert sum(request.nbytes for request in each.reads) <= each.staged

@@ -35,7 +35,7 @@ def spans(reads: Sequence[Request]) -> list[tuple[int, int, int]]:
 
 
 def decided(decision: OwnerPlan) -> list[list[bool]]:
-    return [(answers == GRANTED).tolist() for answers in decision.answers]
+    return [(answers[:, 0] == GRANTED).tolist() for answers in decision.answers]
 
 
 @pytest.mark.parametrize("nbytes", [1, 19, 100])
@@ -118,7 +118,7 @@ def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     numbers = [[read.offset // 50 for read in served.reads] for served in found.rounds]
     for number, blocks in enumerate(numbers):
         for answers in found.answers:
-            assert all(answers[block] == number for block in blocks)
+            assert all(answers[block, 0] == number for block in blocks)
     return numbers
 
 

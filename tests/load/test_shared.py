@@ -1,0 +1,109 @@
+"""Ranks of one machine take what a neighbour has staged from its memory; only other machines' bytes travel."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.io import shared
+from deepspeed_ucp.io.shared import share_memory
+from deepspeed_ucp.load.exchange import CollectiveReader
+from tests.ranks import run_ranks
+from tests.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
+
+
+def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm], Any]:
+    """Ranks on machines; what each of them sees of 100 bytes of all, after each has written its number."""
+    found = threading.local()
+    monkeypatch.setattr(shared, "identify_host", lambda: found.host)
+
+    def work(rank: int, comm: Comm) -> list[int | None]:
+        found.host = hosts[rank]
+        memory = share_memory(100, rank, comm.gather)
+        own = memory[rank]
+        assert own is not None and own.nbytes == 100
+        own[99] = rank + 1
+        comm.gather(None)
+        return [None if each is None else each[99] for each in memory]
+
+    return work
+
+
+def test_ranks_of_a_machine_see_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(3, place(monkeypatch, "a", "b", "a")) == [[1, None, 3], [None, 2, None], [1, None, 3]]
+
+
+def test_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    run_ranks(2, place(monkeypatch, "a", "a"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
+def test_where_one_rank_fails_none_of_its_machine_shares(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine's do all the same."""
+    make, see = shared._make, shared._map
+
+    def fail_to_make(nbytes: int, token: bytes) -> Any:
+        return (-1, None) if threading.current_thread().name.endswith("0") else make(nbytes, token)
+
+    def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
+        return see(path, token if calls.append(path) or len(calls) > 1 else bytes(16), nbytes)
+
+    calls: list[str] = []
+    work = place(monkeypatch, "a", "a", "b", "b")
+    if fault == "no memfd":
+        monkeypatch.delattr(os, "memfd_create")
+        expected = [[1, None, None, None], [None, 2, None, None], [None, None, 3, None], [None, None, None, 4]]
+    elif fault == "no room":
+        monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
+        expected = [[1, None, None, None], [None, 2, None, None], [None, None, 3, None], [None, None, None, 4]]
+    else:
+        monkeypatch.setattr(shared, "_map", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
+        result = run_ranks(4, work)
+        alone = [row for number, row in enumerate(result) if sum(each is not None for each in row) == 1]
+        assert len(alone) == (2 if fault == "not seen" else 4)
+        return
+    assert run_ranks(4, work) == expected
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
+@pytest.mark.parametrize("share", [64, 1 << 20])
+def test_only_bytes_for_other_machines_travel(
+    hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank of stage 0 wants everything; what two steps before is read over has been taken by then."""
+    sent, swap = set[tuple[int, int]](), CollectiveReader._swap
+
+    def note(self: Any, packed: Any, sends: Any, claims: Any) -> Any:
+        sent.update((self.comm.rank, peer) for peer, one in enumerate(sends) if one)
+        return swap(self, packed, sends, claims)
+
+    monkeypatch.setattr(CollectiveReader, "_swap", note)
+    numbers = threading.local()
+    share_all = share_memory
+
+    def share_by_rank(nbytes: int, rank: int, gather: Any) -> Any:
+        numbers.host = hosts[rank]
+        return share_all(nbytes, rank, gather)
+
+    monkeypatch.setattr(shared, "identify_host", lambda: numbers.host)
+    monkeypatch.setattr("deepspeed_ucp.load.transfer.share_memory", share_by_rank)
+    state = random_state(MODEL, 0)
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    targets = make_targets(MODEL, Topology(0, 4))
+    index = open_for(path, targets[0])
+    ranks = load(index, targets, window=4 * share)
+    check_content(ranks, state)
+    check_reads(index, ranks)
+    assert {(hosts[one], hosts[two]) for one, two in sent} == {(x, y) for x in hosts for y in hosts if x != y}
