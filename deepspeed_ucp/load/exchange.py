@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from .destinations import Destinations
 logger = logging.getLogger("deepspeed_ucp")
 
 Bytes = npt.NDArray[Any]
+T = TypeVar("T")
 
 _ATTEMPTS = 3
 _PAUSE = 0.2
@@ -112,20 +114,23 @@ class CollectiveReader:
             raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
     def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
+        """Direct reads are spread over the rounds, so that storage is busy while staged bytes are copied."""
+        steps = [(number, step) for number, each in enumerate(self.plan.rounds) for step in range(each.steps)]
+        direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
+        checks, arrived = list[Checked](), list[_Arrived]()
+        self.comm.run(lambda: self.into.zero_blanks(fresh=fresh))
         with self._open_reader() as reader:
-            direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
-            checks = self.comm.run(lambda: self._begin(reader, direct, fresh))
-            arrived: Callable[[], None] = lambda: None  # noqa: E731 - nothing has come yet
-            for number, each in enumerate(self.plan.rounds):
-                reads = each.reads if everything else each.pick_reads(fresh)
-                for step in range(each.steps):
-                    sends, claims = each.pick_step(self.comm.rank, fresh, step, self.plan.near)
-                    work = partial(self._take_step, reader, arrived, [] if step else reads, fresh, number, sends)
-                    more, packed = self.comm.run(work)
-                    checks += more
-                    near = [] if step else each.pick_near(fresh, self.near)
-                    arrived = partial(self._take_arrived, near, number, claims, self._swap(packed, sends, claims))
-            self.comm.run(arrived)
+            for turn, (number, step) in enumerate(steps):
+                each, share = self.plan.rounds[number], _cut(direct, turn, len(steps) + 1)
+                staged = [] if step else each.reads if everything else each.pick_reads(fresh)
+                sends, claims = each.pick_step(self.comm.rank, fresh, step, self.plan.near)
+                work = partial(self._take_step, reader, [*staged, *share], arrived, fresh, number, sends)
+                more, packed = self.comm.run(work)
+                checks += more
+                arrived = list(_list_sent(claims, self._swap(packed, sends, claims)))
+                arrived += [] if step else self._list_staged(each.pick_near(fresh, self.near), number)
+            rest = _cut(direct, len(steps), len(steps) + 1)
+            checks += self.comm.run(partial(self._work, reader, rest, arrived, fresh))
             self._note_files(reader)
         return checks
 
@@ -146,27 +151,57 @@ class CollectiveReader:
             part.buffer == STAGE or (part.buffer >= 0 and not self.sinks[part.buffer].fresh) for part in request.parts
         )
 
-    def _begin(self, reader: RecordReader, requests: Sequence[Request], fresh: bool) -> list[Checked]:
-        self.into.zero_blanks(fresh=fresh)
-        return self._read(reader, requests, fresh)
-
     def _take_step(
         self,
         reader: RecordReader,
-        arrived: Callable[[], None],
-        reads: Sequence[Request],
+        requests: Sequence[Request],
+        arrived: Sequence[_Arrived],
         fresh: bool,
         number: int,
         sends: Sequence[Sequence[Send]],
     ) -> tuple[list[Checked], Bytes]:
-        """What a rank does between two exchanges: take what came, read, and pack what goes.
+        """What a rank does between two exchanges: read, take what came, and pack what goes.
 
         Rounds take turns in the two parts of the staging memory: when one is read into, every rank has said in between
         that it has taken what was there two rounds ago.
         """
-        arrived()
         stage = self._find_stage(self.comm.rank, number)
-        return self._read(reader, reads, fresh, MemorySink(stage)), _pack(stage, sends)
+        return self._work(reader, requests, arrived, fresh, MemorySink(stage)), _pack(stage, sends)
+
+    def _work(
+        self,
+        reader: RecordReader,
+        requests: Sequence[Request],
+        arrived: Sequence[_Arrived],
+        fresh: bool,
+        stage: Sink | None = None,
+    ) -> list[Checked]:
+        """Carry out reads and copies by the same threads, the reads first: most of their time is waiting."""
+        if self.pinned:  # the threads copy on the default stream
+            torch.cuda.synchronize()
+        sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
+        sinks += [stage, None]  # STAGE and DISCARD are the last
+        checks: list[Checked] = []
+
+        def work(turn: Iterator[Request | _Arrived]) -> None:
+            scratch = Scratch()
+            for job in turn:
+                if isinstance(job, Request):
+                    checks.extend(reader.read([job], sinks))
+                else:
+                    self._store(job.claim, job.collect(scratch))
+
+        jobs: list[Request | _Arrived] = [*requests, *arrived]
+        if jobs:
+            run_threads(jobs, work, self.threads)
+        return checks
+
+    def _store(self, claim: Claim, data: memoryview) -> None:
+        """Take a claim's bytes, one run behind the other."""
+        position = 0
+        for part in claim.parts:
+            self.sinks[part.buffer].store(part, data[position : position + part.nbytes])
+            position += part.nbytes
 
     def _find_stage(self, rank: int, number: int) -> memoryview:
         """The part of a near rank's staging memory that a round takes."""
@@ -178,13 +213,10 @@ class CollectiveReader:
         """Whether some of the request's bytes go to fresh memory, or to live buffers."""
         return any(part.buffer >= 0 and self.sinks[part.buffer].fresh == fresh for part in request.parts)
 
-    def _read(
-        self, reader: RecordReader, requests: Sequence[Request], fresh: bool, stage: Sink | None = None
-    ) -> list[Checked]:
-        if self.pinned:  # the threads copy on the default stream
-            torch.cuda.synchronize()
-        sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
-        return reader.read_parallel(requests, [*sinks, stage, None], self.threads)  # STAGE and DISCARD are the last
+    def _list_staged(self, near: Iterable[tuple[int, int, Claim]], number: int) -> Iterator[_Arrived]:
+        """Bytes that near ranks have staged in a round."""
+        for peer, place, claim in near:
+            yield _Arrived(claim, self._find_stage(peer, number)[place:], claim.step)
 
     def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
         """Send bytes, in rank order, to those who claimed them and are not near; what came; collective."""
@@ -193,37 +225,36 @@ class CollectiveReader:
         counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
         return memoryview(self.comm.swap(packed, *counts))
 
-    def _take_arrived(
-        self,
-        near: Sequence[tuple[int, int, Claim]],
-        number: int,
-        claims: Sequence[Sequence[Claim]],
-        data: memoryview,
-    ) -> None:
-        """Take what a round has staged: of near ranks' memory, and of what others have sent."""
-        self._scatter(claims, data)
-        if near:
-            run_threads(near, partial(self._copy_staged, number), self.threads)
 
-    def _copy_staged(self, number: int, turn: Iterator[tuple[int, int, Claim]]) -> None:
-        scratch = Scratch()
-        for peer, place, claim in turn:
-            data = _collect(self._find_stage(peer, number)[place:], claim.run, claim.step, claim.count, scratch)
-            self._store(claim, data)
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Bytes of a claim that are in memory: its runs begin ``step`` bytes apart."""
 
-    def _store(self, claim: Claim, data: memoryview) -> None:
-        """Take a claim's bytes, one run behind the other."""
-        position = 0
-        for part in claim.parts:
-            self.sinks[part.buffer].store(part, data[position : position + part.nbytes])
-            position += part.nbytes
+    claim: Claim
+    memory: memoryview
+    step: int
 
-    def _scatter(self, claims: Sequence[Sequence[Claim]], data: memoryview) -> None:
-        """Take bytes that came from other ranks, in the order of the claims that they answer."""
-        position = 0
-        for claim in (claim for one in claims for claim in one):
-            self._store(claim, data[position : position + claim.nbytes])
-            position += claim.nbytes
+    def collect(self, scratch: Scratch) -> memoryview:
+        """The runs one behind the other: where they are, if they lie so there."""
+        run, count = self.claim.run, self.claim.count
+        if count == 1 or self.step == run:
+            return self.memory[: run * count]
+        data = scratch.take(run * count)
+        np.frombuffer(data, np.uint8).reshape(count, run)[:] = _view_runs(self.memory, run, self.step, count)
+        return data
+
+
+def _list_sent(claims: Sequence[Sequence[Claim]], data: memoryview) -> Iterator[_Arrived]:
+    """Bytes that came from other ranks, in the order of the claims that they answer."""
+    position = 0
+    for claim in (claim for one in claims for claim in one):
+        yield _Arrived(claim, data[position : position + claim.nbytes], claim.run)
+        position += claim.nbytes
+
+
+def _cut(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
+    """One of equal parts."""
+    return items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
@@ -240,15 +271,6 @@ def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
 def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
     """[count, run] bytes of runs that begin ``step`` apart."""
     return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint8), (count, run), (step, 1))
-
-
-def _collect(memory: memoryview, run: int, step: int, count: int, scratch: Scratch) -> memoryview:
-    """The same, one behind the other: where they lie, if they do so there."""
-    if count == 1 or step == run:
-        return memory[: run * count]
-    data = scratch.take(run * count)
-    np.frombuffer(data, np.uint8).reshape(count, run)[:] = _view_runs(memory, run, step, count)
-    return data
 
 
 def _allocate_pinned(nbytes: int) -> memoryview:

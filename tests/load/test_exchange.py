@@ -12,7 +12,6 @@ import torch
 
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.load import exchange
-from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
 from tests.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -63,19 +62,19 @@ def test_what_many_replicas_want_travels_in_parts(
     In a step two ranks' parts may come together, none of which is larger than the share.
     """
     sizes: list[int] = []
-    pack, scatter = exchange._pack, CollectiveReader._scatter
+    pack, scatter = exchange._pack, exchange._list_sent
 
     def note_sent(*args: Any) -> Any:
         data = pack(*args)
         sizes.append(data.nbytes)
         return data
 
-    def note_received(self: Any, claims: Any, data: memoryview) -> None:
+    def note_received(claims: Any, data: memoryview) -> Any:
         sizes.append(data.nbytes)
-        scatter(self, claims, data)
+        return scatter(claims, data)
 
     monkeypatch.setattr(exchange, "_pack", note_sent)
-    monkeypatch.setattr(CollectiveReader, "_scatter", note_received)
+    monkeypatch.setattr(exchange, "_list_sent", note_received)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     targets = make_targets(MODEL, Topology(0, size))
