@@ -6,6 +6,7 @@ import gc
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 _GROWTH = 1 << 20
@@ -37,6 +38,29 @@ class Scratch:
             self._memory = memoryview(b"")  # the smaller one goes back first
             self._memory = self._allocate(-(-nbytes // _GROWTH) * _GROWTH)
         return self._memory[:nbytes]
+
+
+class ScratchPool:
+    """Scratch memory of several threads, of which each takes what another has given back: it is touched once.
+
+    Args:
+        allocate: as for :class:`Scratch`.
+    """
+
+    def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
+        self._make, self._idle = Scratch if allocate is None else partial(Scratch, allocate), list[Scratch]()
+
+    @contextmanager
+    def lend(self) -> Iterator[Scratch]:
+        """Memory of the calling thread alone, as long as the context lasts."""
+        try:
+            scratch = self._idle.pop()
+        except IndexError:
+            scratch = self._make()
+        try:
+            yield scratch
+        finally:
+            self._idle.append(scratch)
 
 
 def drop_front(views: list[memoryview], nbytes: int) -> None:

@@ -14,7 +14,7 @@ from isal import isal_zlib
 from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
-from .memory import Scratch
+from .memory import Scratch, ScratchPool
 from .store import Stored, allow_open_files, is_url, open_stored
 from .threads import run_threads
 
@@ -60,7 +60,7 @@ class RecordReader:
     Args:
         records, files: of the source.
         checksum: form the CRC32 of what is read.
-        allocate: makes the memory for bytes that cannot be read straight to their places.
+        pool: memory for bytes that cannot be read straight to their places.
         again: whether a request's bytes will be read once more, soon: they are left in the page cache.
         joined: bytes up to which requests for a store's file are joined, where they follow each other.
 
@@ -74,17 +74,16 @@ class RecordReader:
         files: Sequence[FileRef],
         *,
         checksum: bool = True,
-        allocate: Callable[[int], memoryview] | None = None,
+        pool: ScratchPool | None = None,
         again: Callable[[Request], bool] = lambda request: False,
         joined: int = JOINED,
     ) -> None:
         self.records, self.files, self.checksum = records, files, checksum
         self._again, self._joined = again, joined
-        self._make_scratch = Scratch if allocate is None else lambda: Scratch(allocate)
+        self._pool = pool or ScratchPool()
         self.spent: dict[int, tuple[int, float]] = {}
         self._open: dict[int, Stored] = {}
         self._lock = threading.Lock()
-        self._own = threading.local()
         allow_open_files(2 * len(files))  # through the cache and past it
 
     def __enter__(self: R) -> R:
@@ -112,7 +111,7 @@ class RecordReader:
         Raises:
             CheckpointError: a file cannot be read or is shorter than its header says.
         """
-        return [check for group in self._group(requests) for check in self._read_group(group, sinks)]
+        return [check for group in self.group(requests) for check in self.read_group(group, sinks)]
 
     def read_parallel(self, requests: Sequence[Request], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
         """The same by several threads, each of which takes the next request; in any order."""
@@ -120,13 +119,13 @@ class RecordReader:
 
         def work(turn: Iterator[list[Request]]) -> None:
             for group in turn:
-                checks.extend(self._read_group(group, sinks))
+                checks.extend(self.read_group(group, sinks))
 
         if requests:
-            run_threads(self._group(requests), work, threads)
+            run_threads(self.group(requests), work, threads)
         return checks
 
-    def _group(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def group(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Requests that one read serves: of a store's file those that follow each other, up to ``joined`` bytes."""
         groups: list[list[Request]] = []
         end, left = (-1, -1), 0
@@ -139,21 +138,20 @@ class RecordReader:
             end, left = (request.record, request.offset + request.nbytes), left - request.nbytes
         return groups
 
-    def _read_group(self, group: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
+    def read_group(self, group: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
         """Read requests that follow each other in a record."""
         first, nbytes = group[0], sum(request.nbytes for request in group)
         record = self.records[first.record]
-        file, begin = self._file(record.file), time.perf_counter()
-        offset, data = record.offset + first.offset, None
-        if len(group) == 1 and not self._again(first):
-            data = file.fetch(offset, nbytes, self._scratch)
-        if data is None:
-            arranged = _arrange_group(group, sinks, self._scratch.take(nbytes))
-            file.read([view for views, _ in arranged for view in views], offset)
-        else:
-            arranged = [([data], _divide(first, sinks, data))]
-        self._note(record.file, nbytes, time.perf_counter() - begin)
-        return [self._take(request, *each) for request, each in zip(group, arranged, strict=True)]
+        file, offset, begin = self._file(record.file), record.offset + first.offset, time.perf_counter()
+        with self._pool.lend() as scratch:
+            data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
+            if data is None:
+                arranged = _arrange_group(group, sinks, scratch.take(nbytes))
+                file.read([view for views, _ in arranged for view in views], offset)
+            else:
+                arranged = [([data], _divide(first, sinks, data))]
+            self._note(record.file, nbytes, time.perf_counter() - begin)
+            return [self._take(request, *each) for request, each in zip(group, arranged, strict=True)]
 
     def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
         """Sum up what was read for a request, and hand on what was not read to its place."""
@@ -169,13 +167,6 @@ class RecordReader:
         with self._lock:
             before = self.spent.get(file, (0, 0.0))
             self.spent[file] = before[0] + nbytes, before[1] + seconds
-
-    @property
-    def _scratch(self) -> Scratch:
-        """The calling thread's."""
-        if not hasattr(self._own, "scratch"):
-            self._own.scratch = self._make_scratch()
-        return self._own.scratch  # type: ignore[no-any-return]
 
     def _file(self, number: int) -> Stored:
         with self._lock:

@@ -18,12 +18,11 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError
 from ..io.checksum import Checked
-from ..io.memory import Scratch
+from ..io.memory import Scratch, ScratchPool
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.store import count_readers
 from ..io.threads import count_threads, run_threads
 from ..plan import Claim, LoadPlan, Request, Send
-from ..plan.claims import STAGE
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from .destinations import Destinations
@@ -70,6 +69,9 @@ class CollectiveReader:
         self.checksum = config.verify == "crc"
         self.two_passes = self.checksum and not all(sink.fresh for sink in into.sinks)
         self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
+        self.pool = ScratchPool(_allocate_pinned if self.pinned else None)
+        staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
+        self.staged_again = {(request.record, request.offset) for request in staged} if self.two_passes else set()
         self.checks = Checks()
         self.near = np.array([stage is not None for stage in stages], np.bool_)
         self.files: dict[str, tuple[int, float]] = {}
@@ -141,14 +143,14 @@ class CollectiveReader:
             self.files[path] = before[0] + nbytes, before[1] + seconds
 
     def _open_reader(self) -> RecordReader:
-        stored, allocate = self.index.stored, _allocate_pinned if self.pinned else None
-        options: dict[str, Any] = {"again": self._is_read_again, "joined": self.joined}
-        return RecordReader(stored.records, stored.files, checksum=self.checksum, allocate=allocate, **options)
+        stored = self.index.stored
+        options: dict[str, Any] = {"pool": self.pool, "again": self._is_read_again, "joined": self.joined}
+        return RecordReader(stored.records, stored.files, checksum=self.checksum, **options)
 
     def _is_read_again(self, request: Request) -> bool:
-        """Whether pass 2 reads some of it: live buffers', or staged for some rank's."""
-        return self.two_passes and any(
-            part.buffer == STAGE or (part.buffer >= 0 and not self.sinks[part.buffer].fresh) for part in request.parts
+        """Whether pass 2 reads some of it as well: live buffers', or what is staged for some rank's."""
+        return self.two_passes and (
+            self._feeds(request, fresh=False) or (request.record, request.offset) in self.staged_again
         )
 
     def _take_step(
@@ -183,15 +185,15 @@ class CollectiveReader:
         sinks += [stage, None]  # STAGE and DISCARD are the last
         checks: list[Checked] = []
 
-        def work(turn: Iterator[Request | _Arrived]) -> None:
-            scratch = Scratch()
+        def work(turn: Iterator[list[Request] | _Arrived]) -> None:
             for job in turn:
-                if isinstance(job, Request):
-                    checks.extend(reader.read([job], sinks))
+                if isinstance(job, _Arrived):
+                    with self.pool.lend() as scratch:
+                        self._store(job.claim, job.collect(scratch))
                 else:
-                    self._store(job.claim, job.collect(scratch))
+                    checks.extend(reader.read_group(job, sinks))
 
-        jobs: list[Request | _Arrived] = [*requests, *arrived]
+        jobs: list[list[Request] | _Arrived] = [*reader.group(requests), *arrived]
         if jobs:
             run_threads(jobs, work, self.threads)
         return checks
