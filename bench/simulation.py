@@ -216,7 +216,7 @@ def _make_work(
 ) -> Any:
     """What a node's part of a conversion asks of the conversion; nothing is noted in a journal."""
     journal = SimpleNamespace(append=lambda entry: None)
-    staging = SimpleNamespace(folder=folder, path=lambda name: str(Path(folder, name)))
+    staging = SimpleNamespace(is_remote=False, folder=folder, path=lambda name: str(Path(folder, name)))
     staging.journal = lambda rank: nullcontext(journal)
     return SimpleNamespace(
         index=index,

@@ -559,13 +559,11 @@ class RemoteStream(io.RawIOBase):
             self._blocks.sort()
 
     def _widen(self, low: int, high: int) -> tuple[int, int]:
-        """A gap with what will be asked for next: the end of the file, or what follows."""
+        """A gap with what will be asked for next, as far as it is not kept: the end of the file, or what follows."""
+        before = max((at + len(data) for at, data in self._blocks if at < low), default=0)
+        behind = min((at for at, _ in self._blocks if at >= high), default=self.size)
         tail = max(self.size - _TAIL, 0)
-        low = min(tail, low)
-        high = min(max(high, low + _HEAD), self.size)
-        held = [at for at, _ in self._blocks if low < at < high]
-        ends = [at + len(data) for at, data in self._blocks if at <= low < at + len(data)]
-        return max([low, *ends]), min([high, *held])
+        return max(tail, before) if low >= tail else low, min(max(high, low + _HEAD), behind)
 
     def _overlapping(self, low: int, high: int) -> list[tuple[int, bytes]]:
         first = max(bisect_right(self._blocks, low, key=lambda block: block[0]) - 1, 0)

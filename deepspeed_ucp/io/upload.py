@@ -18,6 +18,9 @@ from .journal import Journal
 from .staging import LATEST, OutputKind, Staging, write_latest
 from .store import choose_map, is_url, list_tree, normalize
 
+_UNFINISHED = ".ucp-unfinished"
+"""Object at a destination while it is written to: what else lies there may be replaced."""
+
 
 def open_staging(destination: str, source: str, kind: OutputKind) -> Staging | RemoteStaging:
     """Where an output grows, of a folder or of a URL.
@@ -61,7 +64,7 @@ class RemoteStaging:
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination, self.kind = normalize(destination), kind
         self.parent, self.name = os.path.split(self.destination)
-        if self.parent.endswith(":/") or not self.name:
+        if "://" not in self.parent:
             raise CheckpointError(f"{destination}: a whole bucket cannot be {kind.name}; name a folder in it.")
         origin = normalize(source)
         if f"{origin}/".startswith(f"{self.destination}/"):
@@ -98,15 +101,13 @@ class RemoteStaging:
     def check_destination(self, overwrite: bool) -> None:
         """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle."""
         held = self._list()
-        foreign = sorted(
-            {top for top in (name.split("/")[0] for name in held) if not self._is_own(top) and not self._is_kept(top)}
-        )
-        if foreign:
+        tops = {name.split("/")[0] for name in held} - {_UNFINISHED}
+        if foreign := sorted(top for top in tops if not self._is_own(top) and not self.kind.kept.fullmatch(top)):
             raise CheckpointError(
                 f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
                 "alone. Write elsewhere."
             )
-        if not overwrite and any(name in held for name in self.kind.last):
+        if not overwrite and _UNFINISHED not in held and any(name in held for name in self.kind.last):
             raise CheckpointError(
                 f"{self.destination}: exists already, made of something else or in another way. --overwrite "
                 "(overwrite=True) replaces it."
@@ -123,14 +124,12 @@ class RemoteStaging:
     def _is_own(self, name: str) -> bool:
         return self.kind.parts.fullmatch(name) is not None
 
-    def _is_kept(self, name: str) -> bool:
-        return self.kind.kept.fullmatch(name) is not None
-
     def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Remove what lies at the destination; what makes it look whole first."""
         held = [name for name in self._list() if self._is_own(name.split("/")[0])]
         marks = [name for name in reversed(self.kind.last) if name in held]
         with _explain(self.destination):
+            remote.put_bytes(f"{self.destination}/{_UNFINISHED}", b"")
             for name in marks:
                 remote.remove([f"{self.destination}/{name}"])
             remote.remove([f"{self.destination}/{name}" for name in held if name not in marks])
@@ -165,6 +164,8 @@ class RemoteStaging:
         for name in self.kind.last:
             if os.path.exists(self.path(name)):
                 self.put(name)
+        with _explain(self.destination):
+            remote.remove([f"{self.destination}/{_UNFINISHED}"])
         if latest is not None:
             tell_latest(self.parent, latest)
 

@@ -1,0 +1,236 @@
+"""URLs without a server: indices, loads, conversions and exports of a store are those of local files, to the bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from deepspeed_ucp.cli import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.io import remote, store, threads
+from deepspeed_ucp.io.remote import RemoteStream
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
+from deepspeed_ucp.torchsave.torchfile import list_records, read_header
+from tests.ranks import run_ranks
+from tests.reshard import check_content, load, make_targets, open_everywhere
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+URL = "memory://stores/run"
+MODEL = Model(
+    (
+        *(Param(f"layer.{number}.w", (40, 50 + number)) for number in range(4)),
+        *(Param(f"layer.{number}.b", (50 + number,)) for number in range(4)),
+        Param("frozen", (7, 9), frozen=True),
+    )
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Callable[..., tuple[str, State]]]:
+    """Saves a run in a local folder and in the store; the local tag's folder, and its state."""
+    system = fsspec.filesystem("memory")
+
+    def save(topology: Topology, **options: Any) -> tuple[str, State]:
+        state = random_state(MODEL, 5, topology=topology)
+        folder = write_checkpoint(tmp_path / "run", MODEL, state, topology, **options)
+        system.put(str(tmp_path / "run"), "/stores/run", recursive=True)
+        return str(folder), state
+
+    yield save
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+def read_store(folder: str) -> dict[str, bytes]:
+    return {name: store.read_small(f"{folder}/{name}") for name in store.list_tree(folder)}
+
+
+def read_local(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_load_from_a_store_gives_every_bit(saved: Callable[..., tuple[str, State]], stage: int) -> None:
+    _, state = saved(Topology(stage, 3 if stage else 1))
+    targets = make_targets(MODEL, Topology(2, 2))
+    check_content(load(open_everywhere(find_checkpoint(URL), targets), targets), state)
+
+
+def test_headers_are_those_of_local_files(saved: Callable[..., tuple[str, State]]) -> None:
+    folder, _ = saved(Topology(0))
+    for name in store.list_folder(find_checkpoint(URL)):
+        here, there = list_records(f"{folder}/{name}"), list_records(f"{URL}/{Path(folder).name}/{name}")
+        assert there.records == here.records
+        assert (there.header_crc, there.size, there.saved_as) == (here.header_crc, here.size, here.saved_as)
+
+
+def test_legacy_files_are_read(saved: Callable[..., tuple[str, State]]) -> None:
+    folder, _ = saved(Topology(1, 2), legacy=True)
+    index = open_checkpoint(find_checkpoint(URL), Comm())
+    assert index.stored.records == open_checkpoint(folder, Comm()).stored.records
+
+
+def test_a_headers_bytes_are_asked_for_once(
+    saved: Callable[..., tuple[str, State]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = saved(Topology(0))
+    (name,) = store.list_folder(find_checkpoint(URL))
+    asked: list[tuple[int, int]] = []
+    fill = remote._Ranges.fill
+
+    def note(self: Any, views: list[memoryview], offset: int) -> None:
+        asked.append((offset, offset + sum(view.nbytes for view in views)))
+        fill(self, views, offset)
+
+    monkeypatch.setattr(remote._Ranges, "fill", note)
+    monkeypatch.setattr(remote, "_HEAD", 4096)
+    monkeypatch.setattr(remote, "_TAIL", 4096)
+    read_header(f"{URL}/{Path(folder).name}/{name}")
+    spans = sorted(asked)
+    assert all(first[1] <= second[0] for first, second in pairwise(spans))
+    assert len(asked) < 20  # 8 tensors' steps lie far apart; none of the 35 records' headers is looked at
+
+
+def test_a_conversion_to_a_store_is_the_one_to_a_folder(
+    saved: Callable[..., tuple[str, State]], tmp_path: Path
+) -> None:
+    folder, _ = saved(Topology(1, 2))
+    convert_checkpoint(folder, str(tmp_path / "local"))
+    to = "memory://stores/there"
+    reports = run_ranks(2, lambda rank, comm: convert_checkpoint(URL, to, comm=comm))
+    assert read_store(to) == read_local(tmp_path / "local")
+    twice = len(store.read_small(f"{to}/mp_rank_00_model_states.pt"))  # under upstream's second name as well
+    assert reports[0].bytes_written == sum(map(len, read_store(to).values())) - twice
+    assert store.read_small("memory://stores/latest_universal") == b"there"
+    assert convert_checkpoint(URL, to).reused
+    assert not convert_checkpoint(URL, to, options=ConvertOptions(overwrite=True)).reused
+    assert main(["verify", to]) == main(["diff", to, folder]) == main(["inspect", "-q", to]) == 0
+    assert main(["plan", to, "--target", "dp=3,zero=3"]) == main(
+        ["verify", URL, "--against", f"{to}/ucp_manifest.json"]
+    )
+
+
+def test_large_atoms_are_taken_to_the_store_once(saved: Callable[..., tuple[str, State]], tmp_path: Path) -> None:
+    model, topology = Model((Param("w", (1100, 1000)), Param("b", (3,)))), Topology(1, 2)
+    folder = write_checkpoint(tmp_path / "large", model, random_state(model, 1), topology)
+    options = ConvertOptions(window=16 << 20, workers=4)
+    convert_checkpoint(str(folder), str(tmp_path / "local"), options=options)
+    convert_checkpoint(str(folder), "memory://stores/there", options=options)
+    assert read_store("memory://stores/there") == read_local(tmp_path / "local")
+
+
+def test_an_export_to_a_store_is_the_one_to_a_folder(saved: Callable[..., tuple[str, State]], tmp_path: Path) -> None:
+    saved(Topology(3, 2))
+    index, to = open_checkpoint(find_checkpoint(URL), Comm()), "memory://stores/weights"
+    export_safetensors(index, str(tmp_path / "local"), max_shard=20_000)
+    export_safetensors(index, to, max_shard=20_000)
+    assert read_store(to) == read_local(tmp_path / "local")
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_safetensors(index, to)
+    with pytest.raises(UnsupportedError, match="Export on one node"):
+        run_ranks(2, lambda rank, comm: export_safetensors(index, f"{to}2", comm))
+
+
+@pytest.mark.parametrize("stopped", [1, 12, -2, -1], ids=["first", "middle", "optimizer-state", "manifest"])
+def test_a_stopped_upload_looks_whole_to_nobody(
+    saved: Callable[..., tuple[str, State]], monkeypatch: pytest.MonkeyPatch, stopped: int, tmp_path: Path
+) -> None:
+    folder, _ = saved(Topology(1, 2))
+    convert_checkpoint(folder, str(tmp_path / "local"))
+    total, to, put = len(read_local(tmp_path / "local")), "memory://stores/there", remote.put_file
+    for _ in range(2):  # a fresh destination, then one that is replaced
+        done: list[str] = []
+        lock = threading.Lock()
+
+        def stop(path: str, url: str, done: list[str] = done, lock: Any = lock) -> None:
+            with lock:
+                if len(done) >= stopped % (total + 1) - (stopped < 0):
+                    raise OSError("the network is gone")
+                done.append(url)
+            put(path, url)
+
+        monkeypatch.setattr(remote, "put_file", stop)
+        with pytest.raises(StorageError, match="cannot be written .the network is gone"):
+            convert_checkpoint(folder, to, options=ConvertOptions(overwrite=True))
+        with pytest.raises((CheckpointError, UnsupportedError)):
+            open_checkpoint(to, Comm())
+        monkeypatch.setattr(remote, "put_file", put)
+        convert_checkpoint(folder, to)
+        assert read_store(to) == read_local(tmp_path / "local")
+
+
+def test_what_is_not_ours_is_left_alone(saved: Callable[..., tuple[str, State]]) -> None:
+    folder, _ = saved(Topology(1, 2))
+    remote.put_bytes("memory://stores/there/thesis.tex", b"years of work")
+    with pytest.raises(CheckpointError, match=r"left alone.*thesis|thesis.*left alone"):
+        convert_checkpoint(folder, "memory://stores/there", options=ConvertOptions(overwrite=True))
+    with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+        convert_checkpoint(URL, f"{find_checkpoint(URL)}/inside")
+    with pytest.raises(CheckpointError, match="whole bucket"):
+        convert_checkpoint(URL, "memory://stores")
+
+
+def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]]) -> None:
+    saved(Topology(1, 2))
+    tag = find_checkpoint(URL)
+    name = next(name for name in store.list_folder(tag) if "optim" in name)
+    with store.open_stored(f"{tag}/{name}") as file:
+        remote.put_bytes(f"{tag}/{name}", b"short")
+        with pytest.raises(CheckpointError, match=r"has changed since its header was read.*Load again"):
+            file.read([memoryview(bytearray(9))], 0)
+
+
+def test_what_is_not_there_is_told(saved: Callable[..., tuple[str, State]]) -> None:
+    with pytest.raises(CheckpointError, match="memory://stores/nowhere does not exist"):
+        find_checkpoint("memory://stores/nowhere")
+    with pytest.raises(UnsupportedError, match=r"unheard-of.*pip install 'deepspeed_ucp\[s3\]'"):
+        find_checkpoint("unheard-of://stores/run")
+    assert find_tags("memory://stores") == []
+
+
+def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
+    assert store.is_url("s3://bucket/run") and store.is_url("abfs://a@b/c") and not store.is_url("/s3://x")
+    assert not store.is_url(f"file://{tmp_path}") and store.normalize(f"file://{tmp_path}/") == str(tmp_path)
+    assert store.normalize("s3://bucket/run//") == "s3://bucket/run"
+
+
+def _look(url: str, found: Any) -> None:
+    found.put(sorted(store.list_folder(url)))
+
+
+def test_a_forked_process_makes_its_own_file_systems(saved: Callable[..., tuple[str, State]]) -> None:
+    saved(Topology(1, 2))
+    before, _ = remote.connect(URL)
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    process = context.Process(target=_look, args=(URL, found))
+    process.start()
+    assert found.get(timeout=30) == sorted(store.list_folder(URL))
+    process.join()
+    remote._process.leave()
+    assert remote.connect(URL)[0] is not before
+
+
+def test_blocks_that_overlap_are_joined() -> None:
+    content = bytes(range(256)) * 8
+    remote.put_bytes("memory://stores/blocks", content)
+    with RemoteStream("memory://stores/blocks") as stream:
+        stream.read_ahead([(5, 10), (900, 3), (7, 20)])
+        assert stream.read_at(30, 0) == content[:30]
+        assert stream.read_at(5000, 890) == content[890:]
+        stream.seek(-4, 2)
+        assert stream.read() == content[-4:]
+    with pytest.raises(ZeroDivisionError):
+        threads.map_threads(lambda each: 1 // each, [1, 0], 4)
+    assert threads.map_threads(lambda each: each * 2, range(20), 4) == [each * 2 for each in range(20)]
