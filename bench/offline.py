@@ -14,7 +14,7 @@ import torch
 from cold import make_cold
 from commands import Run, Told, run_command, run_in_turns, sync_folder
 from fingerprint import STATES, Sums, sum_whole
-from floor import file_pieces, floor_body
+from floor import DIRECT, allows_direct, file_pieces, floor_body
 from ranks import Peer, Ranks
 
 OURS = (sys.executable, "-m", "deepspeed_ucp")
@@ -42,6 +42,7 @@ class Source:
         options: of upstream's conversion.
         patterns: options of ours.
         workers: upstream's best (extracting, merging) workers.
+        weights: a folder that keeps an export of it.
     """
 
     checkpoint: Path
@@ -53,6 +54,10 @@ class Source:
     options: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     workers: tuple[int, int] = WORKERS[1]
+
+    @property
+    def weights(self) -> Path:
+        return self.out.with_name("weights")
 
     @property
     def folder(self) -> Path:
@@ -79,6 +84,7 @@ class Job:
     Attributes:
         command: what is run; None is the floor that reads in a process of its own.
         floor, rival: the rows that it is held against.
+        prepare: makes what the command works on beside the checkpoint, once.
         check: raises when the output is wrong; asked once.
         start: the same command's start alone, where it tells no time of its own.
     """
@@ -90,6 +96,7 @@ class Job:
     rival: str = ""
     check: Callable[[Source], None] | None = None
     start: Sequence[str] = ()
+    prepare: Command | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -107,6 +114,11 @@ class Job:
 def copy_states(source: Source) -> list[str]:
     """The files that hold masters and moments, and nothing else of the checkpoint."""
     return ["cp", *map(str, sorted(source.folder.glob("*_optim_states.pt"))), str(source.output)]
+
+
+def copy_weights(source: Source) -> list[str]:
+    """What an export has written."""
+    return ["cp", *map(str, sorted(source.weights.glob("*.safetensors"))), str(source.output)]
 
 
 def convert_upstream(source: Source, *options: str) -> list[str]:
@@ -130,7 +142,16 @@ def export_upstream(source: Source) -> list[str]:
 
 
 def export_ours(source: Source) -> list[str]:
-    return [*OURS, "export", str(source.checkpoint), str(source.output), "--format", "safetensors", "--json", "--quiet"]
+    return _export(source, source.output)
+
+
+def _export(source: Source, output: Path) -> list[str]:
+    return [*OURS, "export", str(source.checkpoint), str(output), "--format", "safetensors", "--json", "--quiet"]
+
+
+def keep_weights(source: Source) -> list[str]:
+    """An export beside the checkpoint."""
+    return [*_export(source, source.weights), "--overwrite"]
 
 
 def verify_ours(source: Source) -> list[str]:
@@ -179,11 +200,20 @@ CONVERT = (
     ),
 )
 EXPORT = (
+    Job("floor-weights", "floor: `cp` of the exported weights", copy_weights, prepare=keep_weights),
     Job("upstream-fp32", "upstream, `zero_to_fp32.py --safe_serialization`", export_upstream),
-    Job("ours-export", "ours, `ds_ucp export`", export_ours, rival="upstream-fp32", check=check_exported),
+    Job(
+        "ours-export",
+        "ours, `ds_ucp export`",
+        export_ours,
+        floor="floor-weights",
+        rival="upstream-fp32",
+        check=check_exported,
+    ),
 )
 VERIFY = (
     Job("floor-files", "floor: all files read, 4 threads", None),
+    Job(f"floor-files{DIRECT}", "floor: all files read, 4 threads, O_DIRECT", None),
     Job("ours-verify", "ours, `ds_ucp verify`", verify_ours, floor="floor-files"),
 )
 
@@ -194,6 +224,7 @@ class Bench:
     def __init__(self, source: Source, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
         self.source, self.jobs, self._say = source, {job.name: job for job in jobs}, say
         self._checked: set[str] = set()
+        self._prepared: set[str] = set()
         self._starts: dict[Sequence[str], float] = {}
 
     def run(self, rounds: int, only: Sequence[str] | None = None) -> list[Run]:
@@ -219,7 +250,10 @@ class Bench:
 
     def _measure_floor(self, name: str, round_: int) -> Run:
         log = self.source.logs / f"{name}.log"
-        with Ranks(1, floor_body(file_pieces(self.source.folder)), log) as ranks:
+        pieces, direct = file_pieces(self.source.folder), name.endswith(DIRECT)
+        if direct and not allows_direct(pieces[0].file):
+            return Run(name, round_, 0.0, fault="this file system has no O_DIRECT")
+        with Ranks(1, floor_body(pieces, direct=direct), log) as ranks:
             (told,) = ranks.run(before=lambda: make_cold(self.source.checkpoint))
         return Run(name, round_, told["seconds"], storage_bytes=told["io"].storage)
 
@@ -236,7 +270,17 @@ class Bench:
         finally:
             shutil.rmtree(self.source.out, ignore_errors=True)
 
+    def _prepare(self, job: Job) -> None:
+        if job.prepare and job.name not in self._prepared:
+            told = run_command(job.prepare(self.source), self.source.logs / f"{job.name}.log")
+            if told.code:
+                raise CommandFailed(f"{job.name}: exit code {told.code}; see {self.source.logs}")
+            self._prepared.add(job.name)
+        if self.source.weights.exists():
+            make_cold(self.source.weights)
+
     def _call(self, job: Job) -> tuple[Told, float]:
+        self._prepare(job)
         shutil.rmtree(self.source.out, ignore_errors=True)
         self.source.out.mkdir(parents=True)
         if job.is_floor:
