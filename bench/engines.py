@@ -124,7 +124,7 @@ def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
     return body
 
 
-def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
+def load_body(topology: Engine, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
     """As :func:`load_into`, of this model."""
 
     def make() -> tuple[Any, Callable[[], list[Part]]]:
@@ -135,7 +135,7 @@ def load_body(topology: Engine, params_m: float, folder: Path, tag: str, with_pl
 
 
 def load_into(
-    make: Callable[[], tuple[Any, Callable[[], list[Part]]]], folder: Path, tag: str, *, with_plugin: bool
+    make: Callable[[], tuple[Any, Callable[[], list[Part]]]], folder: Path | str, tag: str, *, with_plugin: bool
 ) -> Body:
     """Load into an engine that is ready and has never trained; each rank returns its measurements.
 
@@ -158,7 +158,7 @@ def load_into(
     return body
 
 
-def measure_load(engine: Any, folder: Path, tag: str, *, with_plugin: bool) -> dict[str, Any]:
+def measure_load(engine: Any, folder: Path | str, tag: str, *, with_plugin: bool) -> dict[str, Any]:
     """Time, bytes and memory of one load call.
 
     `kept` is what the process holds afterwards beyond what it held before and the optimizer state that it now has;

@@ -109,7 +109,7 @@ def save_body(topology: ExpertEngine, params_m: float, folder: Path) -> Body:
     return body
 
 
-def load_body(topology: ExpertEngine, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
+def load_body(topology: ExpertEngine, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
     """As :func:`engines.load_into`, of this model."""
 
     def make() -> tuple[Any, Callable[[], list[Part]]]:

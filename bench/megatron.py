@@ -90,7 +90,7 @@ def save_body(topology: Topology, params_m: float, folder: Path) -> Body:
     return body
 
 
-def load_body(topology: Topology, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
+def load_body(topology: Topology, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
     """As :func:`engines.load_into`, of this model."""
 
     def make() -> tuple[Any, Callable[[], list[Part]]]:

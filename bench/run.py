@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from engines import state_bytes  # noqa: E402
 from fingerprint import Sums, find_differing, join_parts  # noqa: E402
 from floor import DIRECT, allows_direct, floor_body  # noqa: E402
 from meters import Io  # noqa: E402
+from objects import BUCKET, get_body, make_warm, serve  # noqa: E402
 from offline import BEST, Source  # noqa: E402
 from offline import Bench as OfflineBench  # noqa: E402
 from offline_report import Found, make_offline_section, summarise  # noqa: E402
@@ -141,6 +143,10 @@ class Bench:
         """
         if case in self.suite.floors:
             return self._measure_floor(case, round_)
+        if case in self.suite.getters:
+            return self._measure_getters(case, round_)
+        if case in self.suite.stored:
+            return self._measure_stored(case, round_)
         is_upstream, has_plugin = case.startswith("upstream"), not case.startswith(("upstream", "deepspeed"))
         topology = self.suite.topologies[case]
         folder, tag = (self.universal, UNIVERSAL_TAG) if is_upstream else (self.checkpoint, TAG)
@@ -152,11 +158,15 @@ class Bench:
             if not is_upstream:
                 raise
             return Measured(case, round_, 0.0, 0, 0, fault=_tell_failure(error))
+        return self._judge(case, round_, told)
+
+    def _judge(self, case: str, round_: int, told: Sequence[dict[str, Any]]) -> Measured:
+        """What the ranks of a load tell, once its values are the saved ones."""
         if case.startswith("ours") and not all(part["direct"] for part in told):
             raise RuntimeError(f"{case}: the plugin left the load to DeepSpeed: {told[0]['reason']}")
         differing = find_differing(_join(told), self.saved)
         fault = f"loads other values of {_shorten(differing)}" if differing else ""
-        if fault and not is_upstream:
+        if fault and not case.startswith("upstream"):
             raise WrongState(f"{case} {fault}")
         return Measured(
             case,
@@ -176,6 +186,24 @@ class Bench:
         with self._ranks(self.suite.floors[case], floor_body(pieces, direct=direct), case) as ranks:
             parts = ranks.run(before=lambda: make_cold(self.checkpoint))
         return Measured(case, round_, **_combine(parts))
+
+    def _measure_getters(self, case: str, round_: int) -> Measured:
+        pieces = self.suite.find_pieces(self.checkpoint / TAG)
+        with serve(self.checkpoint) as store:
+            world, streams = self.suite.getters[case]
+            body = get_body(store, self.checkpoint, pieces, streams)
+            with self._ranks(world, body, case) as ranks:
+                parts = ranks.run(before=lambda: make_warm(self.checkpoint))
+            return replace(Measured(case, round_, **_combine(parts)), storage_bytes=store.served)
+
+    def _measure_stored(self, case: str, round_: int) -> Measured:
+        with serve(self.checkpoint) as store:
+            options = {"universal": {"storage_options": store.options}}
+            topology = replace(self.suite.topologies[case], checkpoint=options)
+            body = self.suite.load_body(topology, self.params_m, f"s3://{BUCKET}", TAG, True)
+            with self._ranks(topology.ranks, body, case) as ranks:
+                told = ranks.run(before=lambda: make_warm(self.checkpoint))
+            return replace(self._judge(case, round_, told), storage_bytes=store.served)
 
     def _ranks(self, world: int, body: Body, name: str) -> Ranks:
         return Ranks(world, body, self._log(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import experts
 import megatron
 from engines import Engine
 from experts import ExpertEngine
-from floor import DIRECT, Piece, file_pieces, state_pieces
+from floor import DIRECT, THREADS, Piece, file_pieces, state_pieces
 from megatron import RENAME, Topology
 from offline import CONVERT, EXPORT, VERIFY, Job
 from report import Case
@@ -52,6 +52,8 @@ class Suite:
         patterns: options of ours that say how tensor parallelism cuts parameters.
         save_body, load_body: see `engines` and `megatron`.
         find_pieces: what the floors read of a checkpoint's folder.
+        getters: case → the number of processes that GET those bytes from an object store, and of each one's streams.
+        stored: cases that load from there.
     """
 
     name: str
@@ -63,10 +65,12 @@ class Suite:
     floors: Mapping[str, int]
     cases: tuple[Case, ...]
     save_body: Callable[[Any, float, Path], Body]
-    load_body: Callable[[Any, float, Path, str, bool], Body]
+    load_body: Callable[[Any, float, Path | str, str, bool], Body]
     conversion_options: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     find_pieces: Callable[[Path], list[Piece]] = state_pieces
+    getters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    stored: frozenset[str] = frozenset()
 
     def tell(self, results: Results) -> str:
         return self.about.format(size_m=results.parameters / 1e6, state_gib=results.state_bytes / (1 << 30))
@@ -78,7 +82,10 @@ DATA_PARALLEL = Suite(
     short="ZeRO-1, 4 ranks",
     about="""A checkpoint of {size_m:.0f} M parameters in the shapes of a
 GPT, two param groups, AdamW, saved by 4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two
-moments).""",
+moments). The object store is a server of S3's protocol on this machine, whose files the page cache holds: 200 MB/s a
+stream, the first byte after 20 ms. Its floor is plain GETs of the same bytes by as many processes and streams as the
+other floors have threads; with more streams it is given besides. *From storage* are the bytes of objects that it has
+sent.""",
     source=Engine(4, 1),
     topologies={
         "deepspeed": Engine(4, 1),
@@ -87,6 +94,7 @@ moments).""",
         "ours-z3-2": Engine(2, 3, OURS),
         "ours-z0-4": Engine(4, 0, OURS),
         "ours-fp32-2": Engine(2, 1, OURS, "fp32"),
+        "ours-s3-2": Engine(2, 1, OURS),
         "on-4": Engine(4, 1, OURS),
         "ours-same-4": Engine(4, 1, ASKED),
         "upstream": Engine(2, 1, UPSTREAM),
@@ -103,10 +111,15 @@ moments).""",
         Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-z0-4", "ours, 4 ranks stage 0", floor="floor-4", floor_limit=1.5),
         Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
+        Case("floor-s3-2", "floor of an object store, 2 processes of 4 streams"),
+        Case("floor-s3-2-wide", "the same, 2 processes of 16 streams"),
+        Case("ours-s3-2", "ours, 2 ranks ZeRO-1, from an object store", floor="floor-s3-2", floor_limit=1 / 0.9),
     ),
     save_body=engines.save_body,
     load_body=engines.load_body,
     conversion_options=("--inject_missing_state",),
+    getters={"floor-s3-2": (2, THREADS), "floor-s3-2-wide": (2, 16)},
+    stored=frozenset(["ours-s3-2"]),
 )
 
 RENAMED = {"universal": {"patterns": {"rename": RENAME}}}

@@ -225,3 +225,34 @@ def test_the_floor_reads_every_byte_once(offline: ModuleType, direct: bool, tmp_
     beyond = floor.floor_body([floor.Piece(tmp_path / "b.pt", 5000, 2)], direct=direct)
     with ranks.Ranks(1, beyond, tmp_path / "log") as launched, pytest.raises(ranks.RankFailed, match="EOFError"):
         launched.run()
+
+
+def test_a_store_serves_a_folder_as_s3_does(offline: ModuleType, tmp_path: Path) -> None:
+    """As the plugin reads it, and as plain GETs do; what it has sent is counted."""
+    pytest.importorskip("s3fs")
+    objects, floor, ranks = pytest.importorskip("objects"), sys.modules["floor"], sys.modules["ranks"]
+    data = bytes(range(256)) * 5000
+    root = tmp_path / "run"
+    (root / "step1").mkdir(parents=True)
+    (root / "step1" / "a.pt").write_bytes(data)
+    (root / "latest").write_text("step1")
+    with objects.serve(root) as store:
+        code = f"""
+from deepspeed_ucp.io import store
+store.set_storage_options({store.options!r})
+root = "s3://{objects.BUCKET}"
+found = store.list_folder(root)
+assert {{name: entry.size for name, entry in found.items()}} == {{"latest": 5, "step1": store.FOLDER}}, found
+assert {{*store.list_folder(root + "/step1")}} == {{"a.pt"}}
+with store.open_stored(root + "/step1/a.pt") as file:
+    view = bytearray(1000)
+    file.read([memoryview(view)], 300)
+print(view.hex())
+"""
+        told = sys.modules["commands"].run_command([sys.executable, "-c", code], tmp_path / "log")
+        assert bytes.fromhex(told.output.strip()) == data[300:1300], (tmp_path / "log").read_text()
+        before = store.served
+        body = objects.get_body(store, root, [floor.Piece(root / "step1" / "a.pt", 10, 1_000_000)], 2)
+        with ranks.Ranks(2, body, tmp_path / "log") as launched:
+            launched.run()
+        assert store.served - before == 1_000_000
