@@ -280,6 +280,7 @@ def make_moe(name: str, source: MoeSource, dp: int) -> Job:
 
 
 DENSE, MOE = Sizes(128, 25600, 160), MoeSizes(128, 6144, 1664, 256)
+MID = Sizes(40, 5120, 40)
 QUICK_DENSE, QUICK_MOE = Sizes(16, 1024, 16, 8192, 512), MoeSizes(8, 512, 256, 16, 8000)
 
 
@@ -293,6 +294,11 @@ def _dense_large(zero: int) -> Job:
     return make_dense(f"dense{zero}-10k", Source(DENSE, 8, 64, 20), grid)
 
 
+def _dense_mid() -> Job:
+    """Of a model of 13 B, as every rank of a ZeRO-3 target wants some of every parameter."""
+    return make_dense("dense3-mid", Source(MID, 8, 4, 4), Grid(MID, 1, 1, 96, 3, SUB_GROUP))
+
+
 def _dense_quick(zero: int) -> Job:
     grid = Grid(QUICK_DENSE, 4, 4, 3, 1) if zero == 1 else Grid(QUICK_DENSE, 1, 1, 48, 3, 100_000)
     return make_dense(f"dense{zero}-quick", Source(QUICK_DENSE, 4, 8, 2), grid)
@@ -302,6 +308,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense1-1k": lambda: _dense_small(1),
     "dense3-1k": lambda: _dense_small(3),
     "moe-1k": lambda: make_moe("moe-1k", MoeSource(MOE, 1024, 256), 768),
+    "dense3-mid": _dense_mid,
     "dense1-10k": lambda: _dense_large(1),
     "dense3-10k": lambda: _dense_large(3),
     "moe-10k": lambda: make_moe("moe-10k", MoeSource(MOE, 10_240, 256), 8192),
