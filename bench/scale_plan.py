@@ -215,7 +215,8 @@ class Planner:
 
     def _answer(self, answers: list[Any]) -> list[Any]:
         """Other owners grant long claims and serve short ones in the first round, as nearly all would."""
-        told = [np.where(granted, GRANTED, 0).astype(np.int32) for granted in self._granted]
+        told = [np.stack([np.where(granted, GRANTED, 0), np.zeros(len(granted))], 1) for granted in self._granted]
+        told = [each.astype(np.int64) for each in told]
         return [answers[rank] if rank == self.script.rank else each for rank, each in enumerate(told)]
 
 

@@ -120,7 +120,7 @@ class _Run:
             if read is not None:
                 file, server, done = self._serve(now, rank // self.store.per_node, read)
                 heapq.heappush(heap, (done, thread, rank, file, server))
-                if now == begin:
+                if not now:
                     self.hot_begin = max(self.hot_begin, self.files[file])
         return ends
 

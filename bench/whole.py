@@ -61,7 +61,7 @@ def plan_all(
         _decide_one(owner, mine, owned, blocks, sizes, plans, granted, index)
     files, places = [record.file for record in records], [record.offset for record in records]
     for rank, reads in enumerate(granted):
-        ordered = order_reads(reads, files, rank, size)
+        ordered = order_reads(reads, files, rank)
         plans[rank].direct = [(files[each.record], places[each.record] + each.offset, each.nbytes) for each in ordered]
         reads.clear()
     return plans
@@ -110,7 +110,7 @@ def _decide_one(
     tables = np.split(claims[:, 1:], begins[1:]) if len(ranks) else []
     decision = decide(tables, blocks, owned, sizes)
     for rank, table, told in zip(ranks.tolist(), tables, decision.answers, strict=True):
-        for record, offset, run, *_ in table[told == GRANTED].tolist():
+        for record, offset, run, *_ in table[told[:, 0] == GRANTED].tolist():
             granted[rank].append(Request(record, offset, run, _NONE))
     granted[owner].extend(decision.unclaimed)
     for each in decision.rounds:

@@ -10,10 +10,12 @@ window, or one block. What a rank receives in a round is bounded by the steps in
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -107,18 +109,23 @@ class Round:
         """A round in which none of ``size`` ranks has a part."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
-    def add(self, record: int, block: Span, gaps: Iterable[Span], claims: Iterable[_Row]) -> int:
-        """Stage what is not granted of a block, for those who claim it.
+    def add(self, record: int, gaps: Sequence[Span], claims: Iterable[_Row]) -> list[int]:
+        """Stage what is not granted of a block, one gap behind the other, for those who claim it.
+
+        A claim that is served lies in one gap, as granted ones are apart from all others.
 
         Returns:
-            Where in the staging memory the block's byte 0 of the record would lie.
+            Of each claim the first byte in the staging memory.
         """
-        base = self.staged - block[0]
-        self.reads += [_read(record, low, high, STAGE, base + low) for low, high in gaps]
-        self.staged += block[1] - block[0]
+        bases, places = [], []
+        for low, high in gaps:
+            bases.append(self.staged - low)
+            self.reads.append(_read(record, low, high, STAGE, self.staged))
+            self.staged += high - low
         for rank, _, (_, offset, run, step, count, fresh) in claims:
-            self.sends[rank].append(Send(base + offset, run, step, count, bool(fresh)))
-        return base
+            places.append(offset + bases[bisect_right(gaps, offset, key=itemgetter(0)) - 1])
+            self.sends[rank].append(Send(places[-1], run, step, count, bool(fresh)))
+        return places
 
     def count_steps(self, share: int, near: Near | None = None) -> int:
         """Exchanges that this rank needs to send and to receive no more than about ``share`` bytes in each."""
@@ -180,18 +187,18 @@ class OwnerPlan:
     rounds: list[Round] = field(default_factory=list)
     unclaimed: list[Request] = field(default_factory=list)
 
-    def serve(self, record: int, block: Span, gaps: Iterable[Span], claims: Sequence[_Row], share: int) -> None:
+    def serve(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
         """Send claims on a block in the last round, or in a new one where its share is used up."""
-        staged = block[1] - block[0]
+        staged = sum(high - low for low, high in gaps)
         sent = sum(row[2] * row[4] for rank, _, row in claims if self.near is None or not self.near[rank])
         last = self.rounds[-1] if self.rounds else None
         if last is None or max(last.staged + staged, last.sent + sent) > share:
             last = Round.idle(len(self.answers))
             self.rounds.append(last)
-        base = last.add(record, block, gaps, claims)
+        places = last.add(record, gaps, claims)
         last.sent += sent
-        for rank, number, row in claims:
-            self.answers[rank][number] = len(self.rounds) - 1, base + row[1]
+        for (rank, number, _), place in zip(claims, places, strict=True):
+            self.answers[rank][number] = len(self.rounds) - 1, place
 
 
 def decide(
@@ -217,7 +224,7 @@ def decide(
         granted, served = _split(claims, low, sizes.min_direct, blocks.find_blind(record) if claims else None)
         gaps = find_gaps(granted, high, low)
         if served:
-            decision.serve(record, (low, high), gaps, served, sizes.share)
+            decision.serve(record, gaps, served, sizes.share)
         else:
             decision.unclaimed += [_read(record, *gap, DISCARD, 0) for gap in gaps]
     return decision
@@ -322,7 +329,7 @@ def make_plan(
         for claims in _pick(addressed, answers, GRANTED)
         for claim in claims
     ]
-    direct = order_reads(direct + decision.unclaimed, files, rank, len(addressed))
+    direct = order_reads(direct + decision.unclaimed, files, rank)
     count = max([len(decision.rounds), *(int(told[:, 0].max(initial=GRANTED)) + 1 for told in answers)])
     idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = [
@@ -332,14 +339,20 @@ def make_plan(
     return LoadPlan(direct, rounds, decision.near)
 
 
-def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int, size: int) -> list[Request]:
-    """The order in which one of ``size`` ranks reads.
+_GOLDEN = 2_654_435_769
+"""The golden ratio's fraction of 2^32."""
+
+
+def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int) -> list[Request]:
+    """The order in which a rank reads.
 
     It is that of the files, but each rank starts at a place of its own and wraps around, so that ranks that need
-    neighbouring bytes do not all wait for the same part of the storage.
+    neighbouring bytes do not all wait for the same part of the storage. Such ranks mostly follow each other: by the
+    golden ratio any that do are spread over the whole of what they read.
     """
     ordered = sorted(reads, key=lambda request: (files[request.record], request.record, request.offset))
-    first = len(ordered) * rank // size
+    ends = list(accumulate(request.nbytes for request in ordered))
+    first = bisect_right(ends, (ends[-1] * (rank * _GOLDEN % (1 << 32))) >> 32) if ends else 0
     return ordered[first:] + ordered[:first]
 
 

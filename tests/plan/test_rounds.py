@@ -91,9 +91,16 @@ def test_what_is_granted_beside_others_is_not_staged() -> None:
     found = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
     assert decided(found) == [[True], [False], [False]]
     (served,) = found.rounds
-    assert spans(served.reads) == [(0, 10, 0), (40, 100, 40)]
-    assert (served.staged, served.sent) == (100, 20)
-    assert served.sends == [[], [Send(40, 10, 10, 1, True)], [Send(45, 10, 10, 1, True)]]
+    assert spans(served.reads) == [(0, 10, 0), (40, 100, 10)]
+    assert (served.staged, served.sent) == (70, 20)
+    assert served.sends == [[], [Send(10, 10, 10, 1, True)], [Send(15, 10, 10, 1, True)]]
+
+
+def test_what_is_granted_takes_no_room_in_a_round() -> None:
+    """Ten bytes of each of four blocks are sent: one round of 40 bytes, and not four."""
+    long, short = [plain(50 * block + 10, 40) for block in range(4)], [plain(50 * block, 10) for block in range(4)]
+    found = judge(long, short, short, nbytes=200, block=50, share=80)
+    assert [(each.staged, each.sent) for each in found.rounds] == [(40, 80)]
 
 
 def test_blocks_without_claims_are_read_for_the_checksum() -> None:
