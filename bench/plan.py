@@ -462,7 +462,9 @@ class Answers:
 
     def _answer(self, answers: list[Any]) -> list[Any]:
         own = self.script.rank
-        told = [np.where(granted, GRANTED, 0).astype(np.int32) for granted in self.granted]
+        told = [
+            np.stack([np.where(each, GRANTED, 0), np.zeros_like(each)], 1).astype(np.int64) for each in self.granted
+        ]
         return [answers[own] if rank == own else each for rank, each in enumerate(told)]
 
 

@@ -215,8 +215,9 @@ class Planner:
 
     def _answer(self, answers: list[Any]) -> list[Any]:
         """Other owners grant long claims and serve short ones in the first round, as nearly all would."""
-        told = [np.stack([np.where(granted, GRANTED, 0), np.zeros(len(granted))], 1) for granted in self._granted]
-        told = [each.astype(np.int64) for each in told]
+        told = [
+            np.stack([np.where(each, GRANTED, 0), np.zeros_like(each)], 1).astype(np.int64) for each in self._granted
+        ]
         return [answers[rank] if rank == self.script.rank else each for rank, each in enumerate(told)]
 
 
