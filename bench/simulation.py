@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, count
+from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, StoredAtoms, count
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import driver, outputs
 from deepspeed_ucp.io.store import StoredFile
@@ -239,7 +239,7 @@ def _make_index(atoms: Sequence[UnitedAtom], path: str) -> Any:
     """What a reader asks of an index; all records are in one file, which is empty."""
     Path(path).touch()
     records = tuple(Record(0, 0, atom.nbytes, None) for atom in atoms)
-    return SimpleNamespace(stored=SimpleNamespace(files=(FileRef(path, 0),), records=records))
+    return SimpleNamespace(stored=StoredAtoms((FileRef(path, 0),), records, {}))
 
 
 @contextmanager

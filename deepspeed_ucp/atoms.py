@@ -78,11 +78,20 @@ class AtomKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A checkpoint file: path and size in bytes as every rank sees it; ``header_crc`` is the CRC32 of its directory."""
+    """A checkpoint file.
+
+    Attributes:
+        path: where this rank finds it; where it would lie, of a file that only other ranks see.
+        size: in bytes.
+        header_crc: CRC32 of its directory, if it has one.
+        places: paths where this rank finds files of that name and size, the one that is read first in front; empty
+            where ``path`` is all.
+    """
 
     path: str
     size: int
     header_crc: int | None = None
+    places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +191,7 @@ class StoredAtoms:
         atoms: by parameter, state and instance.
         repeated: elements that lie in the files a second time, as lane and fragment; they have to be the same.
         sight: which ranks can read which files; None where every rank can read all.
+        failed: paths among the files' places that this rank passes over, since something there has failed.
     """
 
     files: tuple[FileRef, ...]
@@ -189,6 +199,7 @@ class StoredAtoms:
     atoms: dict[AtomKey, Atom]
     repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
     sight: Sight | None = None
+    failed: set[str] = field(default_factory=set, compare=False)
 
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

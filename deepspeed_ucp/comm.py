@@ -64,6 +64,27 @@ class Comm:
         received = self.swap(packed, sends, receives)
         return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
+    def ask(self, questions: Sequence[tuple[int, Item]], answer: Callable[[Item], T]) -> list[T]:
+        """Put each question (picklable) to a rank, which answers it; the answers (picklable) to one's own; collective.
+
+        Raises:
+            UcpError: the first failing rank's error, the same on all ranks.
+        """
+        asked: list[list[Item]] = [[] for _ in range(self.size)]
+        for rank, question in questions:
+            asked[rank].append(question)
+        come = self._trade([self._pack(each) for each in asked])
+        answers = self.run(lambda: [self._pack([answer(each) for each in self._unpack(part)]) for part in come])
+        told = [iter(self._unpack(part)) for part in self._trade(answers)]
+        return [next(told[rank]) for rank, _ in questions]
+
+    def _trade(self, parts: list[Any]) -> list[Any]:
+        """Send ``parts[r]``, which are packed, to rank r; what the ranks sent here."""
+        if self.size == 1:
+            return parts
+        tables = [np.frombuffer(part, np.uint8) for part in parts]
+        return [part.tobytes() for part in self.swap_tables(tables)]
+
     def any_of(self, mask: NumpyArray) -> NumpyArray:
         """Element by element, whether some rank's ``mask`` is true."""
         return mask
@@ -104,23 +125,23 @@ class Comm:
         parts = self.each(lambda: list(apply(work, items[self.rank :: self.size])))
         return [parts[at % self.size][at // self.size] for at in range(len(items))]
 
-    def once(self, work: Callable[[], T]) -> T:
-        """Rank 0 runs ``work``; every rank gets its result (picklable), or its error.
+    def once(self, work: Callable[[], T], rank: int = 0) -> T:
+        """One rank runs ``work``; every rank gets its result (picklable), or its error.
 
         Raises:
-            UcpError: rank 0's error, the same on all ranks.
+            UcpError: that rank's error, the same on all ranks.
         """
-        packed, error = _attempt(lambda: self._pack(work())) if self.rank == 0 else (None, None)
-        packed, report = self.broadcast((packed, _describe(error)))
-        self._raise_first([report], error)
+        packed, error = _attempt(lambda: self._pack(work())) if self.rank == rank else (None, None)
+        packed, report = self.broadcast((packed, _describe(error)), rank)
+        self._raise_first([report], error, rank)
         return self._unpack(packed)  # type: ignore[no-any-return]
 
-    def _raise_first(self, reports: Sequence[_Report | None], error: Exception | None) -> None:
-        """Raise the first of the ranks' errors; ``error`` is this rank's own."""
-        failed = next((rank for rank, report in enumerate(reports) if report is not None), None)
+    def _raise_first(self, reports: Sequence[_Report | None], error: Exception | None, first: int = 0) -> None:
+        """Raise the first of the errors of the ranks from ``first`` on; ``error`` is this rank's own."""
+        failed = next((rank for rank, report in enumerate(reports, first) if report is not None), None)
         if failed is None:
             return
-        kind, text = reports[failed]  # type: ignore[misc]
+        kind, text = reports[failed - first]  # type: ignore[misc]
         prefix = f"[rank {failed}] " if self.size > 1 else ""
         shared = kind(*f"{prefix}{text}".split("\n"))
         shared.shared, shared.echo = True, self.rank > 0

@@ -41,6 +41,8 @@ class UniversalConfig(BaseModel):
             it; else a total batch that differs is refused. ``live`` takes this run's, with a warning.
         same_topology: who loads where nothing has changed. ``deepspeed`` leaves it to DeepSpeed's own load;
             ``direct`` is ours, which is faster and compares checksums.
+        also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
+            nearest place that has the same one, and in the next one where that fails.
         report: a folder that gets a JSON file per load, with every rank's phases, bytes and files (``ds_ucp report``).
         storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
             what is not said here is fsspec's configuration's and the environment's to say.
@@ -61,6 +63,7 @@ class UniversalConfig(BaseModel):
     param_groups: Literal["saved", "live"] = "saved"
     total_batch: Literal["saved", "live"] = "saved"
     same_topology: Literal["deepspeed", "direct"] = "deepspeed"
+    also: list[str] = []
     report: str | None = None
     storage_options: dict[str, Any] | None = None
     trust_pickle: bool = False

@@ -126,8 +126,8 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     comm, folder = connect(), os.path.join(str(save_dir), str(tag))
     try:
         if config.seal:
-            seal_folder(folder, comm)
-        elif comm.rank == 0:
+            seal_folder(folder, comm, local=engine.use_node_local_storage())
+        elif comm.rank == 0 or engine.use_node_local_storage():
             remove_seal(folder)
     except (UcpError, OSError) as error:
         if comm.rank == 0:

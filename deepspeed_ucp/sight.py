@@ -49,7 +49,8 @@ class Sight:
     def can_read(self, rank: int) -> npt.NDArray[np.bool_]:
         """[files] whether a rank can read a file."""
         byte, bit = divmod(int(self.views[rank]), 8)
-        return (self.seen[self.groups, byte] >> (7 - bit) & 1).astype(np.bool_)
+        bits: npt.NDArray[np.uint8] = self.seen[self.groups, byte] >> (7 - bit) & 1
+        return bits.astype(np.bool_)
 
     def take_turns(self, files: Sequence[int] | Ints) -> Ints:
         """For each of some files a rank that can read it; the readers of a group take turns."""

@@ -23,6 +23,9 @@ MODEL = Model((Param("a", (3, 5)),))
 class FakeEngine(SimpleNamespace):
     """An engine that only has its configuration."""
 
+    def use_node_local_storage(self) -> bool:
+        return False
+
     def load_universal_checkpoint(self) -> bool:
         return False
 

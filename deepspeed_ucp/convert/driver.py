@@ -42,6 +42,7 @@ from ..sources.atomic.manifest import (
 from ..sources.latest import find_checkpoint
 from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
+from ..stream.copies import refuse_scattered
 from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
@@ -189,6 +190,7 @@ def _plan(
     live: Sequence[RuleSet],
 ) -> _Conversion:
     refuse_unreadable(index)
+    refuse_scattered(index, "every node of a conversion reads its part of each")
     if text := describe_irregular(index):
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
     index = fuse_experts(index)  # as upstream's loader knows them

@@ -91,7 +91,7 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecor
     """Those of the other model-parallel ranks: a script's random states are there."""
     tp, pp = index.run.degrees or (index.run.topology.tp, index.run.topology.pp)
     for rank in range(1, tp * pp):
-        if (path := find_state_file(index.run, rank)) is None:
+        if (path := find_state_file(index, rank)) is None:
             continue
         file, name = read_header(path), f"{CLIENT}/mp_rank_{rank:02d}_model_states.pt"
         os.makedirs(os.path.join(folder, CLIENT), exist_ok=True)

@@ -18,7 +18,7 @@ from ..io.store import is_folder, list_folder
 from ..io.upload import RemoteStaging, open_staging
 from ..stream.checks import Checks
 from ..stream.report import OutputReport
-from ..stream.samples import check_samples, stages_agree
+from ..stream.samples import check_samples, find_parted
 from .tensors import ExportOptions, Selection, Tensor
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -136,7 +136,7 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
     """Tell what an export cannot hold, or what the source lacks."""
     if index.limits.dropped:
         logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
-    if parted := [name for name in sorted(index.model.instances) if not stages_agree(name, index)]:
+    if parted := find_parted(index, sorted(index.model.instances), Comm()):
         logger.warning(
             "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
             shorten(parted),

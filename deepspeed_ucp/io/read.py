@@ -34,6 +34,10 @@ class Sink(Protocol):
         """Take a part's bytes, which were read into other memory."""
 
 
+Fetched = tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]
+"""Memory that a request's bytes were read into, in order, and what of them is still to be stored."""
+
+
 class MemorySink:
     """Plain memory, whose elements have ``itemsize`` bytes."""
 
@@ -83,7 +87,8 @@ class RecordReader:
         self._pool = pool or ScratchPool()
         self.spent: dict[int, tuple[int, float]] = {}
         self._open: dict[int, Stored] = {}
-        self._lock = threading.Lock()
+        self._dropped: list[Stored] = []
+        self.lock = threading.RLock()
         allow_open_files(2 * len(files))  # through the cache and past it
 
     def __enter__(self: R) -> R:
@@ -98,6 +103,8 @@ class RecordReader:
         """Close the files; no thread may be reading."""
         while self._open:
             self._open.popitem()[1].close()
+        while self._dropped:
+            self._dropped.pop().close()
 
     def read(self, requests: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
         """Carry out requests, one after the other.
@@ -140,18 +147,11 @@ class RecordReader:
 
     def read_group(self, group: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
         """Read requests that follow each other in a record."""
-        first, nbytes = group[0], sum(request.nbytes for request in group)
-        record = self.records[first.record]
-        file, offset, begin = self._file(record.file), record.offset + first.offset, time.perf_counter()
+        file, begin = self.records[group[0].record].file, time.perf_counter()
         with self._pool.lend() as scratch:
-            data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
-            if data is None:
-                arranged = _arrange_group(group, sinks, scratch.take(nbytes))
-                file.read([view for views, _ in arranged for view in views], offset)
-            else:
-                arranged = [([data], _divide(first, sinks, data))]
-            self._note(record.file, nbytes, time.perf_counter() - begin)
-            return [self._take(request, *each) for request, each in zip(group, arranged, strict=True)]
+            fetched = self.fetch(file, group, sinks, scratch)
+            self._note(file, sum(request.nbytes for request in group), time.perf_counter() - begin)
+            return [self._take(request, *each) for request, each in zip(group, fetched, strict=True)]
 
     def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
         """Sum up what was read for a request, and hand on what was not read to its place."""
@@ -163,21 +163,61 @@ class RecordReader:
             sink.store(part, view)
         return Checked(request.record, request.offset, request.nbytes, crc)
 
+    def fetch(
+        self, number: int, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
+    ) -> list[Fetched]:
+        """Read requests that follow each other in a record of file ``number``.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        return self.fetch_from(self.take_file(number), group, sinks, scratch)
+
+    def fetch_from(
+        self, file: Stored, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
+    ) -> list[Fetched]:
+        """The same of an open file."""
+        first, nbytes = group[0], sum(request.nbytes for request in group)
+        offset = self.records[first.record].offset + first.offset
+        data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
+        if data is not None:
+            return [([data], _divide(first, sinks, data))]
+        arranged = _arrange_group(group, sinks, scratch.take(nbytes))
+        file.read([view for views, _ in arranged for view in views], offset)
+        return arranged
+
     def _note(self, file: int, nbytes: int, seconds: float) -> None:
-        with self._lock:
+        with self.lock:
             before = self.spent.get(file, (0, 0.0))
             self.spent[file] = before[0] + nbytes, before[1] + seconds
 
-    def _file(self, number: int) -> Stored:
-        with self._lock:
+    def take_file(self, number: int) -> Stored:
+        """A file that is open for reading.
+
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+        with self.lock:
             if number not in self._open:
-                self._open[number] = open_stored(self.files[number].path, size=self.files[number].size)
+                self._open[number] = self.open_file(number)
             return self._open[number]
 
+    def open_file(self, number: int) -> Stored:
+        """Open a file.
 
-def _arrange_group(
-    group: Sequence[Request], sinks: Sequence[Sink | None], scratch: memoryview
-) -> list[tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]]:
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+        return open_stored(self.files[number].path, size=self.files[number].size)
+
+    def drop_file(self, number: int, file: Stored) -> None:
+        """Open a file anew when it is read next; other threads may still be reading it."""
+        with self.lock:
+            if self._open.get(number) is file:
+                self._dropped.append(self._open.pop(number))
+
+
+def _arrange_group(group: Sequence[Request], sinks: Sequence[Sink | None], scratch: memoryview) -> list[Fetched]:
     """As :func:`_arrange`, of each request."""
     arranged = []
     for request in group:
@@ -186,9 +226,7 @@ def _arrange_group(
     return arranged
 
 
-def _arrange(
-    request: Request, sinks: Sequence[Sink | None], scratch: memoryview
-) -> tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]:
+def _arrange(request: Request, sinks: Sequence[Sink | None], scratch: memoryview) -> Fetched:
     """Memory for each part: the buffer itself where possible, else scratch."""
     views, staged, used = [], [], 0
     for part in request.parts:

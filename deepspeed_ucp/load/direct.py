@@ -10,10 +10,11 @@ where there is memory for it, its buffers are filled apart (``transfer``), and p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
@@ -23,6 +24,7 @@ from ..io.memory import pause_collection
 from ..io.store import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
+from ..stream.copies import CopyReader, refuse_scattered
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,
@@ -64,7 +66,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         index = work.index
         # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does, unless
         # that would ask a store for the same bytes again.
-        apart = engine.global_steps > 0 or is_url(index.run.state_file)
+        apart = engine.global_steps > 0 or asks_store(index, comm)
         transfer = Transfer(index, work, comm, config, apart=apart)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     extra = saved.pop(EXTRA_STATES, {})
@@ -110,6 +112,14 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with_scheduler=arguments.load_lr_scheduler_states,
         with_optimizer=arguments.load_optimizer_states,
     )
+
+
+def asks_store(index: AtomicIndex, comm: Comm) -> bool:
+    """Whether some rank reads something of a store; collective where ranks may read in different places."""
+    here = any(is_url(path) for file in index.stored.files for path in (file.places or (file.path,))[:1])
+    if not any(file.places for file in index.stored.files):
+        return here
+    return bool(comm.any_of(np.array([here]))[0])
 
 
 def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
@@ -174,6 +184,8 @@ def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
 
 def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
     parallel = max(index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp) > 1
+    if custom:
+        refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
     if custom and target.uses_nvme:
         raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
     if custom and (parallel or any(held.ranks for held in target.experts.values())):
@@ -216,11 +228,13 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         checks.touch(index.run.client_records if comm.rank == 0 else ())
         checks.verify(index, comm)
     options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
-    saved = comm.once(lambda: read_objects(index.run.state_file, **options))
+    first = _find_reader(index, index.run.state_file)
+    saved = comm.once(lambda: _read_objects(index, index.run.state_file, **options), first)
     own = _find_own_file(index, target)
+    others = _ask_for(index, own, options, comm)
 
     def take() -> dict[str, Any]:
-        held = saved if own is None else read_objects(own, **options)
+        held = saved if own is None else others.pop() if others else _read_objects(index, own, **options)
         if "global_steps" not in held and not job.arguments.load_module_only:
             raise CheckpointError(
                 f"{own or index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For "
@@ -231,12 +245,39 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     return comm.run(take)
 
 
+def _find_reader(index: AtomicIndex, path: str) -> int:
+    """The first rank that can read a file; the same by every rank's reckoning."""
+    if index.stored.sight is None:
+        return 0
+    sight, number = index.stored.sight, [file.path for file in index.stored.files].index(path)
+    return int(sight.list_readers(int(sight.groups[number]))[0])
+
+
+def _ask_for(index: AtomicIndex, own: str | None, options: Mapping[str, Any], comm: Comm) -> list[dict[str, Any]]:
+    """What is in a rank's own state file, where ranks see different files; collective there."""
+    if index.stored.sight is None:
+        return []
+    paths = [file.path for file in index.stored.files]
+    numbers = [] if own is None else [paths.index(own)]
+    questions = [(_find_reader(index, own), number) for number in numbers if own is not None]
+    return comm.ask(questions, lambda number: _read_objects(index, paths[number], **options))
+
+
+def _read_objects(index: AtomicIndex, path: str, **options: Any) -> dict[str, Any]:
+    """What is in a state file, from a place where it can be opened."""
+    numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
+    if numbers:
+        with CopyReader(index.stored) as reader:
+            path = reader.take_file(numbers[0]).path
+    return read_objects(path, **options)
+
+
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     """The state file that this rank's place in the saved world wrote, where the checkpoint has one beside the first."""
     place, topology = target.place, index.run.topology
     if (place.tp, place.pp) != (index.run.degrees or (topology.tp, topology.pp)):
         return None
-    return find_state_file(index.run, place.mp_rank, place.dp_rank if place.dp == topology.dp else 0)
+    return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == topology.dp else 0)
 
 
 def _finish(

@@ -25,6 +25,7 @@ from ..io.threads import count_threads, run_threads
 from ..plan import Claim, LoadPlan, Request, Send
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
+from ..stream.copies import CopyReader
 from .destinations import Destinations
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -138,14 +139,13 @@ class CollectiveReader:
 
     def _note_files(self, reader: RecordReader) -> None:
         for number, (nbytes, seconds) in reader.spent.items():
-            path = self.index.stored.files[number].path
+            path = reader.take_file(number).path
             before = self.files.get(path, (0, 0.0))
             self.files[path] = before[0] + nbytes, before[1] + seconds
 
     def _open_reader(self) -> RecordReader:
-        stored = self.index.stored
         options: dict[str, Any] = {"pool": self.pool, "again": self._is_read_again, "joined": self.joined}
-        return RecordReader(stored.records, stored.files, checksum=self.checksum, **options)
+        return CopyReader(self.index.stored, checksum=self.checksum, **options)
 
     def _is_read_again(self, request: Request) -> bool:
         """Whether pass 2 reads some of it as well: live buffers', or what is staged for some rank's."""

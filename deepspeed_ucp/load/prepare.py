@@ -188,13 +188,13 @@ def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
-    def tell() -> None:  # rank 0 alone: every rank would read the same elements
+    def tell() -> None:  # rank 0 alone
         for text in dict.fromkeys(text for _, _, notes in everyone for text in notes):
             logger.warning("%s", text)
         _tell(work.match, index.limits.dropped, {item for _, grown, _ in everyone for item in grown.items()})
-        check_instances(index, census.counts, work.touched)
 
     comm.once(tell)
+    check_instances(index, census.counts, work.touched, comm)
 
 
 def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -> None:

@@ -10,9 +10,8 @@ import torch
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
-from ..io.store import choose_map
-from ..stream.reader import AtomReader
-from ..stream.samples import stages_agree
+from ..stream.pairs import Elements, compare_pairs
+from ..stream.samples import find_parted
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -30,35 +29,32 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
         MismatchError: naming the parameter, the ranks and the largest difference.
     """
 
-    def compare_share() -> list[_Difference]:
-        with AtomReader(index, checksum=False) as reader:
-            parts = _list_parts(atoms)[comm.rank :: comm.size]
-            compared = choose_map(index.run.state_file)(lambda part: _compare(*part, reader), parts)
-            found = sorted(each for one in compared for each in one)
-        return list({each[0]: each for each in found}.values())  # one per atom: what is told to the others stays short
-
-    differences = sorted(each for part in comm.each(compare_share) for each in part)
+    pairs, found = _list_pairs(atoms)[comm.rank :: comm.size], list[_Difference]()
+    compare_pairs(index, pairs, lambda number, *values: found.extend(_compare(pairs[number][1], *values)), comm)
+    largest = list({each[0]: each for each in sorted(found)}.values())  # one per atom: what is told stays short
+    differences = sorted(each for part in comm.gather(largest) for each in part)
     if differences:  # the same on every rank
         comm.run(lambda: _refuse(*max(each for each in differences if each[0] == differences[0][0])))
 
 
-def _list_parts(atoms: Sequence[Atom]) -> list[tuple[Atom, int, int, int]]:
-    """What is compared with rank 0's shard: (atom, other rank, first element, behind the last)."""
-    parts = []
+def _list_pairs(atoms: Sequence[Atom]) -> list[tuple[Elements, Elements]]:
+    """Parts of rank 0's shards, and the same of another rank's."""
+    pairs = []
     for atom in atoms:
         step, numel = _CHUNK // ITEMSIZE[atom.dtype], atom.shards[0].numel
         for low in range(0, numel, step):
-            parts += [(atom, rank, low, min(low + step, numel)) for rank in range(1, len(atom.shards))]
-    return parts
+            high = min(low + step, numel)
+            first = Elements(atom, 0, low, high)
+            pairs += [(first, Elements(atom, rank, low, high)) for rank in range(1, len(atom.shards))]
+    return pairs
 
 
-def _compare(atom: Atom, rank: int, low: int, high: int, reader: AtomReader) -> list[_Difference]:
-    first, other = (reader.read_elements(atom, shard, low, high) for shard in (0, rank))
+def _compare(part: Elements, first: bytearray, other: bytearray) -> list[_Difference]:
     if first == other:
         return []
-    dtype = getattr(torch, atom.dtype)
+    dtype = getattr(torch, part.atom.dtype)
     gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
-    return [(atom.key, float(gap.max()), rank, low + int(gap.argmax()))]
+    return [(part.atom.key, float(gap.max()), part.shard, part.low + int(gap.argmax()))]
 
 
 def _refuse(key: AtomKey, size: float, rank: int, element: int) -> None:
@@ -69,8 +65,8 @@ def _refuse(key: AtomKey, size: float, rank: int, element: int) -> None:
     )
 
 
-def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey]) -> None:
-    """What several pipeline stages saved under one name: equal copies, or values of their own.
+def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:
+    """What several pipeline stages saved under one name: equal copies, or values of their own; collective.
 
     DeepSpeed ties only ``tied_weight_attr``; a tied module's other parameters live on apart in every stage.
 
@@ -81,17 +77,23 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
         CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
     """
     loaded = {key.name for key in touched}
-    parted = [name for name in index.model.instances if name in loaded and not stages_agree(name, index)]
+    names = [name for name in index.model.instances if name in loaded]
+    parted = find_parted(index, names, comm) if names else []
+    if parted:  # the same on every rank
+        comm.run(lambda: _refuse_parted(index, parted))
+    dropped = sorted(name for name in parted if counts.get(name, 1) != index.model.instances[name])
+    if dropped and comm.rank == 0:
+        logger.warning(
+            "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
+            "tied_weight_attr); where one copy remains the first stage's counts",
+            shorten(dropped),
+        )
+
+
+def _refuse_parted(index: AtomicIndex, parted: Iterable[str]) -> None:
     for name in parted:
         if "tied_modules." not in name:
             raise CheckpointError(
                 f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they have to "
                 "be replicas. The folder mixes files of several saves."
             )
-    dropped = sorted(name for name in parted if counts.get(name, 1) != index.model.instances[name])
-    if dropped:
-        logger.warning(
-            "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
-            "tied_weight_attr); where one copy remains the first stage's counts",
-            shorten(dropped),
-        )

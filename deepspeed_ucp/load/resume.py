@@ -19,14 +19,14 @@ from ..io.memory import identify_host, pause_collection
 from ..io.store import is_url, normalize, set_storage_options
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
-from ..sources import check_tag, open_checkpoint, read_latest
+from ..sources import open_checkpoint
 from ..sources.files import holds_atoms, list_entries
-from ..sources.latest import find_newest, list_older
+from ..sources.latest import list_older
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.checks import Checks
 from ..stream.report import OutputReport
 from ..targets import Target, open_target
-from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_unsaved
+from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_shared, list_unsaved
 from ..targets.finish import refresh_after_own_load
 from ..targets.guard import BROKEN, check_states, release
 from ..topology import ATOMIC, find_differences
@@ -34,6 +34,7 @@ from .census import join_groups, list_live_rules, take_census
 from .client import check_trusted
 from .direct import has_masters, load_direct, mark
 from .job import LoadArguments, LoadJob, LoadReport
+from .tags import find_tag
 from .told import write_report
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -82,15 +83,17 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
-    found = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback)
+    found = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
     if found is None:
         if comm.rank == 0:
             logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
         return own()
     comm.run(lambda: check_states(engine, with_states=arguments.with_states))
     job = LoadJob(engine, comm, config, arguments, report)
+    if engine.use_node_local_storage() and not upstream:
+        own = partial(own, tag=found)  # DeepSpeed writes `latest` on the first rank's node alone
     if tag is not None or not config.fallback:
-        loaded = _resume_tag(job, os.path.join(load_dir, found), own, upstream=upstream, unknown=unknown)
+        loaded = _resume_tag(job, load_dir, found, own, upstream=upstream, unknown=unknown)
     else:
         tags = comm.once(lambda: list_older(load_dir, found, sealed=config.seal))
         loaded = _resume_first_whole(job, load_dir, tags, own, upstream=upstream, unknown=unknown)
@@ -109,7 +112,7 @@ def _resume_first_whole(
     passed: list[str] = []
     for tag in tags:
         try:
-            loaded = _resume_tag(job, os.path.join(load_dir, tag), partial(own, tag=tag), **more)
+            loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), **more)
         except CheckpointError as error:
             if hasattr(job.engine, BROKEN):
                 raise
@@ -122,12 +125,13 @@ def _resume_first_whole(
 
 
 def _resume_tag(
-    job: LoadJob, folder: str, own: Callable[[], Loaded], *, upstream: bool, unknown: Sequence[str]
+    job: LoadJob, load_dir: str, tag: str, own: Callable[[], Loaded], *, upstream: bool, unknown: Sequence[str]
 ) -> Loaded:
-    """Resume from one tag's folder; collective."""
+    """Resume from one tag; collective."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
+    folder, also = os.path.join(load_dir, tag), [os.path.join(place, tag) for place in job.config.also]
     with report.phase("index"), pause_collection():
-        decision = decide(job, folder, upstream=upstream)
+        decision = decide(job, folder, also, upstream=upstream)
     report.reason, report.direct = decision.reason, decision.index is not None
     if comm.rank == 0:
         logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", decision.reason)
@@ -156,94 +160,94 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded]) -> Loaded:
         raise
 
 
-def find_tag(load_dir: str, tag: Any, comm: Comm, *, universal: bool = False, fallback: bool = False) -> str | None:
-    """The tag that every rank sees; None where nothing was saved yet.
-
-    Args:
-        universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
-        fallback: where that file leads to no tag (a crash may leave it empty), take the newest one, with a warning.
-
-    Raises:
-        CheckpointError: there is no such tag, or ranks see different ones.
-    """
-
-    def follow() -> str | None:
-        found = read_latest(load_dir, universal=universal) if tag is None else str(tag)
-        if found is not None:
-            check_tag(load_dir, found)
-        return found
-
-    def look() -> str | None:
-        try:
-            return follow()
-        except CheckpointError as error:
-            newest = find_newest(load_dir) if fallback and tag is None else None
-            if newest is None:
-                raise
-            if comm.rank == 0:
-                logger.warning("%s Falling back to the newest one by the times of its files: %s", error, newest)
-            return newest
-
-    tags = comm.each(look)
-    if len(set(tags)) > 1:
-        told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(tags) if value != tags[0])
-        raise CheckpointError(
-            f"{load_dir}: ranks see different checkpoints (rank 0: {tags[0]}, {told}). Every node needs the same "
-            "folder: use a shared file system, or copy it to every node."
-        )
-    return tags[0]
-
-
-def decide(job: LoadJob, folder: str, *, upstream: bool = False) -> LoaderChoice:
+def decide(job: LoadJob, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Args:
+        folder: the tag's folder.
+        also: the same in further places.
         upstream: the ds_config has ``load_universal`` on, which DeepSpeed itself does with atomic checkpoints.
 
     Raises:
         UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
     """
-    atomic = upstream and job.comm.run(lambda: holds_atoms(list_entries(folder)))
+    atomic = upstream and any(job.comm.each(lambda: has_atoms(folder)))
     try:
         target = job.comm.run(lambda: open_target(job.engine))
     except UnknownLayoutError as error:
         if not atomic:
-            return _trust_own_files(job, folder, str(error), "Resume in the topology that saved it")
+            return _trust_own_files(job, folder, str(error))
         if not job.config.trust_pickle:
             job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
         return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
+    own: list[str] = []
     if job.engine.use_node_local_storage() and not atomic:
-        why = "every node keeps its own files (use_node_local_storage)"
-        advice = "Copy the files of all nodes into a folder that every node sees, and switch use_node_local_storage off"
-        return _trust_own_files(job, folder, why, advice, target)
-    return _compare(job, folder, target, upstream=upstream and not atomic)
+        own = find_own_differences(job, folder, target)
+        if not own and job.config.same_topology != "direct":
+            return _leave_own_files(job, folder, _NODE_LOCAL, target)
+    return _compare(job, folder, also, target, own, upstream=upstream and not atomic)
 
 
-def _trust_own_files(job: LoadJob, folder: str, why: str, advice: str, target: Target | None = None) -> LoaderChoice:
+_NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
+
+
+def has_atoms(folder: str) -> bool:
+    """Whether a folder that this rank sees is an atomic checkpoint."""
+    try:
+        return holds_atoms(list_entries(folder))
+    except CheckpointError:
+        return False
+
+
+def _trust_own_files(job: LoadJob, folder: str, why: str) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
-
-    Args:
-        target: the engine's buffers, where they are known: what its load would lose of them is refused as well.
 
     Raises:
         UnsupportedError: they tell another one.
         CheckpointError: they hold classes that are not known to be harmless.
     """
-    engine, comm = job.engine, job.comm
     if is_url(folder):
         raise UnsupportedError(f"{folder}: {why}, so that only DeepSpeed's own load can read it, which reads no URLs.")
-
-    def compare() -> list[str]:
-        lost = [f"{text}, which it does not restore" for text in list_lost(target, job.arguments)] if target else []
-        return [*lost, *compare_own_files(*describe_own_files(engine, folder))]
-
-    found = comm.each(compare)
-    differences = dict.fromkeys(text for part in found for text in part)
+    differences = find_own_differences(job, folder)
     if differences:
         raise UnsupportedError(
             f"{folder}: {why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
-            f"alone. Here differ: {shorten(differences, 4)}. {advice}. {OWN_LOAD}"
+            f"alone. Here differ: {shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}"
         )
+    return _leave_own_files(job, folder, why)
+
+
+def find_own_differences(job: LoadJob, folder: str, target: Target | None = None) -> list[str]:
+    """Why DeepSpeed's own load cannot go by each rank's own files, in words; collective, the same on every rank.
+
+    Args:
+        target: the engine's buffers, where they are known: what its load would lose of them counts as well.
+    """
+    engine = job.engine
+
+    def compare() -> list[str]:
+        lost: list[str] = []
+        if target is not None:
+            lost += [f"{text}, which it does not restore" for text in list_lost(target, job.arguments)]
+            lost += list_shared(engine)
+        try:
+            differing = compare_own_files(*describe_own_files(engine, folder))
+        except CheckpointError as error:
+            if target is None:
+                raise
+            differing = [str(error)]
+        return [*lost, *differing]
+
+    return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))
+
+
+def _leave_own_files(job: LoadJob, folder: str, why: str, target: Target | None = None) -> LoaderChoice:
+    """Leave a load to DeepSpeed, whose files tell the live topology; collective.
+
+    Raises:
+        CheckpointError: they hold classes that are not known to be harmless.
+    """
+    engine, comm = job.engine, job.comm
     if not job.config.trust_pickle:
         # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
@@ -263,18 +267,25 @@ def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: i
     check_trusted(list_own_globals(folder, viewers[:rank].count(own), viewers.count(own)))
 
 
-def _compare(job: LoadJob, folder: str, target: Target, *, upstream: bool) -> LoaderChoice:
-    """Hold the checkpoint's index against the live engine's layout; collective."""
+def _compare(
+    job: LoadJob, folder: str, also: Sequence[str], target: Target, own: Sequence[str], *, upstream: bool
+) -> LoaderChoice:
+    """Hold the checkpoint's index against the live engine's layout; collective.
+
+    Args:
+        own: why DeepSpeed's own load cannot read each node's own files, in words.
+    """
     comm, arguments, report = job.comm, job.arguments, job.report
     weights_only = not (arguments.with_states and has_masters(target, comm))
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
+    options: dict[str, Any] = {"dual": target.is_dual, "rename": rename, "also": also}
     named = join_groups(target, comm)
-    index = open_checkpoint(folder, comm, *named, weights_only=weights_only, dual=target.is_dual, rename=rename)
+    index = open_checkpoint(folder, comm, *named, weights_only=weights_only, **options)
     report.saved = index.run.job
     if comm.rank == 0 and (told := ", ".join(list_changes(index, target, comm.size, job.engine.train_batch_size()))):
         logger.warning("%s: this run differs from the saved one: %s", folder, told)
-    found = comm.each(lambda: _list_differences(index, target, arguments))
-    everyone = [text for part in found for text in part]
+    found = comm.each(lambda: _list_differences(index, target, arguments) or find_scattered(index, folder))
+    everyone = [text for part in found for text in part] or list(own)
     if upstream:
         everyone.append("load_universal is on, this is a normal checkpoint")
     if job.config.same_topology == "direct" and not everyone:
@@ -335,6 +346,14 @@ def find_unnoticed(index: AtomicIndex, target: Target, arguments: LoadArguments)
         target: this rank's, of an equal topology.
     """
     return [*index.limits.unnoticed, *list_lost(target, arguments, index)]
+
+
+def find_scattered(index: AtomicIndex, folder: str) -> list[str]:
+    """What DeepSpeed's own load would not find of a checkpoint, in words."""
+    if index.stored.sight is not None:
+        return ["its files lie on several nodes"]
+    inside = os.path.join(folder, "")
+    return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]
 
 
 def list_lost(target: Target, arguments: LoadArguments, index: AtomicIndex | None = None) -> list[str]:

@@ -10,7 +10,9 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, Atom, AtomKey, FileRef, Fragment, ParamKey, Record, Shard, check_coverage
 from ..errors import CheckpointError
 from ..flat import Cut
+from ..sight import Sight
 from ..torchsave.records import FileRecord
+from .files import Listing
 from .headers import FileHeader, Piece, Shape, TensorStates
 from .ranks import SavedRank
 from .save import Save
@@ -20,6 +22,13 @@ TOLD = 16
 
 _COMPRESSION_ERRORS = ("worker_error", "server_error")
 """States of 1-bit optimizers (to DeepSpeed 0.18). They may have as many elements as the parameter."""
+
+
+def _refer(listing: Listing, header: FileHeader) -> FileRef:
+    name, size, where = header.name, header.size, listing.where
+    if where is None:
+        return FileRef(listing.path(name), size, header.crc)
+    return FileRef(where.path(name, size), size, header.crc, where.find_near(name, size))
 
 
 class Builder:
@@ -68,8 +77,13 @@ class Builder:
         found = self._file_ids.get(header.name)
         if found is None:
             found = self._file_ids[header.name] = len(self.files)
-            self.files.append(FileRef(self.save.path(header), header.size, header.crc))
+            self.files.append(_refer(self.save.listing, header))
         return found
+
+    def find_sight(self) -> Sight | None:
+        """Which ranks can read which of the files; None where every rank can read all."""
+        where = self.save.listing.where
+        return None if where is None else where.see(list(self._file_ids))
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
         """Add a whole local tensor as the shard of atom (name, state) that a tensor-parallel rank holds.

@@ -7,10 +7,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.staging import MANIFEST
 from ..io.store import Entry, list_folder
+
+if TYPE_CHECKING:
+    from .places import Whereabouts
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -71,6 +75,7 @@ class Listing:
         expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
         copies: files that other ranks wrote of the same (:func:`choose_copies`), and which of the above each is of.
         swaps: swap files by what their names tell.
+        where: in which places this rank finds the files, and who sees which; None where all lie in the folder.
     """
 
     folder: str
@@ -83,14 +88,15 @@ class Listing:
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     swaps: dict[SwapName, str] = field(default_factory=dict)
+    where: Whereabouts | None = None
 
     def path(self, name: str) -> str:
-        """Full path of a file in the folder."""
-        return os.path.join(self.folder, name)
+        """Full path of a file."""
+        return os.path.join(self.folder, name) if self.where is None else self.where.path(name)
 
 
 def list_entries(folder: str) -> dict[str, Entry]:
-    """The state files, the manifest and the subfolders in a checkpoint's folder, and its swap files, by name.
+    """The state files, manifest, seal and subfolders in a checkpoint's folder, and its swap files, by name.
 
     Links are followed, wherever they lead: stores that keep each file once are made of them. What is no regular file
     in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.store`).
@@ -101,7 +107,7 @@ def list_entries(folder: str) -> dict[str, Entry]:
     found = {
         name: entry
         for name, entry in _scan(folder).items()
-        if entry.is_folder or _STATES.fullmatch(name) or name == MANIFEST
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL)
     }
     if OFFLOADED in found and found[OFFLOADED].is_folder:
         found |= _list_swaps(folder)
@@ -138,15 +144,18 @@ def list_sizes(folder: str) -> dict[str, int]:
     return {name: entry.size for name, entry in list_entries(folder).items()}
 
 
-def sort_files(folder: str, sizes: dict[str, int]) -> Listing:
+def sort_files(folder: str, sizes: dict[str, int], where: Whereabouts | None = None) -> Listing:
     """Give every file its role.
+
+    Args:
+        where: its files' places; None where they lie in the folder.
 
     Raises:
         UnsupportedError: the folder is of a kind that is not covered.
         CheckpointError: it holds no checkpoint.
     """
     chosen, copies = choose_copies(folder, sizes)
-    listing = Listing(folder, sizes, copies=copies)
+    listing = Listing(folder, sizes, copies=copies, where=where)
     for role, name in sorted(chosen.items()):
         _refuse_unsupported(folder, role)
         if match := _MODEL.fullmatch(role):
@@ -225,6 +234,20 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     )
 
 
+def read_model_rank(name: str) -> int | None:
+    """The model-parallel rank of a file of model states below ZeRO 3; None of other files."""
+    match = _MODEL.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def read_optim_ranks(name: str) -> tuple[int, int] | None:
+    """Model- and data-parallel rank of a file that each data-parallel rank has; None of other files."""
+    if match := _OPTIM.fullmatch(strip_writer(name)):
+        return int(match[3]), int(match[2])
+    match = _MODEL_ZERO3.fullmatch(strip_writer(name))
+    return (int(match[2]), int(match[1])) if match else None
+
+
 def name_expert(layer: int, expert: int, mp: int) -> str:
     """The name of one expert's file."""
     return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
@@ -246,24 +269,3 @@ def has_states(folder: str) -> bool:
         return any(_STATES.fullmatch(name) for name in list_folder(folder))
     except OSError:
         return False
-
-
-def compare_listings(folder: str, listings: list[dict[str, int]]) -> None:
-    """Every rank sees the same files with the same sizes.
-
-    Raises:
-        CheckpointError: names what which rank lacks (a folder that is not shared between nodes).
-    """
-    everything: set[str] = set().union(*listings)
-    for rank, listing in enumerate(listings):
-        if lacking := sorted(everything - set(listing)):
-            raise CheckpointError(
-                f"{folder}: rank {rank} does not see {shorten(lacking)}, other ranks do. "
-                "Every node needs the whole checkpoint: use a shared file system, or copy the files to every node."
-            )
-        for name in sorted(everything):
-            if listing[name] != listings[0][name]:
-                raise CheckpointError(
-                    f"{folder}: {name} has {listing[name]} bytes on rank {rank} and {listings[0][name]} on rank 0; "
-                    "the nodes hold different copies of the checkpoint."
-                )

@@ -107,7 +107,9 @@ def make_index(
     model = save.model(0)
     client = tuple(builder.record(save.main, each) for each in model.others)
     return AtomicIndex(
-        stored=StoredAtoms(tuple(builder.files), tuple(builder.records), atoms, builder.finish_repeated()),
+        stored=StoredAtoms(
+            tuple(builder.files), tuple(builder.records), atoms, builder.finish_repeated(), builder.find_sight()
+        ),
         run=RunState(
             scalars=builder.scalars,
             groups=groups,

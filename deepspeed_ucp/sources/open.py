@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,14 +13,15 @@ from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from ..io.read import sum_range
-from ..io.store import choose_map, exists, open_stored
+from ..io.store import choose_map, open_stored
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
-from .files import SEAL, Entry, Listing, compare_listings, holds_atoms, list_entries, sort_files, strip_writer
+from .files import SEAL, Listing, holds_atoms, read_model_rank, sort_files, strip_writer
 from .findings import WARNING, Finding, from_error, make_error, sort_findings
 from .headers import FileHeader
 from .index import build_index, enabled
 from .naming import GroupNames, NamedGroups, Naming, Rename
+from .places import Whereabouts, find_files, list_files
 from .reading import read_file
 from .save import Save, arrange, count_ranks, expect_files, find_degrees, name_unsaved
 from .swapped import add_swapped, adopt_sums
@@ -78,6 +79,7 @@ def open_checkpoint(
     weights_only: bool = False,
     dual: bool = False,
     rename: Rename | None = None,
+    also: Sequence[str] = (),
 ) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
 
@@ -85,9 +87,10 @@ def open_checkpoint(
 
     Args:
         folder: the tag's folder.
-        comm: the ranks that load.
+        comm: the ranks that load. They may see different files, which together are the checkpoint.
         live_groups, live_hyper, groups, weights_only, dual, rename: what names a stage-0 source, as
             :class:`.naming.Naming` has it.
+        also: the tag's folder in further places; files of the first one count.
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
@@ -95,49 +98,57 @@ def open_checkpoint(
         MismatchError: stage 0 with other param groups than the live ones.
     """
     naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only, dual=dual)
-    report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming)
+    report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
         _tell_warnings(report)
     return index
 
 
-def survey_checkpoint(folder: str, comm: Comm, naming: Naming | None = None) -> FolderReport:
+def survey_checkpoint(
+    folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()
+) -> FolderReport:
     """Look at the headers of a checkpoint's files, and find everything that is wrong with them; collective.
 
     Args:
         folder: the tag's folder.
         comm: the ranks that share the files.
         naming: what names the parameters of a stage-0 source.
+        also: the tag's folder in further places.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or the ranks see different ones.
+        CheckpointError: the folder cannot be listed, or machines hold different files under one name.
         ConfigError: the groups are of another form.
     """
-    entries = _list_everywhere(folder, comm)
-    atomic = holds_atoms(entries)
+    where = find_files([folder, *also], comm)
+    atomic = holds_atoms(where.entries)
     try:
         if atomic:
-            index, findings = survey_atomic(folder, comm, entries)
+            index, findings = survey_atomic(where, comm)
         else:
-            index, findings = _survey_normal(folder, comm, entries, naming or Naming())
+            index, findings = _survey_normal(where, comm, naming or Naming())
     except (CheckpointError, UnsupportedError) as error:
         index, findings = None, from_error(folder, error)
     return FolderReport(folder, atomic, index, sort_findings(findings))
 
 
-def look_at_job(folder: str) -> SavedJob:
-    """What ran around a saved engine, from one model-states file.
+def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
+    """What ran around a saved engine, from one model-states file that this process sees.
+
+    Args:
+        folder: the tag's folder.
+        also: the same in further places.
 
     Raises:
         UcpError: that file cannot be read, or there is none.
     """
-    entries = list_entries(folder)
+    where = find_files([folder, *also], Comm())
+    entries = where.entries
     name = "mp_rank_00_model_states.pt"
     if holds_atoms(entries):
-        first = [read_file(folder, name)]
+        first = [read_file(where.find(name)[0], name)]
     else:
-        first, _, faults = _find_save(sort_files(folder, {name: entry.size for name, entry in entries.items()}))
+        first, _, faults = _find_save(sort_files(folder, where.sizes, where), lambda name: _read_header(where, name))
         error = make_error(faults)
         if not first and error is not None:
             raise error
@@ -147,8 +158,12 @@ def look_at_job(folder: str) -> SavedJob:
     return SavedJob.read({**model.counters, **model.batch})
 
 
-def seal_folder(folder: str, comm: Comm) -> None:
+def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     """Write the seal of a save that has come to its end, in place of an older one; collective.
+
+    Args:
+        folder: the tag's folder.
+        local: every node has a folder of its own, and gets the seal.
 
     Raises:
         CheckpointError: the files are damaged or do not belong together; there is no seal then.
@@ -157,7 +172,8 @@ def seal_folder(folder: str, comm: Comm) -> None:
     """
     from .seal import write_seal
 
-    save, findings = read_save(folder, comm, comm.once(lambda: list_entries(folder)))
+    where = find_files([folder], comm) if local else comm.once(lambda: list_files(folder))
+    save, findings = read_save(where, comm)
 
     def check() -> list[FileHeader]:
         error = make_error(findings)
@@ -167,25 +183,19 @@ def seal_folder(folder: str, comm: Comm) -> None:
 
     headers = comm.run(check)
     swaps = {header.name: header.size for header in headers if header.swap}
-    sums = dict(zip(swaps, comm.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name])), strict=True))
+    found = where.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name]), comm)
+    sums = dict(zip(swaps, found, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
-    comm.once(lambda: write_seal(folder, sealed))
+    if where.sight is None:
+        comm.once(lambda: write_seal(folder, sealed))
+    else:
+        hosts = where.list_by_host()
+        comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:
     with open_stored(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
         return sum_range(file, 0, size)
-
-
-def _list_everywhere(folder: str, comm: Comm) -> dict[str, Entry]:
-    """Every rank lists the folder. Digests are compared first: whole listings of thousands of ranks are long."""
-    entries = comm.run(lambda: list_entries(folder))
-    sizes = {name: entry.size for name, entry in entries.items()}
-    digest = hashlib.sha256(repr(sorted(sizes.items())).encode()).digest()
-    if len(set(comm.gather(digest))) > 1:
-        listings = comm.gather(sizes)
-        comm.run(lambda: compare_listings(folder, listings))
-    return entries
 
 
 def _tell_warnings(report: FolderReport) -> None:
@@ -202,13 +212,11 @@ def _list_left(findings: Iterable[Finding]) -> list[str]:
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 
-def _survey_normal(
-    folder: str, comm: Comm, entries: Mapping[str, Entry], naming: Naming
-) -> tuple[AtomicIndex | None, list[Finding]]:
+def _survey_normal(where: Whereabouts, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
     """The index of a normal checkpoint and everything that is wrong with its files; collective."""
-    save, findings = read_save(folder, comm, entries)
-    if save is not None:
-        faults, sums = comm.once(lambda: _compare_seal(folder, save))
+    save, findings = read_save(where, comm)
+    if save is not None and SEAL in where.entries:
+        faults, sums = where.once(SEAL, lambda: _compare_seal(where.find(SEAL)[0], save), comm)
         findings += _keep_new(faults, findings)
         adopt_sums(save, sums)
     if save is None or make_error(findings) is not None:
@@ -221,8 +229,6 @@ def _survey_normal(
 
 def _compare_seal(folder: str, save: Save) -> tuple[list[Finding], dict[str, int]]:
     """As :func:`.seal.compare_seal`. What checks a seal's form takes long to import."""
-    if not exists(os.path.join(folder, SEAL)):
-        return [], {}
     from .seal import compare_seal
 
     return compare_seal(folder, save.headers)
@@ -241,30 +247,87 @@ def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding
         return None, [*unnamed, *from_error(folder, error)]
 
 
-def read_save(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[Save | None, list[Finding]]:
-    """Read the headers of a save's files, each by one rank, and hold them against each other; collective.
+def read_save(where: Whereabouts, comm: Comm) -> tuple[Save | None, list[Finding]]:
+    """Read the headers of a save's files, each by one rank that sees it, and hold them against each other; collective.
 
     Args:
-        folder: the tag's folder.
+        where: its files, and who sees which.
         comm: the ranks that share the files.
-        entries: what the folder holds, the same on every rank.
     """
+    folder = where.folder
     try:
-        listing = sort_files(folder, {name: entry.size for name, entry in entries.items()})
+        listing = sort_files(folder, where.sizes, where)
     except (CheckpointError, UnsupportedError) as error:
         return None, _tell_none(folder, error)
-    first, expected, faults = comm.once(lambda: _find_save(listing))
+    first, expected, faults = _find_first(where, listing, comm)
     if not first:
         return None, faults
-    headers, unread = _read_rest(listing, first, expected, comm)
+    headers, unread = _read_rest(where, listing, first, expected, comm)
     save = arrange(listing, headers)
     findings = list(faults)
-    for more in (unread, _find_missing(listing, first, expected), find_strangers(save)):
+    missing = _find_missing(listing, first, expected, _tell_holders(where, comm))
+    for more in (unread, missing, find_strangers(save), _find_strange_variants(where, save, comm)):
         findings += _keep_new(more, findings)
     if make_error(findings) is None:
         findings += add_swapped(save)
-    findings += _find_left(listing, {*expected, *(header.name for header in save.headers)})
-    return save, findings + comm.once(lambda: find_late_files(folder, entries, [each.name for each in headers]))
+    findings += _find_left(listing, {SEAL, *expected, *(header.name for header in save.headers)})
+    names = [each.name for each in headers]
+    return save, findings + comm.once(lambda: find_late_files(folder, where.entries, names))
+
+
+def _find_first(where: Whereabouts, listing: Listing, comm: Comm) -> tuple[list[FileHeader], list[str], list[Finding]]:
+    """As :func:`_find_save`; one rank looks where it sees all files, else each file's own readers; collective."""
+    if where.sight is None:
+        return comm.once(lambda: _find_save(listing, lambda name: _read_header(where, name)))
+    return _find_save(listing, lambda name: where.once(name, lambda: _read_header(where, name), comm))
+
+
+def _tell_holders(where: Whereabouts, comm: Comm) -> str:
+    """Which machine has, and had, which files, in words; empty where all see the same; collective."""
+    told = where.tell_hosts()
+    if not told:
+        return ""
+    sealed: dict[str, list[str]] = {}
+    if SEAL in where.entries:
+        sealed = where.once(SEAL, lambda: _read_hosts(where.find(SEAL)[0]), comm)
+    gone = [f"{host} had {shorten(lost)}" for host, names in sealed.items() if (lost := _lack(names, where))]
+    return "; ".join([*gone, told])
+
+
+def _lack(names: Iterable[str], where: Whereabouts) -> list[str]:
+    return [name for name in names if name not in where.entries]
+
+
+def _read_hosts(folder: str) -> dict[str, list[str]]:
+    from .seal import read_seal
+
+    try:
+        return read_seal(os.path.join(folder, SEAL)).hosts
+    except (CheckpointError, FileNotFoundError):
+        return {}
+
+
+def _find_strange_variants(where: Whereabouts, save: Save, comm: Comm) -> list[Finding]:
+    """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
+    if where.sight is None:
+        return []
+    told = comm.each(lambda: [_read_variant(where, name) for name in where.variants])
+    variants = [each for held in told for each in held if each.model]
+    models = [[*held] for held in save.models]
+    for each in variants:
+        mp = read_model_rank(each.name.partition(" ")[0])
+        if mp is not None and mp < len(models):
+            models[mp].append(_slim(each, save.main, repeats=True))
+    names = {each.name for each in variants}
+    return [each for each in find_strangers(replace(save, models=models)) if each.file in names and not each.warning]
+
+
+def _read_variant(where: Whereabouts, name: str) -> FileHeader:
+    """The header of a file of this machine's own; without anything in it where it cannot be read."""
+    place = next(place for place, odd in sorted(where.odd) if odd == name)
+    look = _look_at(where.folders[place], name)
+    told = f"{name} of {socket.gethostname()}"
+    return replace(look, name=told) if isinstance(look, FileHeader) else FileHeader(told, 0, None)
 
 
 def find_unsaved(save: Save) -> list[Finding]:
@@ -300,7 +363,21 @@ def _tell_none(folder: str, error: UcpError) -> list[Finding]:
     return [replace(each, kind="missing") if each.kind != "unsupported" else each for each in from_error(folder, error)]
 
 
-def _read_header(folder: str, name: str, reader: str = "") -> FileHeader | Finding:
+def _read_header(where: Whereabouts, name: str, reader: str = "") -> FileHeader | Finding:
+    """A file's header from the first of its places where it can be read, or why it cannot be."""
+    first, *others = where.find(name)
+    look = _look_at(first, name, reader)
+    for folder in others:
+        if isinstance(look, FileHeader):
+            break
+        again = _look_at(folder, name, reader)
+        if isinstance(again, FileHeader):
+            logger.warning("%s %s is taken instead.", look.text, os.path.join(folder, name))
+            return again
+    return look
+
+
+def _look_at(folder: str, name: str, reader: str = "") -> FileHeader | Finding:
     """A file's header, or why it cannot be read; ``reader`` says who looks at it."""
     try:
         return read_file(folder, name)
@@ -312,8 +389,13 @@ def _read_header(folder: str, name: str, reader: str = "") -> FileHeader | Findi
         return Finding("header", name, f"{error}{where}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
-def _find_save(listing: Listing) -> tuple[list[FileHeader], list[str], list[Finding]]:
+def _find_save(
+    listing: Listing, read: Callable[[str], FileHeader | Finding]
+) -> tuple[list[FileHeader], list[str], list[Finding]]:
     """What the folder holds, from one model file and one optimizer file.
+
+    Args:
+        read: a file's header, or why it cannot be read.
 
     Returns:
         Their headers; names of all files of their save; what is wrong with files that were looked at.
@@ -322,7 +404,7 @@ def _find_save(listing: Listing) -> tuple[list[FileHeader], list[str], list[Find
 
     def find_first(names: Iterable[str]) -> FileHeader | None:
         for name in names:
-            look = looks[name] = looks.get(name) or _read_header(listing.folder, name)
+            look = looks[name] = looks.get(name) or read(name)
             if isinstance(look, FileHeader):
                 return look
         return None
@@ -412,7 +494,7 @@ def _find_mate(
 
 
 def _read_rest(
-    listing: Listing, first: Sequence[FileHeader], expected: Sequence[str], comm: Comm
+    where: Whereabouts, listing: Listing, first: Sequence[FileHeader], expected: Sequence[str], comm: Comm
 ) -> tuple[list[FileHeader], list[Finding]]:
     """The headers of a save's files, each read by one rank, with the ``first`` in front; why others cannot be read."""
     known = {header.name for header in first}
@@ -421,10 +503,10 @@ def _read_rest(
     reader = f" (looked at by rank {comm.rank})" if comm.size > 1 else ""
 
     def read(name: str) -> FileHeader | Finding:
-        look = _read_header(listing.folder, name, reader)
+        look = _read_header(where, name, reader)
         return look if isinstance(look, Finding) else _slim(look, first[0], repeats=name in further)
 
-    looks = comm.share(names, read, choose_map(listing.folder))
+    looks = where.share(names, read, comm, choose_map(listing.folder))
     headers = [look for look in looks if isinstance(look, FileHeader)]
     return [*first, *headers], [look for look in looks if isinstance(look, Finding)]
 
@@ -441,11 +523,15 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     return replace(header, model=replace(model, hints=hints, others=()))
 
 
-def _find_missing(listing: Listing, first: Sequence[FileHeader], expected: Iterable[str]) -> list[Finding]:
+def _find_missing(
+    listing: Listing, first: Sequence[FileHeader], expected: Iterable[str], holders: str
+) -> list[Finding]:
+    """Faults of files that are not there; ``holders`` says which machine has which, where they see different ones."""
     model, lost = first[0].model, name_unsaved(listing, first)
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. Copy it here or load another tag."
+    text += f" The machines see different files of it: {holders}." if holders else ""
     absent = [name for name in expected if name not in listing.sizes]
     return [
         Finding("missing", name, f"{listing.path(name)} is missing; {_NEVER_SAVED if name in lost else text}")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..atoms import RunState
+from ..atoms import AtomicIndex
 from ..io.store import is_file, list_folder, list_tree
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
@@ -28,16 +28,22 @@ _SHOWN = 120
 """Characters of a value that a message shows."""
 
 
-def find_state_file(run: RunState, mp_rank: int, dp_rank: int = 0) -> str | None:
+def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str | None:
     """The state file that a rank of the saved world wrote, where the checkpoint has one beside the first.
+
+    It may lie in another place than the first, and where ranks see different files, on another machine.
 
     Args:
         mp_rank: its model-parallel rank.
         dp_rank: its data-parallel one, which counts at ZeRO 3.
     """
+    run = index.run
     folder, name = os.path.split(run.state_file)
     name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
-    paths = (os.path.join(folder, name), os.path.join(folder, CLIENT, name))
+    held = [file.path for file in index.stored.files if os.path.basename(file.path) == name]
+    if index.stored.sight is not None:
+        return next((path for path in held if path != run.state_file), None)
+    paths = (*held, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
     return next((path for path in paths if path != run.state_file and is_file(path)), None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -31,18 +31,22 @@ class SealedFile(BaseModel):
 
 
 class Seal(BaseModel):
-    """The files of one save by name; ``digest`` is the SHA-256 of the rest."""
+    """The files of one save by name; ``digest`` is the SHA-256 of the rest.
+
+    ``hosts`` are the names of the files that each machine had, where not every machine had all.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     kind: Literal["deepspeed_ucp seal"] = "deepspeed_ucp seal"
     version: Literal[1] = 1
     files: dict[str, SealedFile]
+    hosts: dict[str, list[str]] = {}
     digest: str = ""
 
     def make_digest(self) -> str:
         """SHA-256 of the other fields."""
-        told = json.dumps(self.model_dump(exclude={"digest"}), sort_keys=True)
+        told = json.dumps(self.model_dump(exclude={"digest"} if self.hosts else {"digest", "hosts"}), sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()
 
 
@@ -66,19 +70,22 @@ def read_seal(path: str) -> Seal:
     return seal
 
 
-def write_seal(folder: str, headers: Iterable[FileHeader]) -> None:
+def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None) -> None:
     """Write the seal of a save whose files lie in ``folder``, at once.
+
+    Args:
+        hosts: names of the files that each machine has, where not every machine has all.
 
     Raises:
         OSError: it cannot be written.
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
-    seal = Seal(files=dict(sorted(files.items())))
+    seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
     seal = seal.model_copy(update={"digest": seal.make_digest()})
     path = os.path.join(folder, SEAL)
     aside = f"{path}.tmp"
     with open(aside, "w", encoding="utf-8") as stream:
-        stream.write(seal.model_dump_json())
+        stream.write(seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}))
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(aside, path)

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from ..atoms import AtomicIndex, Record
+from ..atoms import AtomicIndex, Record, StoredAtoms
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..flat import find_gaps
 from ..io.checksum import Checked, merge_checks
-from ..io.read import RecordReader
 from ..plan.claims import DISCARD, Part, Request
+from .copies import CopyReader
 
 CHUNK = 4 << 20
 
@@ -41,7 +42,7 @@ class Checks:
     def verify(self, index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
         """Read what all ranks have left out of the records that they read of, and compare every CRC32; collective.
 
-        Each rank answers for every ``size``-th record.
+        Each rank answers for every ``size``-th record; where ranks see different files, of those that it can read.
 
         Returns:
             Bytes that this rank has read in addition.
@@ -49,14 +50,28 @@ class Checks:
         Raises:
             CheckpointError: a record's bytes are not what was saved; the same on every rank.
         """
-        mine = _group(send_checks(merge_checks(self.read), comm), index.stored.records)
+        stored = index.stored
+        mine = _group(send_checks(merge_checks(self.read), find_answering(stored, comm), comm), stored.records)
         return comm.run(lambda: _complete(mine, index, threads))
 
 
-def send_checks(checks: Sequence[Checked], comm: Comm) -> list[Checked]:
-    """The checks of the records that this rank answers for (every ``size``-th), from all ranks; collective."""
+def find_answering(stored: StoredAtoms, comm: Comm) -> npt.NDArray[np.int64]:
+    """[records] the rank that answers for each record: one that can read its file."""
+    numbers = np.arange(len(stored.records))
+    if stored.sight is None or comm.size == 1:
+        return numbers % comm.size
+    return stored.sight.choose([record.file for record in stored.records]).take_turns(numbers)
+
+
+def send_checks(checks: Sequence[Checked], answering: npt.NDArray[np.int64], comm: Comm) -> list[Checked]:
+    """The checks of the records that this rank answers for, from all ranks; collective.
+
+    Args:
+        answering: by record the rank that does.
+    """
     rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
-    tables = comm.swap_tables([rows[rows[:, 0] % comm.size == rank] for rank in range(comm.size)])
+    owners = answering[rows[:, 0]]
+    tables = comm.swap_tables([rows[owners == rank] for rank in range(comm.size)])
     return [Checked(*row) for table in tables for row in table.tolist()]
 
 
@@ -80,7 +95,7 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
         for number, checks in by_record.items()
         for gap in _list_gaps(number, checks, index.stored.records[number].nbytes)
     ]
-    with RecordReader(index.stored.records, index.stored.files) as reader:
+    with CopyReader(index.stored) as reader:
         for check in reader.read_parallel(gaps, (), threads):
             by_record[check.record].append(check)
     for number, checks in by_record.items():

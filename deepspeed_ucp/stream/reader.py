@@ -13,10 +13,11 @@ from ..errors import MismatchError
 from ..io.cast import average
 from ..io.checksum import Checked
 from ..io.memory import Scratch
-from ..io.read import MemorySink, RecordReader, Sink
+from ..io.read import MemorySink, Sink
 from ..plan.claims import list_requests
 from ..plan.locate import Want
 from ..plan.rounds import BLOCK
+from .copies import CopyReader
 from .united import UnitedAtom
 
 
@@ -39,7 +40,7 @@ class Item:
         return self.united.want(self.start, self.numel, buffer, shard)
 
 
-class AtomReader(RecordReader):
+class AtomReader(CopyReader):
     """Reads wants of one rank alone; several threads may use it at once.
 
     Args:
@@ -48,7 +49,7 @@ class AtomReader(RecordReader):
     """
 
     def __init__(self, index: AtomicIndex, *, checksum: bool = True) -> None:
-        super().__init__(index.stored.records, index.stored.files, checksum=checksum)
+        super().__init__(index.stored, checksum=checksum)
         self.index = index
 
     def read_wants(self, wants: Iterable[Want], sinks: Sequence[Sink]) -> list[Checked]:

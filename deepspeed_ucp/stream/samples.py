@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.cast import cast
-from ..io.store import choose_map
-from .reader import AtomReader
+from .pairs import Elements, compare_pairs
 
 _PER_FILE, _PER_SHARD = 48, 64
 _CHUNK = 4 << 20
@@ -38,37 +37,42 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
         CheckpointError: a shard of another run or step.
     """
     atoms = list(touched)
-
-    def check() -> None:
-        _check_share(index, atoms, comm)
-        _check_repeated(index, atoms, comm)
-
-    comm.run(check)
+    _check_share(index, atoms, comm)
+    _check_repeated(index, atoms, comm)
 
 
 def _check_repeated(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
-    """Compare this rank's share of what lies in the files a second time."""
-    with AtomReader(index, checksum=False) as reader:
-        parts = [(atom, *each) for atom in touched for each in index.stored.repeated.get(atom.key, ())]
-        for atom, lane, again in parts[comm.rank :: comm.size]:
-            step, end = _CHUNK // ITEMSIZE[atom.dtype], again.start + again.numel
-            for low in range(again.start, end, step):
-                _compare_repeated(reader, atom, lane, again, low, min(low + step, end))
+    """Compare this rank's share of what lies in the files a second time; collective."""
+    parts = [(atom, *each) for atom in touched for each in index.stored.repeated.get(atom.key, ())]
+    pairs = [pair for part in parts[comm.rank :: comm.size] for pair in _cut_repeated(*part)]
+
+    def judge(number: int, here: bytearray, there: bytearray) -> None:
+        if here != there:
+            _refuse_repeated(index, pairs[number][0])
+
+    compare_pairs(index, pairs, judge, comm)
 
 
-def _compare_repeated(reader: AtomReader, atom: Atom, lane: int, again: Fragment, low: int, high: int) -> None:
-    shards = [replace(shard, fragments=(again,)) for shard in atom.shards]
-    here, there = (reader.read_elements(one, lane, low, high) for one in (replace(atom, shards=tuple(shards)), atom))
-    if here != there:
-        path = reader.index.stored.files[reader.index.stored.records[again.record].file].path
-        raise CheckpointError(
-            f"{path}: {atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
-            f"its elements [{low}, {high}). The file belongs to another run or step; put the right one back."
-        )
+def _cut_repeated(atom: Atom, lane: int, again: Fragment) -> Iterator[tuple[Elements, Elements]]:
+    """What lies in a file a second time, and where it lies first, in chunks."""
+    shards = tuple(replace(shard, fragments=(again,)) for shard in atom.shards)
+    step, end = _CHUNK // ITEMSIZE[atom.dtype], again.start + again.numel
+    for low in range(again.start, end, step):
+        high = min(low + step, end)
+        yield Elements(replace(atom, shards=shards), lane, low, high), Elements(atom, lane, low, high)
+
+
+def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
+    atom, stored = again.atom, index.stored
+    path = stored.files[stored.records[atom.shards[again.shard].fragments[0].record].file].path
+    raise CheckpointError(
+        f"{path}: {atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
+        f"its elements [{again.low}, {again.high}). The file belongs to another run or step; put the right one back."
+    )
 
 
 def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
-    """Compare what lies in this rank's files."""
+    """Compare what lies in this rank's files; collective."""
     by_file: dict[int, list[_Sample]] = {}
     for atom in touched:
         twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
@@ -78,36 +82,46 @@ def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> Non
             for fragment in shard.fragments:
                 file = index.stored.records[fragment.record].file
                 by_file.setdefault(file, []).append((atom, twin, rank, fragment))
-    with AtomReader(index, checksum=False) as reader:
-        for file in sorted(by_file)[comm.rank :: comm.size]:
-            _check_file(reader, file, by_file[file])
+    files = sorted(by_file)[comm.rank :: comm.size]
+    counts = {file: _Count() for file in files}
+    places = [(counts[file], sample, at) for file in files for sample, at in _spread(by_file[file])]
+    pairs = [
+        (Elements(master, shard, at, at + 1), Elements(twin, shard, at, at + 1))
+        for _, (master, twin, shard, _), at in places
+    ]
+    compare_pairs(index, pairs, lambda number, *values: places[number][0].add(*pairs[number], *values), comm)
+    comm.run(lambda: _refuse_strangers(index, counts))
 
 
-def _check_file(reader: AtomReader, file: int, entries: list[_Sample]) -> None:
-    index, differing, first, total = reader.index, 0, "", 0
-    samples = list(_spread(entries))
+@dataclass(slots=True)
+class _Count:
+    """Elements of a file that were compared, those that differ, and the first of these in words."""
 
-    def read(sample: tuple[_Sample, int]) -> list[bytearray]:
-        (master, twin, shard, _), position = sample
-        return [reader.read_elements(atom, shard, position, position + 1) for atom in (master, twin)]
+    total: int = 0
+    differing: int = 0
+    first: str = ""
 
-    pairs = choose_map(index.stored.files[file].path)(read, samples)
-    for ((master, twin, *_), position), (here, there) in zip(samples, pairs, strict=True):
-        total += 1
-        if _cast(here, master.dtype, twin.dtype) != there:
-            differing += 1
-            values = _show(here, master.dtype), _show(there, twin.dtype)
-            first = first or f"{master.name}[{position}] is {values[0]} here and {values[1]} there"
+    def add(self, here: Elements, there: Elements, value: bytearray, other: bytearray) -> None:
+        master, twin = here.atom, there.atom
+        self.total += 1
+        if _cast(value, master.dtype, twin.dtype) != other:
+            self.differing += 1
+            told = _show(value, master.dtype), _show(other, twin.dtype)
+            self.first = self.first or f"{master.name}[{here.low}] is {told[0]} here and {told[1]} there"
+
+
+def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
     tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
-    if differing > max(tolerated * total, 1):
-        raise CheckpointError(
-            f"{index.stored.files[file].path}: its fp32 weights are not those of the model states in "
-            f"{index.run.state_file} ({differing} of {total} elements compared differ; {first}). The file belongs to "
-            "another run or step; put the right one back. If the copies were changed on purpose (averaged "
-            "or merged weights), take them with "
-            "load_optimizer_states=False or load_module_only=True; training that goes on with optimizer states goes "
-            'on from the fp32 weights, which "verify": "off" loads.'
-        )
+    for file, count in counts.items():
+        if count.differing > max(tolerated * count.total, 1):
+            raise CheckpointError(
+                f"{index.stored.files[file].path}: its fp32 weights are not those of the model states in "
+                f"{index.run.state_file} ({count.differing} of {count.total} elements compared differ; {count.first}). "
+                "The file belongs to another run or step; put the right one back. If the copies were changed on "
+                "purpose (averaged or merged weights), take them with load_optimizer_states=False or "
+                "load_module_only=True; training that goes on with optimizer states goes on from the fp32 weights, "
+                'which "verify": "off" loads.'
+            )
 
 
 def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, int]]:
@@ -137,23 +151,41 @@ def _show(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
 
 
-def stages_agree(name: str, index: AtomicIndex) -> bool:
-    """Whether the copies that several pipeline stages hold of a parameter agree at some elements of each shard."""
-    atoms = [index.find(name, MASTER, at) or index.find(name, MODULE, at) for at in range(index.model.instances[name])]
-    held = [atom for atom in atoms if atom]
-    with AtomReader(index, checksum=False) as reader:
-        return all(_agree(held[0], atom, reader) for atom in held[1:])
+def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[str]:
+    """Those of some parameters of which several pipeline stages hold copies that differ at some elements; collective.
+
+    The same on every rank.
+    """
+    parted, owners, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
+    for name in names if comm.rank == 0 else ():
+        first, *others = [each for each in _list_instances(index, name) if each]
+        for other in others:
+            if not _is_alike(first, other):
+                parted[name] = None
+                continue
+            found = list(_spread_pair(first, other))
+            pairs += found
+            owners += [name] * len(found)
+
+    def judge(number: int, here: bytearray, there: bytearray) -> None:
+        if here != there:
+            parted[owners[number]] = None
+
+    compare_pairs(index, pairs, judge, comm)
+    found_by_all: list[str] = comm.broadcast([name for name in names if name in parted])
+    return found_by_all
 
 
-def _agree(first: Atom, other: Atom, reader: AtomReader) -> bool:
-    if first.dtype != other.dtype or [s.shape for s in first.shards] != [s.shape for s in other.shards]:
-        return False
+def _list_instances(index: AtomicIndex, name: str) -> list[Atom | None]:
+    return [index.find(name, MASTER, at) or index.find(name, MODULE, at) for at in range(index.model.instances[name])]
 
-    def compare(element: tuple[int, int]) -> bool:
-        rank, place = element
-        here, there = (reader.read_elements(atom, rank, place, place + 1) for atom in (first, other))
-        return here == there
 
-    shards = enumerate(first.shards)
-    elements = [(rank, place) for rank, shard in shards for place in spread_evenly(shard.numel, _PER_SHARD)]
-    return all(choose_map(reader.index.run.state_file)(compare, elements))
+def _is_alike(first: Atom, other: Atom) -> bool:
+    return first.dtype == other.dtype and [s.shape for s in first.shards] == [s.shape for s in other.shards]
+
+
+def _spread_pair(first: Atom, other: Atom) -> Iterator[tuple[Elements, Elements]]:
+    """Some elements of each shard of two atoms."""
+    for rank, shard in enumerate(first.shards):
+        for at in spread_evenly(shard.numel, _PER_SHARD):
+            yield Elements(first, rank, at, at + 1), Elements(other, rank, at, at + 1)

@@ -115,6 +115,18 @@ def list_unsaved(engine: Any) -> list[str]:
     return found
 
 
+def list_shared(engine: Any) -> list[str]:
+    """What DeepSpeed's own load reads beside a rank's own files, which another node may have written, in words."""
+    if not engine.use_node_local_storage():
+        return []
+    found = {
+        "a pipeline's layers, each of which one node saves": hasattr(engine, "is_pipe_parallel"),
+        "experts, each of which one node saves": engine.has_moe_layers,
+        "elastic_checkpoint, of which it reads the files of all ranks": engine.zero_elastic_checkpoint(),
+    }
+    return [text for text, held in found.items() if held]
+
+
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:
     """The paths of this rank's own files, and what the engine is in the words of these files.
 

@@ -100,13 +100,7 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
         UnsupportedError: a record is compressed.
     """
     size = measure(stream)
-    front = _Front(stream, _find_end(stream, size))
-    try:
-        archive = zipfile.ZipFile(front)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
-        raise CheckpointError(
-            f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged."
-        ) from None
+    front, archive = _open_zip(path, stream, size)
     entries = archive.infolist()
     # With torch.serialization.set_crc32_options(False) all checksums are 0.
     checked = any(info.CRC for info in entries)
@@ -120,8 +114,32 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
     roots = list(dict.fromkeys(info.filename.partition("/")[0] for info in entries))
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
     _check_apart(path, found)
+    return FileRecords(path, size, tuple(found), _sum_directory(front, archive), roots[0] if roots else "")
+
+
+def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[_Front, zipfile.ZipFile]:
+    front = _Front(stream, _find_end(stream, size))
+    try:
+        return front, zipfile.ZipFile(front)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
+        raise CheckpointError(
+            f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged."
+        ) from None
+
+
+def _sum_directory(front: _Front, archive: zipfile.ZipFile) -> int:
     front.seek(archive.start_dir)
-    return FileRecords(path, size, tuple(found), isal_zlib.crc32(front.read()), roots[0] if roots else "")
+    return isal_zlib.crc32(front.read())
+
+
+def sum_directory(path: str) -> int | None:
+    """CRC32 of a zip's directory, which holds the checksums of all its records; None of another file.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, truncated or damaged.
+    """
+    with open_file(path) as stream:
+        return _sum_directory(*_open_zip(path, stream, measure(stream))) if starts_zip(stream) else None
 
 
 _END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")

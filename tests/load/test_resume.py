@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
-from deepspeed_ucp.load.resume import LoaderChoice, _resume_tag, decide, find_tag, resume, verify_all
+from deepspeed_ucp.load.resume import LoaderChoice, _resume_tag, decide, find_own_differences, resume, verify_all
+from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import HALF_STATES
@@ -73,23 +75,50 @@ def test_with_fallback_an_empty_folder_has_no_tag(tmp_path: Path) -> None:
     assert find_tag(str(tmp_path), None, Comm(), fallback=True) is None
 
 
-@pytest.mark.parametrize("other", ["global_step1", None])
-def test_ranks_that_see_different_tags_are_refused(folder: Path, other: str | None, tmp_path: Path) -> None:
+def test_ranks_that_see_different_tags_are_refused(folder: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    there.mkdir()
-    if other:
-        (there / other).mkdir()
-        (there / "latest").write_text(other)
+    (there / "global_step1").mkdir(parents=True)
+    (there / "latest").write_text("global_step1")
     folders = [str(there), str(folder)]
-    text = f"ranks see different checkpoints .rank 0: {other}, rank 1: global_step2.*shared file system"
+    text = "ranks see different checkpoints .rank 0: global_step1, rank 1: global_step2.*name the tag"
     with pytest.raises(CheckpointError, match=text):
         run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm))
 
 
-def test_another_ranks_missing_folder_is_this_ranks_error(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fallback", [False, True])
+def test_latest_counts_wherever_it_lies(folder: Path, tmp_path: Path, fallback: bool) -> None:
+    """A node lacks the folder, another `latest`, which DeepSpeed writes on the first rank's node alone."""
+    there = tmp_path / "there"
+    (there / "global_step1").mkdir(parents=True)
+    (there / "global_step1" / STATES).touch()
+    folders = [str(tmp_path / "absent"), str(there), str(folder)]
+    found = run_ranks(3, lambda rank, comm: find_tag(folders[rank], None, comm, fallback=fallback))
+    assert found == ["global_step2"] * 3
+
+
+def test_a_tag_that_is_asked_for_is_looked_for_on_every_node(folder: Path, tmp_path: Path) -> None:
     folders = [str(tmp_path / "absent"), str(folder)]
-    with pytest.raises(CheckpointError, match=r"^\[rank 0\] .*absent.global_step1: no checkpoint with tag"):
-        run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step1", comm))
+    assert run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step1", comm)) == ["global_step1"] * 2
+    with pytest.raises(CheckpointError, match=r"^\[rank 0\] .*absent.global_step7: no checkpoint with tag"):
+        run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step7", comm))
+
+
+def test_latest_may_name_a_tag_that_another_node_has(folder: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "latest").write_text("global_step2")
+    (folder / "latest").unlink()
+    folders = [str(there), str(folder)]
+    assert run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm)) == ["global_step2"] * 2
+
+
+def test_latest_of_the_first_place_that_has_it_counts(folder: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    (there / "global_step3").mkdir(parents=True)
+    (there / "latest").write_text("global_step3")
+    assert find_tag(str(folder), None, Comm(), also=[str(there)]) == "global_step2"
+    assert find_tag(str(tmp_path / "absent"), None, Comm(), also=[str(there), str(folder)]) == "global_step3"
+    assert find_tag(str(folder), "global_step3", Comm(), also=[str(there)]) == "global_step3"
 
 
 def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
@@ -131,15 +160,21 @@ def test_an_atomic_checkpoint_is_deepspeeds_where_load_universal_is_on_and_the_e
     assert "of the future" in decision.reason
 
 
-def test_what_deepspeeds_own_load_of_each_nodes_files_would_lose_is_refused(
+def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    job, folder = make_job(NodeLocalEngine(), Comm()), str(tmp_path)
+    target: Any = SimpleNamespace(list_lost=lambda *_, **__: ["Muon's momentum"])
+    assert "is missing" in find_own_differences(job, folder, target)[-1]
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
-    target = SimpleNamespace(list_lost=lambda *_, **__: ["Muon's momentum"])
-    monkeypatch.setattr("deepspeed_ucp.load.resume.open_target", lambda _engine: target)
-    with pytest.raises(UnsupportedError, match="Muon's momentum, which it does not restore"):
-        decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
+    assert find_own_differences(job, folder, target) == ["Muon's momentum, which it does not restore"]
     target.list_lost = lambda *_, **__: []
+    os.truncate(tmp_path / STATES, 100)
+    assert "truncated or damaged" in find_own_differences(job, folder, target)[0]
+    job.engine.zero_elastic_checkpoint = lambda: True
+    assert find_own_differences(job, folder, target)[0].startswith("elastic_checkpoint, of which it reads the files")
+    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.open_target", lambda _engine: target)
     decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 
@@ -156,10 +191,10 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(monkeypatc
     monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: LoaderChoice("of the future"))
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
     with pytest.raises(KeyError, match="its own"):
-        _resume_tag(make_job(engine, Comm()), "folder", fail, **more)
+        _resume_tag(make_job(engine, Comm()), "folder", "tag", fail, **more)
     with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
         engine.step()
-    _resume_tag(make_job(engine, Comm()), "folder", lambda: (None, None), **more)
+    _resume_tag(make_job(engine, Comm()), "folder", "tag", lambda: (None, None), **more)
     assert engine.step() == "stepped"
 
 
@@ -210,6 +245,8 @@ class NodeLocalEngine:
         return False
 
     fp16_enabled = bfloat16_enabled
+
+    zero_elastic_checkpoint = bfloat16_enabled
 
     def zero_optimization_stage(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""File names, ``latest`` and tags, and folders that ranks see differently."""
+"""File names, ``latest`` and tags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from deepspeed_ucp.sources.files import (
     NO_LAYER,
     SEAL,
     SwapName,
-    compare_listings,
     holds_atoms,
     list_entries,
     list_sizes,
@@ -230,24 +229,6 @@ def test_tags_are_folders_with_states(tmp_path: Path) -> None:
     touch(tmp_path, MODEL)
     assert find_tags(str(tmp_path)) == ["a", "b"]
     assert find_tags(str(tmp_path / "absent")) == []
-
-
-def test_ranks_that_see_the_same_agree() -> None:
-    compare_listings("folder", [{"a": 1, "b": 2}] * 3)
-
-
-def test_a_rank_that_lacks_files_is_named() -> None:
-    with pytest.raises(CheckpointError, match="folder: rank 1 does not see b, other ranks do.*shared file system"):
-        compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}])
-    with pytest.raises(CheckpointError, match="rank 0 does not see c"):
-        compare_listings("folder", [{"a": 1}, {"a": 1, "c": 2}])
-    with pytest.raises(CheckpointError, match="rank 1 does not see a, b"):
-        compare_listings("folder", [{"a": 1, "b": 2}, {}])
-
-
-def test_a_rank_with_another_copy_is_named() -> None:
-    with pytest.raises(CheckpointError, match="b has 3 bytes on rank 2 and 2 on rank 0"):
-        compare_listings("folder", [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}])
 
 
 def save_at(time: int, folder: Path, name: str = "mp_rank_00_model_states.pt") -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
 
-from deepspeed_ucp.atoms import FileRef, Record
+from deepspeed_ucp.atoms import FileRef, Record, StoredAtoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.checksum import Checked
@@ -35,7 +35,7 @@ def record_of(low: int, high: int) -> Record:
 
 
 def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
-    return SimpleNamespace(stored=SimpleNamespace(records=records, files=[file]))
+    return SimpleNamespace(stored=StoredAtoms((file,), tuple(records), {}))
 
 
 def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:

@@ -22,12 +22,14 @@ from ...atoms import (
 )
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
-from ...io.store import find_entry, is_url, list_tree
+from ...io.distance import measure_distance
+from ...io.store import Entry, find_entry, is_url, list_tree
 from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
-from ..files import MANIFEST, Entry
+from ..files import MANIFEST, holds_atoms
 from ..findings import Finding
 from ..headers import FileHeader
+from ..places import Whereabouts
 from ..reading import read_file
 from .universal import open_universal
 
@@ -35,33 +37,58 @@ if TYPE_CHECKING:
     from .manifest import Manifest
 
 
-def survey_atomic(folder: str, comm: Comm, entries: Mapping[str, Entry]) -> tuple[AtomicIndex | None, list[Finding]]:
+def survey_atomic(where: Whereabouts, comm: Comm) -> tuple[AtomicIndex | None, list[Finding]]:
     """The index of an atomic checkpoint and everything that is wrong with its files; collective.
 
     With a manifest that is read alone (by one rank), and the files' sizes are looked at; a folder of DeepSpeed's
     ``ds_to_universal`` is read by the headers of its files. Every atom has one shard of the logical shape.
 
     Args:
-        folder: the checkpoint's folder.
+        where: its files. Of an atomic checkpoint all lie in one place, which every rank sees.
         comm: the ranks that load.
-        entries: what the folder holds.
 
     Raises:
-        CheckpointError: a folder of ``ds_to_universal`` that is damaged or half-made; the same error on every rank.
+        CheckpointError: a folder of ``ds_to_universal`` that is damaged or half-made, or that not all ranks see; the
+            same error on every rank.
         UnsupportedError: a kind that is not covered.
     """
+    place, *others = _choose_places(where, comm)
+    folder = where.folders[place]
     manifest = comm.once(lambda: _read_manifest(folder))
     if isinstance(manifest, Finding):
         return None, [manifest]
     if manifest is None:
-        return open_universal(folder, {name: entry.size for name, entry in entries.items()}, comm)
+        return open_universal(folder, {name: entry.size for name, entry in where.own[place].items()}, comm)
     findings = _find_all_faults(folder, manifest.files, comm)
     header = comm.once(lambda: _read_state_file(folder, manifest, findings))
     if isinstance(header, Finding):
         findings.append(header)
     if findings or not isinstance(header, FileHeader):
         return None, findings
-    return make_index(folder, manifest, header), []
+    return make_index(folder, manifest, header, [where.folders[other] for other in others]), []
+
+
+def _choose_places(where: Whereabouts, comm: Comm) -> list[int]:
+    """The places where every rank sees an atomic checkpoint; collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    places = range(len(where.folders))
+    if len(where.folders) == 1 and where.sight is None:
+        return [0]
+    told = comm.each(lambda: [place for place in places if holds_atoms(where.own[place])])
+    common = [place for place in places if all(place in seen for seen in told)]
+
+    def check() -> None:
+        if not common:
+            raise CheckpointError(
+                f"{where.folder}: some ranks see an atomic checkpoint, others do not. Put all of it where every rank "
+                "sees it."
+            )
+
+    comm.run(check)
+    return common
 
 
 def _read_manifest(folder: str) -> Manifest | Finding | None:
@@ -124,17 +151,22 @@ def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding])
     return header
 
 
-def make_index(folder: str, manifest: Manifest, header: FileHeader) -> AtomicIndex:
+def make_index(folder: str, manifest: Manifest, header: FileHeader, also: Sequence[str] = ()) -> AtomicIndex:
     """The index that a manifest tells of.
 
     Args:
         folder: where the files lie.
         manifest: read from it.
         header: of its state file.
+        also: further folders that may hold the same files.
     """
     sizes = manifest.files
     crcs = {state.name: state.crc for state in manifest.states}
-    files = [FileRef(f"{folder}/{name}", size, crcs.get(name)) for name, size in sizes.items()]
+    places = sorted([folder, *also], key=measure_distance) if also else []
+    files = [
+        FileRef(f"{folder}/{name}", size, crcs.get(name), tuple(f"{place}/{name}" for place in places))
+        for name, size in sizes.items()
+    ]
     numbers = {name: number for number, name in enumerate(sizes)}
     records: list[Record] = []
     atoms: dict[AtomKey, Atom] = {}

@@ -1,0 +1,117 @@
+"""Which tag a load takes: what ``latest`` names, on whichever node and in whichever place it lies."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..comm import Comm
+from ..errors import CheckpointError
+from ..io.store import is_folder, is_url
+from ..sources import check_tag, read_latest
+from ..sources.latest import find_newest
+
+logger = logging.getLogger("deepspeed_ucp")
+
+
+class Look(NamedTuple):
+    """What one rank sees in one place.
+
+    Attributes:
+        tag: that is asked for, or that ``latest`` names; None where nothing names any.
+        there: the place has it.
+        error: why there is no tag, or not that one.
+        newest: the tag that was saved last, where that is wanted.
+    """
+
+    tag: str | None
+    there: bool = False
+    error: str = ""
+    newest: str | None = None
+
+
+def find_tag(
+    load_dir: str, tag: Any, comm: Comm, *, universal: bool = False, fallback: bool = False, also: Sequence[str] = ()
+) -> str | None:
+    """The tag to load; None where nothing was saved yet; collective.
+
+    Nodes may lack it, and ``latest``: what some rank sees counts.
+
+    Args:
+        universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
+        fallback: where that file leads to no tag (a crash may leave it empty), take the newest one, with a warning.
+        also: further places; the first one that has ``latest`` counts.
+
+    Raises:
+        CheckpointError: there is no such tag, or ranks see different ones.
+    """
+    wanted, places = None if tag is None else str(tag), (load_dir, *also)
+    looks = [_look(place, wanted, comm, universal=universal, fallback=fallback) for place in places]
+    told: list[list[Look]] = comm.gather(looks)
+    found = comm.run(lambda: _choose(load_dir, told))
+    every = [look for each in told for look in each]
+    if found is None and not any(look.error for look in every):
+        return None
+    if any(look.tag == found and look.there for look in every) or _is_somewhere(places, found, comm):
+        return found
+    error = next(look.error for look in every if look.error)
+    newest = next((look.newest for look in every if look.newest), None)
+    comm.run(lambda: _refuse(error, newest))
+    if comm.rank == 0:
+        logger.warning("%s Falling back to the newest one by the times of its files: %s", error, newest)
+    return newest
+
+
+def _look(place: str, tag: str | None, comm: Comm, *, universal: bool, fallback: bool) -> Look:
+    """Of a store one rank asks, for all."""
+    if not is_url(place):
+        return _look_here(place, tag, universal=universal, fallback=fallback)
+    return comm.once(lambda: _look_here(place, tag, universal=universal, fallback=fallback))
+
+
+def _look_here(place: str, tag: str | None, *, universal: bool, fallback: bool) -> Look:
+    named = tag
+    try:
+        if named is None:
+            named = read_latest(place, universal=universal)
+        if named is None:
+            return Look(None)
+        check_tag(place, named)
+    except CheckpointError as error:
+        return Look(named, error=str(error), newest=find_newest(place) if fallback and tag is None else None)
+    return Look(named, there=True)
+
+
+def _choose(load_dir: str, told: list[list[Look]]) -> str | None:
+    """What the first place names that names any.
+
+    Raises:
+        CheckpointError: it names different ones on different ranks.
+    """
+    for looks in zip(*told, strict=True):
+        named = {rank: str(look.tag) for rank, look in enumerate(looks) if look.tag is not None}
+        if len(set(named.values())) > 1:
+            first, *others = named.items()
+            differing = ", ".join(f"rank {rank}: {tag}" for rank, tag in others if tag != first[1])
+            raise CheckpointError(
+                f"{load_dir}: ranks see different checkpoints (rank {first[0]}: {first[1]}, {differing}). Remove the "
+                "`latest` of the older one, or name the tag (tag=… of load_checkpoint)."
+            )
+        if named:
+            return next(iter(named.values()))
+    return None
+
+
+def _is_somewhere(places: Sequence[str], tag: str | None, comm: Comm) -> bool:
+    """Whether some rank that did not know of a tag has it; collective."""
+    here = tag is not None and any(is_folder(os.path.join(place, tag)) for place in places)
+    return bool(comm.any_of(np.array([here]))[0])
+
+
+def _refuse(error: str, newest: str | None) -> None:
+    if newest is None:
+        raise CheckpointError(error)

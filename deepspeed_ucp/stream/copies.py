@@ -1,0 +1,111 @@
+"""Reads a checkpoint's files in the nearest of the places where this rank finds them, and in the next on failure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ..atoms import AtomicIndex, FileRef, StoredAtoms
+from ..errors import CheckpointError, UnsupportedError
+from ..io.memory import Scratch
+from ..io.read import Fetched, RecordReader, Sink
+from ..io.store import Stored, open_stored
+from ..plan.claims import Request
+from ..torchsave.records import sum_directory
+
+logger = logging.getLogger("deepspeed_ucp")
+
+
+def refuse_scattered(index: AtomicIndex, why: str) -> None:
+    """Refuse a checkpoint of which no rank can read all files, for what takes them all.
+
+    Args:
+        why: what takes them.
+
+    Raises:
+        UnsupportedError: its files lie on several machines.
+    """
+    if index.stored.sight is not None:
+        raise UnsupportedError(
+            f"{index.run.state_file}: ranks see different files of this checkpoint, and {why}. Copy all files to where "
+            "every rank sees them."
+        )
+
+
+class CopyReader(RecordReader):
+    """A reader of a checkpoint's records.
+
+    Where a file has several places, each is made sure of when it is first used: its directory has to have the CRC32
+    that the index knows. A place in which something fails is passed over for that file from then on, with a warning;
+    the last one's error is raised.
+
+    Args:
+        stored: the checkpoint.
+        checksum: form the CRC32 of what is read.
+        options: further ones of :class:`~..io.read.RecordReader`.
+    """
+
+    def __init__(self, stored: StoredAtoms, *, checksum: bool = True, **options: Any) -> None:
+        super().__init__(stored.records, stored.files, checksum=checksum, **options)
+        self.failed = stored.failed
+
+    def open_file(self, number: int) -> Stored:
+        """Open a file in the nearest place where that succeeds.
+
+        Raises:
+            CheckpointError: it does in none; the last one's error.
+        """
+        file = self.files[number]
+        places = self._list_left(file)
+        for path in places:
+            try:
+                _check_copy(path, file)
+                return open_stored(path, size=file.size)
+            except CheckpointError as error:
+                if path == places[-1]:
+                    raise
+                self._pass_over(path, error)
+        return super().open_file(number)
+
+    def _list_left(self, file: FileRef) -> Sequence[str]:
+        """Places that have not failed; the last one whatever it did: its error is what is told."""
+        return [path for path in file.places if path not in self.failed] or file.places[-1:]
+
+    def _pass_over(self, path: str, error: CheckpointError) -> None:
+        with self.lock:
+            if path in self.failed:
+                return
+            self.failed.add(path)
+        logger.warning("%s The file is taken from another place.", error)
+
+    def fetch(
+        self, number: int, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
+    ) -> list[Fetched]:
+        """Read requests that follow each other in a record of file ``number``, from another place where one fails.
+
+        Raises:
+            CheckpointError: no place of it can be read; the last one's error.
+        """
+        while True:
+            file = self.take_file(number)
+            try:
+                return self.fetch_from(file, group, sinks, scratch)
+            except CheckpointError as error:
+                if len(self._list_left(self.files[number])) < 2:
+                    raise
+                self._pass_over(file.path, error)
+                self.drop_file(number, file)
+
+
+def _check_copy(path: str, file: FileRef) -> None:
+    """Hold a copy of a file against what the index knows of it.
+
+    Raises:
+        CheckpointError: it is another file, or cannot be read.
+    """
+    found = sum_directory(path)
+    if None not in (found, file.header_crc) and found != file.header_crc:
+        raise CheckpointError(
+            f"{path}: its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file."
+        )

@@ -1,0 +1,142 @@
+"""Elements of a checkpoint that are held against each other, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, StoredAtoms
+from ..comm import Comm
+from ..errors import UcpError
+from ..io.read import MemorySink
+from ..io.store import choose_map
+from ..plan.claims import Part, Request, list_requests
+from ..plan.locate import Want
+from .copies import CopyReader
+from .reader import AtomReader
+
+_AT_ONCE = 8 << 20
+"""Bytes of pairs that are read at once."""
+
+
+class Elements(NamedTuple):
+    """Elements [low, high) of a flattened shard of an atom."""
+
+    atom: Atom
+    shard: int
+    low: int
+    high: int
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return (self.high - self.low) * ITEMSIZE[self.atom.dtype]
+
+
+Pair = tuple[Elements, Elements]
+Values = tuple[bytearray, bytearray]
+Judge = Callable[[int, bytearray, bytearray], None]
+"""Takes a pair's number and the bytes of both; what it raises is raised on every rank."""
+
+
+def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm: Comm) -> None:
+    """Read pairs of elements, and have them judged in order; collective.
+
+    Args:
+        pairs: this rank's own. What it cannot read, other ranks read for it.
+
+    Raises:
+        UcpError: a file cannot be read, or ``judge``'s; the same on every rank.
+    """
+    if index.stored.sight is None or comm.size == 1:
+        comm.run(lambda: _judge(_read_here(index, pairs), judge))
+        return
+    batches, first, failed = list(_divide(pairs)), 0, list[UcpError]()
+    for at in range(max(comm.gather(len(batches)))):
+        batch = batches[at] if at < len(batches) else []
+        values = _read_there(index, batch, comm)
+        try:
+            _judge(values, judge, first)
+        except UcpError as error:
+            failed.append(error)
+        first += len(batch)
+    comm.run(lambda: _raise_first(failed))
+
+
+def _judge(values: Iterable[Values], judge: Judge, first: int = 0) -> None:
+    for number, (here, there) in enumerate(values, first):
+        judge(number, here, there)
+
+
+def _raise_first(failed: Sequence[UcpError]) -> None:
+    if failed:
+        raise failed[0]
+
+
+def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
+    apply = choose_map(index.run.state_file)
+    with AtomReader(index, checksum=False) as reader:
+        for batch in _divide(pairs):
+            yield from apply(lambda pair: (reader.read_elements(*pair[0]), reader.read_elements(*pair[1])), batch)
+
+
+def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    batch, held = list[Pair](), 0
+    for pair in pairs:
+        batch.append(pair)
+        held += sum(each.nbytes for each in pair)
+        if held >= _AT_ONCE:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
+    """The bytes of this rank's pairs, each read by a rank that can; collective."""
+    stored = index.stored
+    requests = [[_list_requests(each) for each in pair] for pair in pairs]
+    asked = [request for pair in requests for each in pair for request in each]
+    ranks = choose_readers(stored, [stored.records[request.record].file for request in asked], comm)
+    questions = [(request.record, request.offset, request.nbytes) for request in asked]
+    with CopyReader(stored, checksum=False) as reader:
+        answers = iter(
+            comm.ask(list(zip(ranks, questions, strict=True)), lambda question: _read_bytes(reader, *question))
+        )
+    values = []
+    for pair, (here, there) in zip(pairs, requests, strict=True):
+        values.append((_put_together(pair[0], here, answers), _put_together(pair[1], there, answers)))
+    return values
+
+
+def _list_requests(each: Elements) -> list[Request]:
+    return list_requests([Want(each.atom, each.low, each.high - each.low, 0, 0, shard=each.shard)])
+
+
+def _read_bytes(reader: CopyReader, record: int, offset: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    reader.read([Request(record, offset, nbytes, (Part(nbytes, 0, 0),))], [MemorySink(memoryview(data))])
+    return bytes(data)
+
+
+def _put_together(each: Elements, requests: Iterable[Request], answers: Iterator[bytes]) -> bytearray:
+    whole, itemsize = bytearray(each.nbytes), ITEMSIZE[each.atom.dtype]
+    for request in requests:
+        data, used = next(answers), 0
+        for part in request.parts:
+            low = part.position * itemsize
+            whole[low : low + part.nbytes] = data[used : used + part.nbytes]
+            used += part.nbytes
+    return whole
+
+
+def choose_readers(stored: StoredAtoms, files: Sequence[int], comm: Comm) -> list[int]:
+    """Who reads something of each of some files: this rank what it can, else ranks that can, in turn."""
+    sight = stored.sight
+    if sight is None:
+        return [comm.rank] * len(files)
+    mine = sight.can_read(comm.rank)[np.asarray(files, np.int64)]
+    chosen: list[int] = np.where(mine, comm.rank, sight.take_turns(files)).tolist()
+    return chosen

@@ -1,0 +1,362 @@
+"""Saves whose files lie on several machines or in several places: found, read where they lie, loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.io.store import StoredFile
+from deepspeed_ucp.load.census import join_groups
+from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.open import look_at_job, seal_folder
+from deepspeed_ucp.sources.places import find_files
+from deepspeed_ucp.stream.copies import refuse_scattered
+from tests.ranks import run_ranks
+from tests.reshard import (
+    Case,
+    Loaded,
+    Options,
+    cases,
+    check_content,
+    check_reads,
+    examples,
+    load_rank,
+    make_targets,
+    temporary_folder,
+    topologies,
+)
+from tests.synth import Model, Param, State, Topology, random_state, read_state
+
+MODEL = Model((Param("a.weight", (7, 13)), Param("b.bias", (5,), group=1), Param("c", (3, 5), frozen=True)))
+STATES = "mp_rank_00_model_states.pt"
+
+
+def shard(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def write(folder: Path, source: Topology, seed: int = 0) -> Path:
+    return Case(MODEL, source, random_state(MODEL, seed, precision=source.precision), legacy=False).write(folder)
+
+
+def scatter(save: Path, hosts: Sequence[Path], holders: Callable[[str], Iterable[int]], *, times: bool = True) -> None:
+    """Copy a save's files to those hosts that have them; `times`: with the times of their last change."""
+    for host in hosts:
+        host.mkdir(parents=True)
+    for file in sorted(save.iterdir()):
+        for host in holders(file.name):
+            shutil.copy2(file, hosts[host])
+            if not times:
+                os.utime(hosts[host] / file.name, (host + 1, host + 1))
+
+
+def load_scattered(
+    folders: Sequence[Path], model: Model, target: Topology, *also: Path, **options: Any
+) -> list[Loaded]:
+    """Load a save of which each rank sees a folder of its own."""
+    targets = make_targets(model, target)
+    places = [str(place) for place in also]
+
+    def load(rank: int, comm: Comm) -> Loaded:
+        groups = join_groups(targets[rank], comm)[0]
+        index = open_checkpoint(str(folders[rank % len(folders)]), comm, groups, also=places)
+        return load_rank(index, targets[rank], comm, Options(**options))
+
+    return run_ranks(len(targets), load)
+
+
+def indices(folders: Sequence[Path], *also: Path) -> list[AtomicIndex]:
+    places = [str(place) for place in also]
+    return run_ranks(len(folders), lambda rank, comm: open_checkpoint(str(folders[rank]), comm, also=places))
+
+
+# -- files on some machines alone -------------------------------------------------------------------------------------
+
+
+@examples(40)
+@given(
+    data=st.data(),
+    case=cases(max_dp=5),
+    target=topologies(max_dp=5),
+    hosts=st.integers(1, 4),
+    times=st.booleans(),
+)
+def test_any_files_on_any_machines_load_into_any_topology(
+    data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool
+) -> None:
+    """Every byte is read once, by a rank that sees its file: no rank is told of another's folder."""
+    with temporary_folder() as folder:
+        save = case.write(folder)
+        saved = read_state(save, case.model, case.topology)
+        ranks = len(make_targets(case.model, target))
+        machines = [folder / f"host{number}" for number in range(min(hosts, ranks))]
+        holders = st.sets(st.integers(0, len(machines) - 1), min_size=1)
+        scatter(save, machines, lambda _name: data.draw(holders), times=times)
+        save.rename(folder / "away")
+        loaded = load_scattered(machines, case.model, target)
+        check_content(loaded, saved)
+        check_reads(loaded[0].work.index, loaded, 64)
+
+
+def test_where_all_ranks_see_the_same_nothing_more_is_asked(tmp_path: Path) -> None:
+    save = write(tmp_path, Topology(1, 4))
+    for index in indices([save] * 3):
+        assert index.stored.sight is None
+        assert all(file.places == () for file in index.stored.files)
+
+
+def test_copies_on_several_machines_are_read_in_equal_parts(tmp_path: Path) -> None:
+    model = Model((Param("w", (512,)),))
+    case = Case(model, Topology(1, 2), random_state(model, 0), legacy=False)
+    save = case.write(tmp_path)
+    hosts = [tmp_path / f"host{number}" for number in range(3)]
+    scatter(save, hosts, lambda name: [0, 1] if name != "nowhere" else [], times=False)
+    loaded = load_scattered(hosts, model, Topology(0, 3), chunk=64)
+    nbytes = [rank.transfer.plan.nbytes for rank in loaded if rank.transfer]
+    assert nbytes[2] == 0
+    assert abs(nbytes[0] - nbytes[1]) <= 3 * 64
+    check_content(loaded, read_state(save, model, case.topology))
+
+
+def test_another_file_under_the_same_name_is_refused_with_both_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = write(tmp_path / "a", Topology(1, 2)), write(tmp_path / "b", Topology(1, 2), seed=1)
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(ours, hosts, lambda name: [0] if name == shard(0) else [0, 1])
+    shutil.copy2(theirs / shard(1), hosts[1])
+    names = iter(["node-a", "node-b"])
+    monkeypatch.setattr("socket.gethostname", lambda: next(names))
+    text = rf"{shard(1)}: is one file on node-a .\d+ bytes. and another on node-b .\d+ bytes.; the nodes hold different"
+    with pytest.raises(CheckpointError, match=text):
+        indices(hosts)
+
+
+def test_what_no_machine_has_is_named_with_what_the_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = write(tmp_path, Topology(1, 4))
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
+    names = iter(["node-a", "node-b"])
+    monkeypatch.setattr("socket.gethostname", lambda: next(names))
+    with pytest.raises(CheckpointError, match=rf"{shard(2)} is missing") as caught:
+        indices(hosts)
+    assert "node-a has the files of data-parallel ranks 0 and 3; node-b has the files of data-parallel ranks 1" in str(
+        caught.value
+    )
+
+
+def test_a_seal_tells_which_machine_had_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node gets it, so that any that is left can tell."""
+    save = write(tmp_path, Topology(1, 3))
+    hosts = [tmp_path / f"host{number}" for number in range(3)]
+    scatter(save, hosts, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
+    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b", "node-c"))
+    run_ranks(3, lambda rank, comm: seal_folder(str(hosts[rank]), comm, local=True))
+    assert len({(host / "ucp_seal.json").read_bytes() for host in hosts}) == 1
+    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-c"))
+    with pytest.raises(CheckpointError, match=rf"{shard(1)} is missing.*node-b had {shard(1)}; node-a has"):
+        indices([hosts[0], hosts[2]])
+    shutil.copy2(hosts[1] / shard(1), hosts[0])
+    assert len(indices([hosts[0], hosts[2]])[0].stored.files) == 4
+
+
+def name_hosts(*names: str) -> Callable[[], str]:
+    told = iter(names * 3)
+    return lambda: next(told)
+
+
+def rewrite(path: Path, **client: Any) -> None:
+    """The same file with other client state, as another node's first rank writes it."""
+    held = torch.load(path, weights_only=False)
+    torch.save({**held, **client}, path)
+
+
+def test_of_files_that_every_node_writes_the_first_ranks_counts(tmp_path: Path) -> None:
+    """With use_node_local_storage each node's first rank writes the model states, with a client state of its own."""
+    case = Case(MODEL, Topology(1, 4, "bf16"), random_state(MODEL, 0, precision="bf16"), legacy=False)
+    save = case.write(tmp_path)
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [0] if name in (shard(2), shard(3)) else [1])
+    rewrite(hosts[0] / STATES, script="of the second node")
+    rewrite(hosts[1] / STATES, script="of the first node, which holds rank 0")
+    index = indices(hosts)
+    assert [held.stored.sight is not None for held in index] == [True, True]
+    sight = index[0].stored.sight
+    assert sight is not None
+    states = [os.path.basename(file.path) for file in index[0].stored.files].index(STATES)
+    assert sight.list_readers(int(sight.groups[states])).tolist() == [1]
+    loaded = load_scattered(hosts, MODEL, Topology(3, 3, "bf16"))
+    check_content(loaded, read_state(save, MODEL, case.topology))
+
+
+def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> None:
+    save = write(tmp_path, Topology(1, 2))
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [int(name.split("_")[3])])
+    rewrite(hosts[1] / STATES, global_steps=99)
+    with pytest.raises(CheckpointError, match=rf"{STATES} of .*its step differs"):
+        indices(hosts)
+
+
+def test_what_takes_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
+    save = write(tmp_path, Topology(1, 2))
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda name: [0] if name == STATES else [1])
+    with pytest.raises(UnsupportedError, match="ranks see different files of this checkpoint, and exports read all"):
+        refuse_scattered(indices(hosts)[0], "exports read all")
+
+
+# -- several places ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders named `nvme` are nearer than all others."""
+    monkeypatch.setattr("deepspeed_ucp.sources.places.measure_distance", lambda path: int("nvme" not in path))
+
+
+def two_places(tmp_path: Path, source: Topology) -> tuple[Path, Path, State]:
+    """A save in the first place, and the same in one that is nearer."""
+    save = write(tmp_path / "shared", source)
+    nvme = tmp_path / "nvme"
+    shutil.copytree(save, nvme)
+    return save, nvme, read_state(save, MODEL, source)
+
+
+@pytest.mark.usefixtures("near")
+def test_each_file_is_read_in_the_nearest_place_that_has_it(tmp_path: Path) -> None:
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    (nvme / shard(1)).unlink()
+    loaded = load_scattered([save], MODEL, Topology(3, 2), nvme)
+    check_content(loaded, saved)
+    paths = {path for rank in loaded if rank.transfer for path in rank.transfer.reader.files}
+    assert {Path(path).name for path in paths if "nvme" not in path} == {shard(1)}
+    assert {shard(0), shard(2)} < {Path(path).name for path in paths if "nvme" in path}
+
+
+@pytest.mark.usefixtures("near")
+def test_a_place_may_have_all_files_alone(tmp_path: Path) -> None:
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    shutil.rmtree(save)
+    check_content(load_scattered([save], MODEL, Topology(2, 2), nvme), saved)
+    assert look_at_job(str(save), also=[str(nvme)]).ranks == 3
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("damage", ["other", "longer", "gone", "truncated"])
+def test_another_file_in_a_nearer_place_is_passed_over(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the same size or not; gone or cut short after its header was read."""
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    spoil = nvme / shard(1)
+    if damage == "other":
+        shutil.copy2(write(tmp_path / "theirs", Topology(1, 3), seed=1) / shard(1), spoil)
+    elif damage == "longer":
+        spoil.write_bytes(b"PK" + bytes(9) + spoil.read_bytes())
+    targets = make_targets(MODEL, Topology(3, 2))
+
+    def load(rank: int, comm: Comm) -> Loaded:
+        index = open_checkpoint(str(save), comm, join_groups(targets[rank], comm)[0], also=[str(nvme)])
+        if damage == "gone":
+            spoil.unlink(missing_ok=True)
+        elif damage == "truncated":
+            os.truncate(spoil, 64)
+        return load_rank(index, targets[rank], comm, Options())
+
+    with caplog.at_level(logging.WARNING):
+        loaded = run_ranks(2, load)
+    check_content(loaded, saved)
+    told = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
+    assert any(shard(1) in text for text in told)
+    assert len(told) <= 2, "one warning per place and rank"
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("live", [False, True], ids=["pass 1", "pass 2"])
+def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
+    live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While requests of the file are read, by several threads."""
+    save, nvme, saved = two_places(tmp_path, Topology(1, 2))
+    read, run_pass, counts = StoredFile.read, CollectiveReader._run_pass, {"reads": 0}
+    reading = {"live": False}
+
+    def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
+        if "nvme" in file.path and "optim" in file.path and reading["live"] == live:
+            counts["reads"] += 1
+            if counts["reads"] > 2:
+                raise CheckpointError(f"{file.path}: cannot be read at byte {offset} (Input/output error).")
+        read(file, views, offset)
+
+    def note(self: CollectiveReader, *, fresh: bool, everything: bool) -> Any:
+        reading["live"] = not fresh
+        return run_pass(self, fresh=fresh, everything=everything)
+
+    monkeypatch.setattr(CollectiveReader, "_run_pass", note)
+    monkeypatch.setattr(StoredFile, "read", fail)
+    monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_scattered([save], MODEL, Topology(1, 3), nvme)
+    for rank in loaded:
+        rank.counted = False  # what was read before a read failed is read once more
+    check_content(loaded, saved)
+    assert counts["reads"] > 2
+    assert "taken from another place" in caplog.text
+
+
+@pytest.mark.usefixtures("near")
+def test_where_no_place_is_left_the_last_error_is_told(tmp_path: Path) -> None:
+    save, nvme, _ = two_places(tmp_path, Topology(1, 2))
+    targets = make_targets(MODEL, Topology(1, 1))
+    index = open_checkpoint(str(save), Comm(), also=[str(nvme)])
+    for place in (save, nvme):
+        os.truncate(place / shard(1), 100)
+    with pytest.raises(CheckpointError, match=rf"shared.*{shard(1)}"):
+        load_rank(index, targets[0], Comm(), Options())
+
+
+def test_a_header_that_cannot_be_read_is_taken_from_the_next_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, nvme, saved = two_places(tmp_path, Topology(1, 2))
+    os.truncate(save / shard(1), 1000)
+    check_content(load_scattered([save], MODEL, Topology(2, 3), nvme), saved)
+    assert "is taken instead" in caplog.text
+
+
+@pytest.mark.usefixtures("near")
+def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
+    """A new node has none of its own; what a lost node had is in the second place alone."""
+    save = write(tmp_path / "all", Topology(1, 4))
+    hosts = [tmp_path / f"nvme{number}" for number in range(3)]
+    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [0] if name in (shard(0), shard(1)) else [])
+    loaded = load_scattered(hosts, MODEL, Topology(3, 3), save)
+    check_content(loaded, read_state(save, MODEL, Topology(1, 4)))
+
+
+def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a" / "zero").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(CheckpointError, match="some ranks see an atomic checkpoint, others do not"):
+        indices([tmp_path / "a", tmp_path / "b"])
+
+
+def test_folders_that_no_rank_can_list_are_the_first_ones_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"absent: cannot be listed"):
+        run_ranks(2, lambda _rank, comm: find_files([str(tmp_path / "absent"), str(tmp_path / "b")], comm))
