@@ -34,7 +34,7 @@ logger = logging.getLogger("deepspeed_ucp")
 T = TypeVar("T")
 
 ATTEMPTS = 8
-"""How often a request is made."""
+"""How often a request is made that gets no further."""
 
 _PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 """Seconds: the longest pause behind the first failure, which doubles with each, and the longest of all."""
@@ -140,33 +140,35 @@ def _is_s3(system: Any) -> bool:
     return hasattr(system, "call_s3") or hasattr(system, "_call_s3")
 
 
-def attempt(work: Callable[[], T], what: str) -> T:
+def attempt(work: Callable[[], T], what: str, left: Callable[[], int] = lambda: 0) -> T:
     """Carry a request out, again and again where what failed may pass.
 
     Args:
         work: the request.
         what: the URL, for messages.
+        left: bytes that have not come yet; attempts are counted anew where there are fewer.
 
     Raises:
         OSError: it failed for good; says why and what to do.
     """
-    for count in range(ATTEMPTS):
+    count, before = 0, -1
+    while True:
         try:
             return work()
         except Exception as error:
             lasting = explain(error)
             if lasting is not None:
                 raise lasting from error
-            if count == ATTEMPTS - 1:
+            count, before = count + 1 if left() == before else 1, left()
+            if count == ATTEMPTS:
                 told = f"failed {ATTEMPTS} times, at last with {_describe(error)}"
                 raise OSError(f"{told}; try again when the store answers") from error
             _pause(count, what, error)
-    raise AssertionError
 
 
 def _pause(count: int, what: str, error: Exception) -> None:
     """Exponential backoff with full jitter, so that thousands of ranks do not come back at once."""
-    pause = random.uniform(0, min(_PAUSE * 2**count, _LONGEST_PAUSE))
+    pause = random.uniform(0, min(_PAUSE * 2 ** (count - 1), _LONGEST_PAUSE))
     logger.debug("%s: trying again in %.1f s after %s", what, pause, _describe(error))
     time.sleep(pause)
 
@@ -178,6 +180,8 @@ def explain(error: BaseException) -> OSError | None:
         BaseException: ``error``, where it is none of a request's.
     """
     status = _find_status(error)
+    if status is not None and (status >= 500 or status in _TRANSIENT):
+        return None
     if isinstance(error, ChangedError) or status == 412:
         return error if isinstance(error, ChangedError) else ChangedError("has changed since its header was read")
     if isinstance(error, FileNotFoundError) or status == 404:
@@ -193,20 +197,16 @@ def explain(error: BaseException) -> OSError | None:
 
 def _is_refusal(error: BaseException, status: int | None) -> bool:
     if status is not None:
-        return 400 <= status < 500 and status not in _TRANSIENT
+        return 400 <= status < 500
     return type(error).__module__.split(".")[0] in _CLIENTS and _LASTING.search(type(error).__name__) is not None
 
 
-def _find_status(error: BaseException | None) -> int | None:
-    """The HTTP status that an error is about, or one that it was made of."""
-    while error is not None:
-        answer = getattr(error, "response", None)
-        told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, Mapping) else None
-        for status in (told, *(getattr(error, name, None) for name in ("status", "status_code", "code"))):
-            if isinstance(status, int) and 100 <= status < 600:
-                return status
-        error = error.__cause__
-    return None
+def _find_status(error: BaseException) -> int | None:
+    """The HTTP status that an error is about; botocore's, of which s3fs makes others, keeps it in the answer."""
+    answers = [getattr(each, "response", None) for each in (error, error.__cause__)]
+    told = [each.get("ResponseMetadata", {}).get("HTTPStatusCode") for each in answers if isinstance(each, Mapping)]
+    told += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return next((status for status in told if isinstance(status, int) and 300 <= status < 600), None)
 
 
 def _describe(error: BaseException) -> str:
@@ -368,13 +368,17 @@ class _Ranges:
         Raises:
             OSError: it cannot be read, or has changed.
         """
-        end = offset + sum(view.nbytes for view in views)
+
+        def left() -> int:
+            return sum(view.nbytes for view in views)
+
+        end = offset + left()
 
         def work() -> None:
             if views:
-                self._fetch(views, end - sum(view.nbytes for view in views))
+                self._fetch(views, end - left())
 
-        attempt(work, self.url)
+        attempt(work, self.url, left)
 
     def _fetch(self, views: list[memoryview], offset: int) -> None:
         """One request; what came is taken from the views, also where it fails in the end."""

@@ -87,7 +87,7 @@ class _Middleware:
         if fault == "reset":
             _reset(environ["werkzeug.socket"])
         if fault and fault.isdigit():
-            body = _ERROR % (b"SlowDown" if fault == "503" else b"InternalError" if fault == "500" else b"AccessDenied")
+            body = _ERROR % _CODES[fault]
             start(f"{fault} FAULT", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [body]
         data = b"".join(self.inner(environ, start))
@@ -102,12 +102,13 @@ class _Middleware:
             self.server.asked.append(Asked(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, nbytes))
 
 
+_CODES = {"403": b"AccessDenied", "429": b"TooManyRequests", "500": b"InternalError", "503": b"SlowDown"}
 _ERROR = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>injected</Message></Error>'
 
 
 def _reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
+    connection.shutdown(socket.SHUT_RDWR)
     raise ConnectionResetError
 
 

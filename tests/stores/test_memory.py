@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 import fsspec
 import pytest
 
+from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.io import remote, store, threads
+from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.remote import RemoteStream
+from deepspeed_ucp.plan import Part, Request
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
 from deepspeed_ucp.torchsave.torchfile import list_records, read_header
@@ -220,6 +224,28 @@ def test_a_forked_process_makes_its_own_file_systems(saved: Callable[..., tuple[
     process.join()
     remote._process.leave()
     assert remote.connect(URL)[0] is not before
+
+
+def test_neighbours_are_read_by_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    content, url = bytes(range(250)) * 4, "memory://stores/record"
+    remote.put_bytes(url, content)
+    asked: list[int] = []
+    fill = remote._Ranges.fill
+
+    def note(self: Any, views: list[memoryview], offset: int) -> None:
+        asked.append(sum(view.nbytes for view in views))
+        fill(self, views, offset)
+
+    monkeypatch.setattr(remote._Ranges, "fill", note)
+    into = bytearray(960)
+    requests = [Request(0, low, 60, (Part(60, 0, low),)) for low in range(0, 960, 60)]
+    with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(content))], joined=300) as reader:
+        checks = reader.read_parallel(requests, [MemorySink(memoryview(into))], 3)
+    assert sorted(asked) == [60, 300, 300, 300]
+    assert bytes(into) == content[10:970]
+    assert {(check.offset, check.crc) for check in checks} == {
+        (low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)
+    }
 
 
 def test_blocks_that_overlap_are_joined() -> None:

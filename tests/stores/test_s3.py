@@ -1,0 +1,222 @@
+"""A real S3 protocol: how little is asked of the server, and what becomes of requests that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+from deepspeed_ucp.cli import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.io import remote, store
+from deepspeed_ucp.load.transfer import Transfer
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.latest import find_checkpoint
+from tests.ranks import run_ranks
+from tests.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
+from tests.stores.server import BUCKET, Asked, Server, fail_first, serve
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+SOURCE, TARGET = Topology(1, 2), Topology(3, 3)
+LARGE = Model(tuple(Param(f"w{number}", (1000, 700)) for number in range(4)))
+SMALL = Model((Param("a.w", (30, 20)), Param("a.b", (20,)), Param("frozen", (5,), frozen=True)))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve() as found:
+        remote.set_options(found.options)
+        remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
+        yield found
+    remote.set_options({})
+
+
+@pytest.fixture(scope="module")
+def large(server: Server, tmp_path_factory: pytest.TempPathFactory) -> State:
+    return save(LARGE, tmp_path_factory.mktemp("large"), "large")
+
+
+@pytest.fixture(scope="module")
+def small(server: Server, tmp_path_factory: pytest.TempPathFactory) -> State:
+    return save(SMALL, tmp_path_factory.mktemp("small"), "small")
+
+
+def save(model: Model, folder: Path, name: str) -> State:
+    state = random_state(model, 3)
+    write_checkpoint(folder, model, state, SOURCE)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            remote.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
+    return state
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+
+
+def load_all(folder: str, model: Model) -> list[Loaded]:
+    """Load into all ranks of a run as a live load does: one pass, into memory apart."""
+    targets = make_targets(model, TARGET)
+    index = open_everywhere(folder, targets)
+
+    def load(rank: int, comm: Comm) -> Loaded:
+        return load_rank(index, targets[rank], comm)
+
+    return run_ranks(len(targets), load)
+
+
+def load_rank(index: Any, target: FakeTarget, comm: Comm) -> Loaded:
+    loaded = prepare_rank(index, target, comm)
+    loaded.transfer = Transfer(index, loaded.work, comm, UniversalConfig(), apart=True)
+    loaded.transfer.read()
+    loaded.transfer.verify()
+    assert loaded.transfer.fill() == []
+    return loaded
+
+
+def check_masters(ranks: list[Loaded], state: State) -> None:
+    """Every parameter's elements are those of the state, wherever they are."""
+    for rank in ranks:
+        for flat in rank.target.flats:
+            for cut in flat.buffer.cuts(flat.part):
+                here = flat.holder.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
+                wanted = state.atoms[cut.name]["fp32"].reshape(-1)[cut.start : cut.start + cut.numel]
+                assert torch.equal(here, wanted.float())
+
+
+def test_a_load_asks_for_little_more_than_the_state(server: Server, large: State) -> None:
+    server.asked.clear()
+    ranks = load_all(find_checkpoint(f"s3://{BUCKET}/large"), LARGE)
+    check_masters(ranks, large)
+    gets, nbytes = server.gets(".pt"), sum(tensor.nbytes for held in large.atoms.values() for tensor in held.values())
+    assert nbytes <= sum(each.nbytes for each in gets) <= 1.02 * nbytes
+    assert not [each for each in server.asked if each.method == "HEAD" and each.path.endswith(".pt")]
+
+
+def test_a_header_takes_two_requests(server: Server, small: State, large: State) -> None:
+    for name, most in (("small", 1), ("large", 2)):
+        folder = find_checkpoint(f"s3://{BUCKET}/{name}")
+        server.asked.clear()
+        open_checkpoint(folder, Comm())
+        for file in store.list_folder(folder):
+            gets = server.gets(file)
+            assert 1 <= len(gets) <= most and sum(each.nbytes for each in gets) <= 1 << 17
+        listings = [each for each in server.asked if each.method == "GET" and each.path == f"/{BUCKET}"]
+        assert len(listings) <= 4
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["503", "truncate", "reset", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("429", "500"))],
+)
+def test_what_fails_is_asked_for_again(server: Server, small: State, fault: str) -> None:
+    with server.failing(fail_first(1, fault, having="optim")):
+        check_masters(load_all(find_checkpoint(f"s3://{BUCKET}/small"), SMALL), small)
+
+
+def test_an_attempt_goes_on_where_the_last_one_stopped(server: Server, large: State) -> None:
+    folder = find_checkpoint(f"s3://{BUCKET}/large")
+    name = next(name for name, entry in store.list_folder(folder).items() if entry.size > 8 << 20)
+    data = bytearray(8 << 20)
+    server.asked.clear()
+    with server.failing(fail_first(1, "truncate")), store.open_stored(f"{folder}/{name}") as file:
+        file.read([memoryview(data)], 1000)
+    first, second = server.gets(name)[:2]
+    assert first.span == (1000, 1000 + len(data))
+    assert second.span and 1000 < second.span[0] < second.span[1] == 1000 + len(data)
+    assert bytes(data) == store.read_small(f"{folder}/{name}")[1000 : 1000 + len(data)]
+
+
+def test_a_server_that_keeps_failing_is_told(server: Server, small: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = find_checkpoint(f"s3://{BUCKET}/small")
+    monkeypatch.setattr(remote, "ATTEMPTS", 3)
+    with (
+        server.failing(fail_first(99, "503", having="optim")),
+        pytest.raises(CheckpointError, match=r"optim_states.pt: cannot be .*failed 3 times.*try again when the store"),
+    ):
+        open_checkpoint(folder, Comm())
+
+
+def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: State) -> None:
+    folder = find_checkpoint(f"s3://{BUCKET}/small")
+    seen: list[str] = []
+
+    def deny(environ: dict[str, Any]) -> str | None:
+        if "optim" not in environ["PATH_INFO"]:
+            return None
+        seen.append(environ["PATH_INFO"])
+        return "403"
+
+    with server.failing(deny), pytest.raises(CheckpointError, match="check the credentials"):
+        open_checkpoint(folder, Comm())
+    assert len(seen) == len(set(seen))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint(f"s3://{BUCKET}/nowhere")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint("s3://no-such-bucket/run")
+
+
+def test_a_file_that_is_replaced_during_a_load_is_refused(server: Server, tmp_path: Path) -> None:
+    save(SMALL, tmp_path, "replaced")
+    folder = find_checkpoint(f"s3://{BUCKET}/replaced")
+    targets = make_targets(SMALL, TARGET)
+    index = open_everywhere(folder, targets)
+    path = next(file.path for file in index.stored.files if "optim" in file.path)
+    remote.put_bytes(path, store.read_small(path)[:-1] + b"!")  # of the same size
+
+    def load(rank: int, comm: Comm) -> str:
+        with pytest.raises(CheckpointError) as error:
+            load_rank(index, targets[rank], comm)
+        return str(error.value)
+
+    for told in run_ranks(len(targets), load):
+        assert f"{path}: has changed since its header was read" in told
+
+
+def test_a_conversion_goes_and_comes(server: Server, small: State, tmp_path: Path, capsys: Any) -> None:
+    source, to = f"s3://{BUCKET}/small", f"s3://{BUCKET}/there/converted"
+    server.asked.clear()
+    with server.failing(fail_first(1, "503", method="PUT", having="a.w/fp32")):
+        convert_checkpoint(source, to)
+    puts = [each for each in server.asked if each.method == "PUT"]
+    names = [each.path.removeprefix(f"/{BUCKET}/there/") for each in puts]
+    assert names[-3:] == ["converted/zero/optimizer_state.pt", "converted/ucp_manifest.json", "latest_universal"]
+    convert_checkpoint(source, str(tmp_path / "local"))
+    held = {name: store.read_small(f"{to}/{name}") for name in store.list_tree(to)}
+    assert held == {name: (tmp_path / "local" / name).read_bytes() for name in store.list_tree(str(tmp_path / "local"))}
+    check_masters(load_all(to, SMALL), small)
+    options = [f"--storage-option=endpoint_url=http://127.0.0.1:{server.port}"]
+    options += [f"--storage-option={key}={server.options[key]}" for key in ("key", "secret")]
+    options += ['--storage-option=client_kwargs={"region_name": "eu-west-1"}']
+    assert main(["verify", to, *options]) == 0
+    assert "whole" in capsys.readouterr().out
+    assert main(["export", to, f"s3://{BUCKET}/weights", *options]) == 0
+    assert list(store.list_folder(f"s3://{BUCKET}/weights")) == ["model.safetensors"]
+
+
+@pytest.mark.exhaustive
+def test_a_large_file_is_written_in_parts(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(120 << 20))
+    server.asked.clear()
+    remote.put_file(str(path), f"s3://{BUCKET}/parts")
+    assert len([each for each in server.asked if each.method == "PUT"]) > 1
+    entry = store.find_entry(f"s3://{BUCKET}/parts")
+    assert entry is not None and entry.size == 120 << 20
+
+
+def test_what_is_asked_is_counted(server: Server) -> None:
+    server.asked.clear()
+    remote.put_bytes(f"s3://{BUCKET}/one", b"12345")
+    assert [(each.method, each.span) for each in server.asked] == [("PUT", None)]
+    assert isinstance(server.asked[0], Asked)
