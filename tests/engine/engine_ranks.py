@@ -376,6 +376,18 @@ def watch_own_load(training: Training, folder: str) -> dict[str, Any]:
     }
 
 
+def on_nodes(work: Callable[..., Any], training: Training, folder: str, turn: int = 0) -> Any:
+    """`work` as if every rank were a node of its own, with a folder of its own; `turn`: of another node's."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        return work(training, os.path.join(folder, f"node{(rank + turn) % world}"))
+
+
+def load_one(training: Training, folder: str) -> Local:
+    """As :func:`load_each`, of one."""
+    return load_each(training, [Load(folder, steps=1)])[0]
+
+
 def install_twice_and_uninstall() -> list[bool]:
     """Whether the class's method is DeepSpeed's own: before, after two installs, after an uninstall, after another."""
     kind = deepspeed_engine.DeepSpeedEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,18 +101,31 @@ def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_files_of_every_nodes_own_are_left_to_deepspeed(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In another topology DeepSpeed's own load ends in an empty AssertionError."""
-    local = Case(stage, 2, config={"checkpoint": {"universal": True, "use_node_local_storage": True}})
-    other, folder = local.but(stage=4 - stage), str(tmp_path)
-    world = ucp_worlds.get(2)
-    world.run(engine_ranks.save, local.training(**PLAIN), folder)
-    for answer in world.run(engine_ranks.watch_own_load, local.training(**PLAIN), folder):
+def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """DeepSpeed's own load where each node has its own ranks' files, else ours, to the bit as from one folder."""
+    options = {"universal": {"seal": True}, "use_node_local_storage": True}
+    local = Case(stage, 2, "bf16", config={"checkpoint": options})
+    other, world = local.but(stage=4 - stage), ucp_worlds.get(2)
+    world.run(engine_ranks.on_nodes, engine_ranks.save, local.training(**PLAIN), str(tmp_path))
+    assert [(tmp_path / f"node{node}" / "latest").exists() for node in range(2)] == [True, False]
+    for answer in world.run(engine_ranks.on_nodes, engine_ranks.watch_own_load, local.training(**PLAIN), str(tmp_path)):
         assert (answer["calls"], answer["direct"]) == (1, False)
-    for (attempt,) in world.run(engine_ranks.attempt_each, other.training(**PLAIN), [Load(folder)]):
-        assert attempt.error == "UnsupportedError"
-        assert "use_node_local_storage off" in attempt.message
-        assert attempt.changed == []
+        assert "each rank's own files" in answer["reason"]
+    for node in (1, 0):  # of the model states below ZeRO 3, which each node has, the first rank's stay
+        shutil.copytree(tmp_path / f"node{node}", tmp_path / "shared", dirs_exist_ok=True)
+    plain = other.but(config={"checkpoint": {"universal": True}})
+    whole = world.run(engine_ranks.load_one, plain.training(**PLAIN), str(tmp_path / "shared"))
+    for turn in (0, 1):
+        apart = world.run(engine_ranks.on_nodes, engine_ranks.load_one, other.training(**PLAIN), str(tmp_path), turn)
+        for one, two in zip(whole, apart, strict=True):
+            assert two.direct
+            assert compare(one.state, two.state)[1] == []
+            assert (one.client_state, one.losses) == (two.client_state, two.losses)
+    moved = world.run(engine_ranks.on_nodes, engine_ranks.load_one, local.training(**PLAIN), str(tmp_path), 1)
+    own = world.run(engine_ranks.on_nodes, engine_ranks.load_one, local.training(**PLAIN), str(tmp_path))
+    for one, two in zip(own, moved, strict=True):
+        assert (one.direct, two.direct) == (False, True)
+        assert compare(one.state, two.state)[1] == []
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
