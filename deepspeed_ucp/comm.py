@@ -354,38 +354,6 @@ def _slice(data: NumpyArray, counts: list[int], rank: int) -> list[NumpyArray]:
     return [data[begin : min(begin + _MESSAGE, high)] for begin in range(low, high, _MESSAGE)]
 
 
-_SLICE = 8 << 20
-_IN_FLIGHT = 8
-
-
-def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
-    """Complete a flat buffer of equal partitions, of which each rank of ``process_group`` has its own; collective.
-
-    On the CPU by broadcasts of slices: gloo's all-gather copies the whole buffer aside first.
-    """
-    import torch
-    import torch.distributed as dist
-
-    size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if size == 1:
-        return
-    partitions = flat.view(size, -1)
-    if flat.device.type != "cpu":
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-        gather(flat, partitions[rank], group=process_group)
-        return
-    owners = [dist.get_global_rank(process_group, r) if process_group is not None else r for r in range(size)]
-    parts = partitions.view(torch.uint8)
-    pending: list[Any] = []
-    for low in range(0, parts.shape[1], _SLICE):
-        for part, owner in zip(parts, owners, strict=True):
-            pending.append(dist.broadcast(part[low : low + _SLICE], src=owner, group=process_group, async_op=True))
-        while len(pending) > _IN_FLIGHT:
-            pending.pop(0).wait()
-    for work in pending:
-        work.wait()
-
-
 def connect() -> Comm:
     """The ranks of this launch, in a process that trains."""
     dist = sys.modules.get("torch.distributed")

@@ -10,10 +10,10 @@ from deepspeed import comm as ds_comm
 from torch._utils import _unflatten_dense_tensors
 
 from ..atoms import MODULE, MOMENTUM, AtomicIndex
-from ..comm import gather_in_place
 from ..flat import join_parameters, join_reserved
 from .base import Target
 from .coverage import UnknownLayoutError, check_engine
+from .gathering import gather_in_place
 from .optimizer import is_muon_group
 from .swap import SwapPlace
 

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engine_cases import make_engine, train, train_engine
 
 import deepspeed_ucp
-from deepspeed_ucp.targets import Instance, Place, find_place, open_target
+from deepspeed_ucp.targets import Instance, Place, find_place, gathering, open_target
 from deepspeed_ucp.testing.capture import EngineState, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
@@ -106,6 +106,20 @@ def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - the error is what the test looks at
         return type(error).__name__, str(error)
     return "", ""
+
+
+def gather_partitions(partition: int, *, shared: bool) -> bool:
+    """Whether `gather_in_place` completes a buffer, through shared memory or without."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.arange(size * partition, dtype=torch.float32).to(torch.bfloat16)
+    flat = torch.full_like(whole, -1)
+    flat.view(size, -1)[rank] = whole.view(size, -1)[rank]
+    with ExitStack() as stack:
+        if not shared:
+            alone = [memoryview(b"") if each == rank else None for each in range(size)]
+            stack.enter_context(mock.patch.object(gathering, "share_memory", return_value=alone))
+        gathering.gather_in_place(flat, None)
+    return flat.equal(whole)
 
 
 @contextmanager

@@ -50,6 +50,13 @@ def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, u
         assert mine.losses == own.losses
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "sent"])
+def test_partitions_are_gathered_in_place(shared: bool, ucp_worlds: WorldPool) -> None:
+    """Of one element, and of several slices."""
+    for partition in (1, (5 << 20) + 3):
+        assert ucp_worlds.get(2).run(engine_ranks.gather_partitions, partition, shared=shared) == [True, True]
+
+
 @pytest.mark.parametrize("pair", OTHER, ids=pair_id)
 def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worlds: WorldPool) -> None:
     source, target = pair[0], pair[1].but(config=ON)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.io.shared import share_memory
 from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.targets.gathering import _pass_around
 from tests.ranks import run_ranks
 from tests.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -75,6 +77,23 @@ def test_where_one_rank_fails_none_of_its_machine_shares(fault: str, monkeypatch
         assert len(alone) == (2 if fault == "not seen" else 4)
         return
     assert run_ranks(4, work) == expected
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 8, 50])
+def test_partitions_are_passed_around(width: int) -> None:
+    """In slices of 8 bytes."""
+    ranks = 3
+    shared_memory = [memoryview(bytearray(16)) for _ in range(ranks)]
+    whole = np.arange(ranks * width, dtype=np.uint8).reshape(ranks, width)
+
+    def work(rank: int, comm: Comm) -> np.ndarray:
+        parts = np.full((ranks, width), 255, np.uint8)
+        parts[rank] = whole[rank]
+        _pass_around(parts, rank, shared_memory, lambda: comm.gather(None))
+        return parts
+
+    for parts in run_ranks(ranks, work):
+        assert (parts == whole).all()
 
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
