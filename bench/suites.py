@@ -176,7 +176,7 @@ degree 2 on 2 ranks. Upstream has no way there: its conversion fails on experts 
     cases=(
         *make_floor_cases(2),
         Case("deepspeed", "DeepSpeed's own, 4 ranks EP4"),
-        Case("ours-ep2", "ours, 2 ranks EP2", floor="floor-2", floor_limit=1.5, own_limit=1),
+        Case("ours-ep2", "ours, 2 ranks EP2", floor="floor-2", upstream="none", floor_limit=1.5, own_limit=1),
     ),
     save_body=experts.save_body,
     load_body=experts.load_body,
