@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import shutil
 import textwrap
 from collections.abc import Generator, Sequence
@@ -87,6 +88,12 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, pattern
     parser.add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
 
 
+def add_place_option(parser: argparse.ArgumentParser) -> None:
+    """``--also``."""
+    text = "a further folder or URL that holds the same tag: what the places before it lack is taken from there"
+    parser.add_argument("--also", metavar="PLACE", action="append", default=[], help=text)
+
+
 def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
     """``--workers`` and ``--window-mb``, which is ``window`` by default."""
     text = "threads per node (default: from its cores)"
@@ -120,10 +127,36 @@ def open_index(options: argparse.Namespace, folder: str, comm: Comm, *, weights_
         UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
     """
     from ..sources import open_checkpoint
+
+    groups = comm.run(lambda: read_groups(options.groups))
+    folder, *also = find_folders(folder, getattr(options, "also", ()), comm)
+    return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only, also=also)
+
+
+def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
+    """The tag's folder in each place, in order; collective. What one rank sees tells the others the tag.
+
+    Raises:
+        UcpError: no rank sees a checkpoint in any place.
+    """
+    from ..errors import CheckpointError
     from ..sources.latest import find_checkpoint
 
-    folder, groups = comm.run(lambda: (find_checkpoint(folder), read_groups(options.groups)))
-    return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only)
+    def look(place: str) -> str:
+        try:
+            return os.path.relpath(find_checkpoint(place), place)
+        except CheckpointError:
+            return ""
+
+    places = (path, *also)
+    told = comm.each(lambda: [look(place) for place in places])
+    found = [next(filter(None, looks), "") for looks in zip(*told, strict=True)]
+    if not any(found):
+        comm.run(lambda: find_checkpoint(path))
+    tag = next((each for each in found if each not in ("", ".")), ".")
+    pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # those that nobody sees come last
+    named = [(place, each or tag) for place, each in pairs]
+    return [place if each == "." else os.path.join(place, each) for place, each in named]
 
 
 def read_groups(value: str | None) -> str | list[list[str]] | None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from .common import (
     add_checkpoint_options,
     add_command,
+    add_place_option,
     add_work_options,
+    find_folders,
     open_index,
     read_rules,
     read_work_options,
@@ -40,6 +42,7 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, "source")
+    add_place_option(parser)
     text = "folder to be made (default: the tag's folder + _universal)"
     parser.add_argument("destination", metavar="DST", nargs="?", help=text)
     add_work_options(parser, 256)
@@ -53,7 +56,6 @@ def run(options: argparse.Namespace) -> int:
     """Convert; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..convert import ConvertOptions, convert_index, default_destination
-    from ..sources.latest import find_checkpoint
 
     how = ConvertOptions(
         **read_work_options(options, least=16),
@@ -62,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
         latest=not options.no_latest,
     )
     with join_launch() as comm:
-        folder, rules = comm.run(lambda: (find_checkpoint(options.source), read_rules(options)))
-        index = open_index(options, folder, comm)
+        rules = comm.run(lambda: read_rules(options))
+        folder = find_folders(options.source, options.also, comm)[0]
+        index = open_index(options, options.source, comm)
         destination = options.destination or default_destination(folder)
         report = convert_index(index, folder, destination, comm, how, rules=rules)
         names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes")

@@ -8,7 +8,15 @@ import re
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .common import add_checkpoint_options, add_command, add_work_options, open_index, read_rules, read_work_options
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_place_option,
+    add_work_options,
+    open_index,
+    read_rules,
+    read_work_options,
+)
 from .printing import OK, emit, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser)
+    add_place_option(parser)
     parser.add_argument("out", metavar="OUT", help="folder to be made")
     text = "what to write (default: safetensors)"
     parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=text)

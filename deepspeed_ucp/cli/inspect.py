@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, shorten
-from .common import add_checkpoint_options, add_command, read_groups, read_rules
+from .common import add_checkpoint_options, add_command, add_place_option, find_folders, read_groups, read_rules
 from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser)
+    add_place_option(parser)
     text = "one line per parameter; layers of equal form unfolded"
     parser.add_argument("-a", "--all", action="store_true", help=text)
     text = "one parameter in detail: its name, or a regular expression that fits one"
@@ -47,14 +48,13 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
     from ..comm import join_launch
-    from ..sources.latest import find_checkpoint
     from ..sources.naming import Naming
     from ..sources.open import survey_checkpoint
 
     with join_launch() as comm:
-        folder = comm.run(lambda: find_checkpoint(options.checkpoint))
+        folder, *also = find_folders(options.checkpoint, options.also, comm)
         rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
-        report = survey_checkpoint(folder, comm, Naming(groups=groups))
+        report = survey_checkpoint(folder, comm, Naming(groups=groups), also=also)
         faults = {finding.kind for finding in report.findings if not finding.warning}
         excused = set() if options.groups else {"unnamed"}  # states without names do not keep the rest from being shown
         opens = report.index is not None and faults <= excused

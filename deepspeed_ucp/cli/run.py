@@ -32,6 +32,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "verify": ("HOW", str, "check what is read: crc (default) or off"),
     "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
     "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
+    "also": ("PLACES", json.loads, "further folders or URLs that hold the same tags, as a list in JSON"),
     "report": ("DIR", str, "a folder that gets a file per load, for ds_ucp report"),
     "storage_options": ("JSON", json.loads, "options of the stores behind URLs, as an object"),
     "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),

@@ -360,3 +360,19 @@ def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Pa
 def test_folders_that_no_rank_can_list_are_the_first_ones_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"absent: cannot be listed"):
         run_ranks(2, lambda _rank, comm: find_files([str(tmp_path / "absent"), str(tmp_path / "b")], comm))
+
+
+def test_commands_take_further_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node without the folder learns the tag from another place."""
+    from deepspeed_ucp.cli import main
+
+    save = write(tmp_path / "all" / "step1", Topology(1, 3))
+    save.parent.joinpath("latest").write_text(save.name)
+    near = tmp_path / "near" / save.name
+    shutil.copytree(save, near)
+    (near / shard(1)).unlink()
+    assert main(["inspect", str(near)]) == 2
+    assert main(["inspect", str(near.parent), "--also", str(save.parent)]) == 0
+    assert main(["inspect", str(tmp_path / "absent"), "--also", str(save.parent)]) == 0
+    assert main(["inspect", str(near), "--also", str(tmp_path / "absent"), "--also", str(save)]) == 0
+    capsys.readouterr()

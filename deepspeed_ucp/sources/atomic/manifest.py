@@ -345,6 +345,8 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
     files = []
     for number, each in enumerate(index.stored.files):
         name = os.path.relpath(each.path, folder)
+        if name.startswith(os.pardir):  # of another place
+            name = os.path.basename(each.path)
         told: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
         held = sorted(records.get(number, ()), key=lambda record: record.offset)
         if each.header_crc is None:
