@@ -163,9 +163,9 @@ class Planner:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = time.process_time()
         yield
-        self.phases[name] = time.perf_counter() - began
+        self.phases[name] = time.process_time() - began
 
     def plan(self) -> Planned:
         job, script = self.job, self.script

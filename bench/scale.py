@@ -1,0 +1,326 @@
+"""Jobs of thousands of ranks over the real planner: one rank's plan, all ranks' reads, a store in virtual time.
+
+    python bench/scale.py --quick     tiny models: does everything run?
+    python bench/scale.py             prints the section of docs/benchmarks.md, draws docs/scale.png
+
+Each rank's plan is made in a process of its own (`scale_plan.py`); results stay in bench_out/scale.json, so that
+`--jobs` and `--whole` measure some of them anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the plugin of this checkout, also when it is not installed
+
+from collectives import AllRanks  # noqa: E402
+from jobs import JOBS, Job  # noqa: E402
+from report import MIB, Target, table, targets_table  # noqa: E402
+from scale_plan import FOLDER, SIZES, forecast, stand_in  # noqa: E402
+from storage import STORES, simulate  # noqa: E402
+from whole import count_exchanged, imbalance, plan_all, sum_nodes  # noqa: E402
+
+from deepspeed_ucp.io.memory import pause_collection  # noqa: E402
+from deepspeed_ucp.sources.open import open_checkpoint  # noqa: E402
+
+PLANNED = ("dense1-1k", "dense3-1k", "moe-1k", "dense1-10k", "dense3-10k", "moe-10k")
+WHOLE = ("dense1-1k", "moe-1k", "dense1-10k", "dense3-mid")
+QUICK = ("dense1-quick", "dense3-quick", "moe-quick")
+SECONDS, PEAK_MIB, FACTOR = 5.0, 1024.0, 1.2
+PER_NODE = 8
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def choose_ranks(job: Job, count: int) -> list[int]:
+    """Spread over the job, the first and the last among them."""
+    return sorted({number * (job.ranks - 1) // max(count - 1, 1) for number in range(count)})
+
+
+def plan_job(name: str, count: int, folder: Path) -> dict[str, Any]:
+    """Plans of some ranks, each in a process of its own."""
+    job = JOBS[name]()
+    found = []
+    for rank in choose_ranks(job, count):
+        options = ["--job", name, "--rank", str(rank), "--script", str(folder / f"{name}.pickle")]
+        _call([*options, "--make"])
+        found.append(json.loads(_call(options)))
+        say(f"{job.title}: rank {rank} plans in {_seconds(found[-1]):.2f} s, {found[-1]['peak_bytes'] / MIB:.0f} MiB")
+    (folder / f"{name}.pickle").unlink()
+    return {"title": job.title, "parameters": job.parameters, "ranks": found}
+
+
+def _call(options: Sequence[str]) -> str:
+    script = str(Path(__file__).with_name("scale_plan.py"))
+    return subprocess.run([sys.executable, script, *options], stdout=subprocess.PIPE, check=True, text=True).stdout
+
+
+def _seconds(planned: dict[str, Any]) -> float:
+    return float(sum(planned["phases"].values()))
+
+
+def load_job(name: str) -> dict[str, Any]:
+    """All ranks' plans of a job, and its load against each store."""
+    job = JOBS[name]()
+    headers = {header.name: header for header in job.source.headers()}
+    with stand_in({n: h.size for n, h in headers.items()}, headers.__getitem__), pause_collection():
+        index = open_checkpoint(FOLDER, AllRanks(0, job.ranks))
+        say(f"{job.title}: all ranks plan")
+        plans = plan_all(index, forecast(index, job), SIZES, say)
+    read = [sum(each[2] for each in plan.reads) for plan in plans]
+    requests = [len(plan.reads) for plan in plans]
+    own, inside, outside = count_exchanged(plans, PER_NODE)
+    stores = {}
+    for title, store in STORES.items():
+        servers = min(store.servers, max(job.ranks // PER_NODE, 2))
+        scaled = replace(store, servers=servers, slow_servers=tuple(each % servers for each in store.slow_servers))
+        stores[title] = {**asdict(simulate(plans, scaled)), "servers": servers}
+        say(f"{job.title}: {title}: {stores[title]['seconds']:.2f} s, limit {stores[title]['limit']:.2f} s")
+    return {
+        "title": job.title,
+        "ranks": job.ranks,
+        "read": sum(read),
+        "requests": sum(requests),
+        "most_requests": max(requests),
+        "node_requests": max(sum_nodes(requests, PER_NODE)),
+        "node_imbalance": imbalance(sum_nodes(read, PER_NODE)),
+        "wanted_imbalance": imbalance(sum_nodes([plan.wanted for plan in plans], PER_NODE)),
+        "rounds": max(len(plan.rounds) for plan in plans),
+        "own": own,
+        "inside": inside,
+        "outside": outside,
+        "stores": stores,
+    }
+
+
+def make_scale_section(found: dict[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    plans, whole = list(found["plans"].values()), list(found["whole"].values())
+    store = next(iter(STORES.values()))
+    return f"""## Thousands of ranks
+
+Written by `{found["command"]}`. Nothing of a network or a store is measured here: the planner is the real one, its
+files, peers and storage are made up. Models: a GPT of 1.01 · 10^12 parameters (128 layers, hidden size 25600; TP8 PP64)
+and a mixture of experts of 1.03 · 10^12 (128 layers of 256 experts, 98,304 parameters of experts, each an atom of its
+own). The headers of the files are in memory, and what a rank hears from the others in each collective is what they
+would say; of their judgement nothing is computed. One rank's plan is everything from the param groups to the finished
+plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`) in seconds of the processor, of some ranks of each job, each in a process of its own;
+the worst counts. *Heard* is what one rank receives in all collectives up to there.
+
+{_plans_table(plans)}
+
+### Targets: thousands of ranks
+
+{targets_table(_make_targets(plans, whole))}
+
+### What one rank hears, by step
+
+KiB that one rank receives; a step that the ranks do not tell each other much in is left out. Bytes are in proportion
+to files, parameters and ranks, none to a product of these.
+
+{_steps_table(plans)}
+
+### All ranks' reads
+
+The plans of all ranks of a job. *Balance* is the node (of {PER_NODE} ranks) that reads the most over the mean, beside
+that of what nodes want, which no plan changes. *Exchanged* is within a node, and between nodes. The ZeRO-3 job is that
+of a model of 13 B parameters, as each of its ranks reads some of every parameter.
+
+{_reads_table(whole)}
+
+### Loads in virtual time
+
+A store of {store.servers} servers (of fewer, one a node, for few nodes), each {store.server / 1e9:.0f} GB/s, one after
+the other; a stream moves at most {store.stream / 1e9:g} GB/s, a node's link {store.link / 1e9:.0f} GB/s, and a read
+waits {store.latency * 1e3:g} ms; {store.threads} threads a rank. Files lie on one server each, or in stripes over all;
+one server, or one node, is ten times as slow as the others. Simulated is pass 1, reads and rounds of exchange; the
+limit is what no order of reads can beat: all bytes at all rates, the fullest server, or what a node wants through its
+link. *In one file* are the reads of one file at once: at the beginning, and at most.
+
+{_loads_table(whole)}
+
+![Time to load over the limit, plan time and what is heard](scale.png)
+"""
+
+
+def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
+    header = [
+        "one rank of",
+        "seconds",
+        "peak",
+        "headers it reads",
+        "files",
+        "records",
+        "atoms",
+        "heard",
+        "claims",
+        "reads",
+    ]
+    rows = []
+    for job in plans:
+        ranks = job["ranks"]
+        worst = max(ranks, key=_seconds)
+        rows.append(
+            [
+                job["title"],
+                f"{_seconds(worst):.2f}",
+                f"{max(each['peak_bytes'] for each in ranks) / MIB:.0f} MiB",
+                str(worst["most_headers"]),
+                f"{worst['files']:,}",
+                f"{worst['records']:,}",
+                f"{worst['atoms']:,}",
+                f"{_heard(worst) / MIB:.1f} MiB",
+                str(max(each["claims"] for each in ranks)),
+                str(max(each["requests"] for each in ranks)),
+            ]
+        )
+    return table(header, rows)
+
+
+def _heard(planned: dict[str, Any]) -> int:
+    return sum(step["received"] for step in planned["steps"].values())
+
+
+def _steps_table(plans: Sequence[dict[str, Any]]) -> str:
+    firsts = [job["ranks"][0]["steps"] for job in plans]
+    names = dict.fromkeys(name for steps in firsts for name in steps)
+    rows = [
+        [name, *(f"{steps.get(name, {'received': 0})['received'] / 1024:,.0f}" for steps in firsts)]
+        for name in names
+        if any(steps.get(name, {"received": 0})["received"] > 4096 for steps in firsts)
+    ]
+    return table(["step", *(job["title"] for job in plans)], rows)
+
+
+def _reads_table(whole: Sequence[dict[str, Any]]) -> str:
+    header = ["job", "read", "reads", "of one rank", "of one node", "balance", "of wants", "rounds", "exchanged"]
+    rows = [
+        [
+            each["title"],
+            f"{each['read'] / 1e12:.3f} TB",
+            f"{each['requests']:,}",
+            f"{each['most_requests']:,}",
+            f"{each['node_requests']:,}",
+            f"{each['node_imbalance']:.3f}",
+            f"{each['wanted_imbalance']:.3f}",
+            str(each["rounds"]),
+            f"{each['inside'] / 1e9:.2f} + {each['outside'] / 1e9:.2f} GB",
+        ]
+        for each in whole
+    ]
+    return table(header, rows)
+
+
+def _loads_table(whole: Sequence[dict[str, Any]]) -> str:
+    header = ["job", "store", "seconds", "of it exchange", "limit", "", "÷ limit", "in one file"]
+    rows = [
+        [
+            each["title"],
+            title,
+            f"{told['seconds']:.2f}",
+            f"{told['exchange']:.2f}",
+            f"{told['limit']:.2f}",
+            told["bound"],
+            f"{told['seconds'] / told['limit']:.3f}",
+            f"{told['hot_begin']}, {told['hot_file']}",
+        ]
+        for each in whole
+        for title, told in each["stores"].items()
+    ]
+    return table(header, rows)
+
+
+def _make_targets(plans: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[Target]:
+    targets = []
+    for job in plans:
+        peak = max(each["peak_bytes"] for each in job["ranks"]) / MIB
+        targets += [
+            Target(f"{job['title']}: one rank's plan", max(map(_seconds, job["ranks"])), SECONDS, unit=" s"),
+            Target(f"{job['title']}: peak memory of it", peak, PEAK_MIB, unit=" MiB"),
+        ]
+    for each in whole:
+        worst = max(told["seconds"] / told["limit"] for told in each["stores"].values())
+        targets.append(Target(f"{each['title']}: load over the store's limit, worst store", worst, FACTOR))
+    return targets
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Three pictures in a row."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plans, whole = list(found["plans"].values()), list(found["whole"].values())
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.8), layout="constrained")
+    names = [job["title"].replace(", ", "\n", 1) for job in plans]
+    bottoms = [0.0] * len(plans)
+    for phase in plans[0]["ranks"][0]["phases"]:
+        seconds = [max(job["ranks"], key=_seconds)["phases"][phase] for job in plans]
+        left.barh(names, seconds, left=bottoms, label=phase)
+        bottoms = [one + other for one, other in zip(bottoms, seconds, strict=True)]
+    left.axvline(SECONDS, color="grey", linestyle="--", linewidth=1)
+    left.set(xlabel="seconds of one rank's plan", title="Plan")
+    left.legend(fontsize="small")
+    middle.barh(names, [_heard(job["ranks"][0]) / MIB for job in plans], color="tab:green")
+    middle.set(xlabel="MiB that one rank hears", title="Collectives up to the plan", yticks=[])
+    width = 0.8 / len(STORES)
+    for number, title in enumerate(STORES):
+        ratios = [each["stores"][title]["seconds"] / each["stores"][title]["limit"] for each in whole]
+        right.bar([at + number * width for at in range(len(whole))], ratios, width, label=title)
+    right.axhline(FACTOR, color="grey", linestyle="--", linewidth=1)
+    titles = [each["title"].replace(", ", "\n", 1) for each in whole]
+    right.set_xticks([at + 0.4 for at in range(len(whole))], titles, fontsize="x-small")
+    right.set(ylabel="time to load ÷ the store's limit", title="Virtual time", ylim=(0.9, 1.35))
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def measure_scale(out: Path, plans: Sequence[str], whole: Sequence[str], count: int) -> dict[str, Any]:
+    """Everything that is asked for; what was measured before of the others stays."""
+    out.mkdir(parents=True, exist_ok=True)
+    note = out / "scale.json"
+    found: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {"plans": {}, "whole": {}}
+    for name in plans:
+        found["plans"][name] = plan_job(name, count, out)
+        note.write_text(json.dumps(found, indent=1))
+    for name in whole:
+        found["whole"][name] = load_job(name)
+        note.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="*", choices=JOBS, help="one rank's plans of these")
+    parser.add_argument("--whole", nargs="*", choices=JOBS, help="all ranks' reads of these")
+    parser.add_argument("--samples", type=int, default=2, help="ranks of each job whose plans are made")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, help="default bench_out, with --quick bench_out/quick")
+    args = parser.parse_args()
+    out = args.out or ROOT / "bench_out" / ("quick" if args.quick else "")
+    plans, whole = (QUICK, QUICK) if args.quick else (PLANNED, WHOLE)
+    chosen = [each if told is None else told for each, told in ((plans, args.jobs), (whole, args.whole))]
+    found = measure_scale(out, *chosen, args.samples)
+    found["command"] = "python bench/scale.py" + " --quick" * args.quick
+    for kind, names in (("plans", plans), ("whole", whole)):
+        found[kind] = {name: found[kind][name] for name in names if name in found[kind]}
+    section = make_scale_section(found)
+    (out / "scale.md").write_text(section)
+    draw(found, out / "scale.png")
+    print(section)
+
+
+if __name__ == "__main__":
+    main()

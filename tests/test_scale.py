@@ -1,0 +1,60 @@
+"""The benchmark of thousands of ranks: what a rank hears grows no faster than ranks and files; reads, and their store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.sources.open import open_checkpoint
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the benchmark, which is a folder of scripts."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
+    names = ("collectives", "jobs", "plan", "scale_plan", "storage", "synthetic", "whole")
+    return SimpleNamespace(**{name: pytest.importorskip(name) for name in names})
+
+
+def make_job(bench: Any, kind: str, times: int) -> Any:
+    """A job of `times` as many ranks, and files, as another."""
+    jobs, sizes = bench.jobs, bench.jobs.QUICK_MOE
+    if kind == "moe":
+        return jobs.make_moe("moe", jobs.MoeSource(sizes, 64 * times, 16), 48 * times)
+    source = bench.synthetic.Source(jobs.QUICK_DENSE, 4, 4, 4 * times)
+    return jobs.make_dense("dense", source, bench.plan.Grid(jobs.QUICK_DENSE, 4, 4, 3 * times, 1))
+
+
+def hear(bench: Any, job: Any) -> dict[str, int]:
+    """Bytes that a rank receives up to its plan, by step."""
+    script = bench.scale_plan.make_script(job, 5)
+    steps = bench.scale_plan.Planner(job, script).plan().steps
+    return {name: step["received"] for name, step in steps.items()}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.exhaustive), "moe"])
+def test_what_a_rank_hears_grows_no_faster_than_the_ranks(bench: Any, kind: str) -> None:
+    once, twice = (hear(bench, make_job(bench, kind, times)) for times in (1, 2))
+    assert once.keys() == twice.keys()
+    assert all(twice[step] <= 2.2 * nbytes for step, nbytes in once.items())
+
+
+@pytest.mark.parametrize("name", ["dense1-quick", "moe-quick"])
+def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, name: str) -> None:
+    job = bench.jobs.JOBS[name]()
+    headers = {header.name: header for header in job.source.headers()}
+    planning = bench.scale_plan
+    with planning.stand_in({n: header.size for n, header in headers.items()}, headers.__getitem__):
+        index = open_checkpoint(planning.FOLDER, bench.collectives.AllRanks(0, job.ranks))
+    plans = bench.whole.plan_all(index, planning.forecast(index, job), planning.SIZES, print)
+    reads = sorted(read for plan in plans for read in plan.reads)
+    assert all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in zip(reads, reads[1:], strict=False))
+    states = [each for each in index.stored.atoms.values() if each.state != "copy"]
+    touched = {f.record for atom in states for shard in atom.shards for f in shard.fragments}
+    assert sum(read[2] for read in reads) == sum(index.stored.records[record].nbytes for record in touched)
+    for store in bench.storage.STORES.values():
+        found = bench.storage.simulate(plans, store)
+        assert found.seconds >= found.limit * 0.999
