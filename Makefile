@@ -70,6 +70,7 @@ figures: $(STAMP)
 
 bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py
+	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -u bench/scale.py --quick
 
 # Lint and the oldest DeepSpeed take what the tests leave of the cores in the first minutes. Each says what it has to say
 # in one piece when it is done; whatever fails fails the whole.

@@ -115,8 +115,8 @@ files, peers and storage are made up. Models: a GPT of 1.01 · 10^12 parameters 
 and a mixture of experts of 1.03 · 10^12 (128 layers of 256 experts, 98,304 parameters of experts, each an atom of its
 own). The headers of the files are in memory, and what a rank hears from the others in each collective is what they
 would say; of their judgement nothing is computed. One rank's plan is everything from the param groups to the finished
-plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`) in seconds of the processor, of some ranks of each job, each in a process of its own;
-the worst counts. *Heard* is what one rank receives in all collectives up to there.
+plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`), in seconds of the processor, of some ranks of each job,
+each in a process of its own; the worst counts. *Heard* is what one rank receives in all collectives up to there.
 
 {_plans_table(plans)}
 

@@ -1,7 +1,8 @@
-"""The benchmark of thousands of ranks: what a rank hears grows no faster than ranks and files; reads, and their store."""
+"""The benchmark of thousands of ranks: what a rank hears grows no faster than ranks and files; all ranks' reads."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, 
         index = open_checkpoint(planning.FOLDER, bench.collectives.AllRanks(0, job.ranks))
     plans = bench.whole.plan_all(index, planning.forecast(index, job), planning.SIZES, print)
     reads = sorted(read for plan in plans for read in plan.reads)
-    assert all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in zip(reads, reads[1:], strict=False))
+    assert all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in pairwise(reads))
     states = [each for each in index.stored.atoms.values() if each.state != "copy"]
     touched = {f.record for atom in states for shard in atom.shards for f in shard.fragments}
     assert sum(read[2] for read in reads) == sum(index.stored.records[record].nbytes for record in touched)
