@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 _GROWTH = 1 << 20
 _PROC = Path("/proc")
@@ -40,27 +43,61 @@ class Scratch:
         return self._memory[:nbytes]
 
 
+class Mark(Protocol):
+    """A point up to which something is done in the background."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+
+
 class ScratchPool:
     """Scratch memory of several threads, of which each takes what another has given back: it is touched once.
 
     Args:
         allocate: as for :class:`Scratch`.
+        mark: called when memory is given back: up to there it is still read from in the background.
+        most: pieces from which on a piece that is read from is waited for, where there are that many.
     """
 
-    def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
-        self._make, self._idle = Scratch if allocate is None else partial(Scratch, allocate), list[Scratch]()
+    def __init__(
+        self,
+        allocate: Callable[[int], memoryview] | None = None,
+        mark: Callable[[], Mark | None] = lambda: None,
+        most: int = 0,
+    ) -> None:
+        self._make = Scratch if allocate is None else partial(Scratch, allocate)
+        self._mark, self._left, self._lock = mark, most, threading.Lock()
+        self._idle = deque[tuple[Scratch, Mark | None]]()
 
     @contextmanager
     def lend(self) -> Iterator[Scratch]:
         """Memory of the calling thread alone, as long as the context lasts."""
-        try:
-            scratch = self._idle.pop()
-        except IndexError:
-            scratch = self._make()
+        scratch, mark = self._take()
+        if mark is not None:
+            mark.synchronize()
         try:
             yield scratch
         finally:
-            self._idle.append(scratch)
+            self._idle.append((scratch, self._mark()))
+
+    def _take(self) -> tuple[Scratch, Mark | None]:
+        """The piece that has been idle for longest, or a new one in the place of one that is still read from."""
+        with self._lock:
+            if self._idle:
+                mark = self._idle[0][1]
+                if mark is None or mark.query() or self._left <= 0:
+                    return self._idle.popleft()
+            self._left -= 1
+        return self._make(), None
+
+    def settle(self) -> None:
+        """Wait until nothing is read from what has been given back."""
+        for _, mark in list(self._idle):
+            if mark is not None:
+                mark.synchronize()
 
 
 def drop_front(views: list[memoryview], nbytes: int) -> None:

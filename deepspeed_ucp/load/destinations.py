@@ -108,11 +108,16 @@ class TensorSink:
             return
         values, tensor = torch.frombuffer(data, dtype=self.stored), self.buffer.memory
         if not part.run:
-            tensor.narrow(0, part.position, values.numel()).copy_(values)
+            _copy(tensor.narrow(0, part.position, values.numel()), values)
             return
         rows = values.view(-1, part.run // self.stored.itemsize)
         base = tensor.storage_offset() + part.position
-        tensor.as_strided(rows.shape, (part.stride, 1), base).copy_(rows)
+        _copy(tensor.as_strided(rows.shape, (part.stride, 1), base), rows)
+
+
+def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
+    """To a GPU it may go on when this returns, from page-locked memory alone (:mod:`.uploads`)."""
+    into.copy_(values, non_blocking=True)
 
 
 @dataclass(slots=True)

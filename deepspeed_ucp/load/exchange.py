@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError
 from ..io.checksum import Checked
-from ..io.memory import Scratch, ScratchPool
+from ..io.memory import Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.store import count_readers
 from ..io.threads import count_threads, run_threads
@@ -27,6 +26,7 @@ from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader
 from .destinations import Destinations
+from .uploads import choose_uploads
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -69,8 +69,7 @@ class CollectiveReader:
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
         self.two_passes = self.checksum and not all(sink.fresh for sink in into.sinks)
-        self.pinned = any(sink.buffer.memory.device.type == "cuda" for sink in into.sinks)
-        self.pool = ScratchPool(_allocate_pinned if self.pinned else None)
+        self.uploads = choose_uploads(into.sinks, self.threads)
         staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
         self.staged_again = {(request.record, request.offset) for request in staged} if self.two_passes else set()
         self.checks = Checks()
@@ -121,7 +120,7 @@ class CollectiveReader:
         steps = [(number, step) for number, each in enumerate(self.plan.rounds) for step in range(each.steps)]
         direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
         checks, arrived = list[Checked](), list[_Arrived]()
-        self.comm.run(lambda: self.into.zero_blanks(fresh=fresh))
+        self.comm.run(lambda: self._begin(fresh=fresh))
         with self._open_reader() as reader:
             for turn, (number, step) in enumerate(steps):
                 each, share = self.plan.rounds[number], _cut(direct, turn, len(steps) + 1)
@@ -134,8 +133,13 @@ class CollectiveReader:
                 arrived += [] if step else self._list_staged(each.pick_near(fresh, self.near), number)
             rest = _cut(direct, len(steps), len(steps) + 1)
             checks += self.comm.run(partial(self._work, reader, rest, arrived, fresh))
+            self.comm.run(self.uploads.finish)
             self._note_files(reader)
         return checks
+
+    def _begin(self, *, fresh: bool) -> None:
+        self.into.zero_blanks(fresh=fresh)
+        self.uploads.begin()
 
     def _note_files(self, reader: RecordReader) -> None:
         for number, (nbytes, seconds) in reader.spent.items():
@@ -144,7 +148,7 @@ class CollectiveReader:
             self.files[path] = before[0] + nbytes, before[1] + seconds
 
     def _open_reader(self) -> RecordReader:
-        options: dict[str, Any] = {"pool": self.pool, "again": self._is_read_again, "joined": self.joined}
+        options: dict[str, Any] = {"pool": self.uploads.pool, "again": self._is_read_again, "joined": self.joined}
         return CopyReader(self.index.stored, checksum=self.checksum, **options)
 
     def _is_read_again(self, request: Request) -> bool:
@@ -179,19 +183,18 @@ class CollectiveReader:
         stage: Sink | None = None,
     ) -> list[Checked]:
         """Carry out reads and copies by the same threads, the reads first: most of their time is waiting."""
-        if self.pinned:  # the threads copy on the default stream
-            torch.cuda.synchronize()
         sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
         sinks += [stage, None]  # STAGE and DISCARD are the last
         checks: list[Checked] = []
 
         def work(turn: Iterator[list[Request] | _Arrived]) -> None:
-            for job in turn:
-                if isinstance(job, _Arrived):
-                    with self.pool.lend() as scratch:
-                        self._store(job.claim, job.collect(scratch))
-                else:
-                    checks.extend(reader.read_group(job, sinks))
+            with self.uploads.open_stream():
+                for job in turn:
+                    if isinstance(job, _Arrived):
+                        with self.uploads.pool.lend() as scratch:
+                            self._store(job.claim, job.collect(scratch, anew=self.uploads.go_on))
+                    else:
+                        checks.extend(reader.read_group(job, sinks))
 
         jobs: list[list[Request] | _Arrived] = [*reader.group(requests), *arrived]
         if jobs:
@@ -236,10 +239,10 @@ class _Arrived:
     memory: memoryview
     step: int
 
-    def collect(self, scratch: Scratch) -> memoryview:
-        """The runs one behind the other: where they are, if they lie so there."""
+    def collect(self, scratch: Scratch, *, anew: bool) -> memoryview:
+        """The runs one behind the other: in ``scratch``, or where they are, if they lie so there."""
         run, count = self.claim.run, self.claim.count
-        if count == 1 or self.step == run:
+        if not anew and (count == 1 or self.step == run):
             return self.memory[: run * count]
         data = scratch.take(run * count)
         np.frombuffer(data, np.uint8).reshape(count, run)[:] = _view_runs(self.memory, run, self.step, count)
@@ -273,11 +276,6 @@ def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
 def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
     """[count, run] bytes of runs that begin ``step`` apart."""
     return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint8), (count, run), (step, 1))
-
-
-def _allocate_pinned(nbytes: int) -> memoryview:
-    """Page-locked memory, where bytes are copied to a GPU."""
-    return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
 
 def default_threads() -> int:
