@@ -72,8 +72,8 @@ class ToldComm(Comm):
         self._note(self.size * ROW + sum(len(blob) for blob in blobs if len(blob) > ROW - 8), len(own))
         return [pickle.loads(blob) for blob in blobs]  # noqa: S301 (of this program)
 
-    def once(self, work: Callable[[], Any]) -> Any:
-        """Whatever rank 0 does takes its time on the others too: they wait for it."""
+    def once(self, work: Callable[[], Any], src: int = 0) -> Any:
+        """Whatever one rank does takes its time on the others too: they wait for it."""
         value = work()
         size = len(pickle.dumps((pickle.dumps(value), None)))
         self._note(ROW + (size if size > ROW - 8 else 0), 0)
@@ -131,7 +131,7 @@ class AllRanks(Comm):
     def run(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    def once(self, work: Callable[[], Any]) -> Any:
+    def once(self, work: Callable[[], Any], src: int = 0) -> Any:
         return work()
 
     def share(self, items: Sequence[Any], work: Callable[[Any], Any], *_: Any) -> list[Any]:

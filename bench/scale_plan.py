@@ -29,6 +29,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
 from deepspeed_ucp.io.memory import pause_collection
+from deepspeed_ucp.io.store import Entry
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.census import join_groups, take_census
 from deepspeed_ucp.load.prepare import prepare
@@ -38,7 +39,7 @@ from deepspeed_ucp.plan import ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.rounds import MIN_DIRECT
 from deepspeed_ucp.sources import open as opening
-from deepspeed_ucp.sources.files import Entry
+from deepspeed_ucp.sources import places
 from deepspeed_ucp.sources.open import open_checkpoint
 from deepspeed_ucp.targets.base import Target
 
@@ -73,7 +74,7 @@ def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
     listing = {name: Entry(size, 0.0) for name, size in entries.items()}
     with ExitStack() as stack:
         for module, name, value in (
-            (opening, "list_entries", lambda folder: listing),
+            (places, "list_entries", lambda folder: listing),
             (opening, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # which reads some elements
         ):
