@@ -214,7 +214,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _make_entry(info: Mapping[str, Any]) -> Entry:
-    if info.get("type") == "directory":
+    if info.get("type") == "directory" or str(info.get("mimetype")).startswith("text/html"):  # an index page
         return Entry(FOLDER, 0.0)
     changed = next((info[key] for key in _CHANGES if info.get(key)), 0.0)
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ..errors import CheckpointError, StorageError, shorten
+from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from . import remote
 from .journal import Journal
 from .staging import LATEST, OutputKind, Staging, write_latest
@@ -57,6 +57,7 @@ class RemoteStaging:
 
     Raises:
         CheckpointError: it can be no folder of its own, or source and destination lie in each other.
+        UnsupportedError: it is read only.
     """
 
     is_remote = True
@@ -64,6 +65,8 @@ class RemoteStaging:
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination, self.kind = normalize(destination), kind
         self.parent, self.name = os.path.split(self.destination)
+        if self.destination.startswith(("http://", "https://")):
+            raise UnsupportedError(f"{destination}: is read only. Write to a folder, or to a store that takes files.")
         if "://" not in self.parent:
             raise CheckpointError(f"{destination}: a whole bucket cannot be {kind.name}; name a folder in it.")
         origin = normalize(source)

@@ -183,6 +183,8 @@ def test_what_is_not_ours_is_left_alone(saved: Callable[..., tuple[str, State]])
         convert_checkpoint(URL, f"{find_checkpoint(URL)}/inside")
     with pytest.raises(CheckpointError, match="whole bucket"):
         convert_checkpoint(URL, "memory://stores")
+    with pytest.raises(UnsupportedError, match="is read only"):
+        convert_checkpoint(URL, "https://host/run")
 
 
 def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]]) -> None:
