@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import CheckpointError
 from .flat import FlatBuffer
-from .sight import Sight
 from .topology import Topology
+
+if TYPE_CHECKING:  # numpy takes long to import
+    from .sight import Sight
 
 MASTER = "fp32"
 """State name of the master weight."""
