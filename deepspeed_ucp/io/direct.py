@@ -15,8 +15,6 @@ import functools
 import mmap
 import os
 
-import numpy as np
-
 ALIGNMENT = 4096
 """Bytes of which addresses, offsets and sizes have to be multiples: no block of a disk is larger."""
 
@@ -84,5 +82,5 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
         told = libc.mincore(address, size, pages) == 0
     finally:
         libc.munmap(address, size)
-    resident = np.frombuffer(pages, np.uint8)[: -(-size // mmap.PAGESIZE)] & 1
-    return not told or 2 * int(resident.sum()) > resident.size
+    found = bytes(pages)[: -(-size // mmap.PAGESIZE)]
+    return not told or 2 * found.count(0) < len(found)

@@ -116,15 +116,6 @@ def repeat(case: Case) -> Callable[[Path, Any], None]:
     return at(find_optim(case, 1), lambda path: shutil.copy(path, path.with_name(find_optim(case, 2))))
 
 
-def leave_out_on_another_node(name: str) -> Callable[[Path, Any], Path]:
-    def damage(folder: Path, _sources: Any) -> Path:
-        there = shutil.copytree(folder, folder.with_name(f"{folder.name}-other-node"))
-        (there / TAG / name).unlink()
-        return there
-
-    return damage
-
-
 def plant(path: Path) -> None:
     engine_ranks.plant_code(str(path), str(path.parents[1] / "code-was-run"))
 
@@ -149,8 +140,6 @@ def list_damaged() -> list[Refused]:
         for damage, do in DAMAGES.items():
             words = (TAG,) if (case, damage) == (ZERO0, "missing") else (name,)
             found.append(Refused(damage, case, words, damage=at(name, do)))
-        last = OPTIM.format(2) if case.stage else MODEL
-        found.append(Refused("on-one-node-only", case, (last, "rank 1"), damage=leave_out_on_another_node(last)))
         found.append(Refused("unreadable-on-rank-1", case, ("_states.pt", "rank 1"), unreadable="_states.pt"))
     found += [
         Refused(f"bit-flipped-{rank}", BF16, (OPTIM.format(rank),), damage=at(find_optim(BF16, rank), flip))
