@@ -242,7 +242,7 @@ class HeaderReader:
         header = self.read_flat({**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"])
         return replace(
             header,
-            stage=_as_int(to_member(state.get("zero_stage", 1))),
+            stage=_as_int(read_stage(state.get("zero_stage", 1))),
             slices=tuple(_read_slices(group) for group in slices),
             partition_count=_as_ints(state.get("partition_count")),
             paddings=_as_ints(state.get("group_paddings")),
@@ -459,6 +459,17 @@ def _as_count(value: Any, key: str) -> int | None:
 
 def _as_ints(value: Any) -> tuple[int, ...]:
     return tuple(map(_as_int, as_list(value)))
+
+
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+"""DeepSpeed's names of the stages (``ZeroStageEnum``)."""
+
+
+def read_stage(value: Any) -> Any:
+    """The number of a ZeRO stage, which Python 3.11.0 to 3.11.3 writes as ``getattr(ZeroStageEnum, "weights")``."""
+    if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
+        return _STAGES.get(value.args[1], value)
+    return to_member(value)
 
 
 def _as_int(value: Any) -> int:

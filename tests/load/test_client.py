@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load.client import check_trusted, read_objects
-from deepspeed_ucp.sources.reading import list_globals
+from deepspeed_ucp.sources.reading import list_globals, read_stage
 from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.torchsave.inputs import rebuild_zip
@@ -379,3 +380,33 @@ def test_tensors_do_not_refer_to_the_file(tmp_path: Path, wrap: Any) -> None:
     with open(path, "r+b") as stream:  # as a later save over the same tag would
         stream.write(bytes(Path(path).stat().st_size))
     assert tensor.eq(1).all()
+
+
+class Mood(enum.Enum):
+    GLAD = "glad"
+
+
+class OldMember:
+    """Pickled as Python 3.11.0 to 3.11.3 pickles a member of an enum, or what looks like it."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.call = getattr, (kind, name)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_an_older_pythons_members_come_back(tmp_path: Path) -> None:
+    torch.save({"mood": OldMember(Mood, "GLAD"), "stage": OldMember(ZeroStageEnum, "weights")}, tmp_path / "x.pt")
+    held = read_objects(str(tmp_path / "x.pt"), trust_pickle=False)
+    assert held["mood"] is Mood.GLAD
+    assert held["stage"] is ZeroStageEnum.weights
+    tree = read_header(str(tmp_path / "x.pt")).tree
+    assert read_stage(tree["stage"]) == 3
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Mood, "__init_subclass__"), (dict, "fromkeys"), (object, "__class__")])
+def test_nothing_else_is_looked_up(kind: type, name: str, tmp_path: Path) -> None:
+    torch.save({"x": OldMember(kind, name)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="is no enum with a member"):
+        read_objects(str(tmp_path / "x.pt"), trust_pickle=False)

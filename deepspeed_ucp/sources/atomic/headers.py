@@ -19,13 +19,13 @@ from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
 from ...io.store import choose_map, is_file, list_folder
 from ...patterns.layout import Shape
-from ...torchsave.objects import TensorRef, to_member
+from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
 from ..compare import find_strangers
 from ..files import MANIFEST, ZERO, Listing, sort_files
 from ..findings import make_error
 from ..headers import FileHeader, OptimHeader, Piece
-from ..reading import HeaderReader, explain_damage, read_file
+from ..reading import HeaderReader, explain_damage, read_file, read_stage
 from ..save import Save, arrange, name_model_files
 from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
 
@@ -193,7 +193,7 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
             return reader.read_optim(tree), 3
         state = {**tree, "optimizer_state_dict": {"param_groups": tree["param_groups"]}}
         kind = "zero12" if "zero_stage" in tree else "bf16"
-        return reader.read_flat(state, kind, []), int(to_member(tree.get("zero_stage", 0)))
+        return reader.read_flat(state, kind, []), int(read_stage(tree.get("zero_stage", 0)))
 
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
