@@ -32,8 +32,8 @@ from ..torchsave.dtypes import STORAGE_DTYPES
 from ..torchsave.objects import Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage
-from ..torchsave.torchfile import ALTERED, MADE, TorchFile, read_header
-from ..torchsave.unpickle import check_keys
+from ..torchsave.torchfile import ALTERED, MADE, MEMBER, TorchFile, read_header
+from ..torchsave.unpickle import GETATTR, check_keys
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
 """Key under which the modules' extra states are returned."""
@@ -63,7 +63,7 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     kept = _select_client(file)
     allowed = None
     if not trust_pickle:
-        allowed = {**_list_allowed(), "builtins.getattr": _get_member}
+        allowed = {**_list_allowed(), GETATTR: _get_member}
         names = dict.fromkeys(file.tell_use(value) for value in walk(kept) if isinstance(value, Global))
         _refuse_unknown(path, [name for name in names if not _allow(name, allowed)])
         calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
@@ -135,6 +135,8 @@ def _allow(name: str, allowed: dict[str, Any]) -> bool:
     Args:
         name: as :meth:`~..torchsave.torchfile.TorchFile.tell_use` tells it.
     """
+    if name.endswith(MEMBER):
+        return _allow_member(_strip_use(name), allowed)
     altered, plain = name.endswith(ALTERED), _strip_use(name)
     found = allowed[plain] if plain in allowed else _find_imported(plain)
     if altered and isinstance(found, type) and issubclass(found, enum.Enum):
@@ -145,8 +147,17 @@ def _allow(name: str, allowed: dict[str, Any]) -> bool:
     return plain in allowed or name in allowed
 
 
+def _allow_member(name: str, allowed: Mapping[str, Any]) -> bool:
+    """Whether what is looked up is an enum's member; the class is in the file's names on its own."""
+    if name == GETATTR:
+        return True
+    kind, _, member = name.rpartition(".")
+    found = allowed.get(kind) or _find_imported(kind)
+    return isinstance(found, type) and issubclass(found, enum.Enum) and member in found.__members__
+
+
 def _strip_use(name: str) -> str:
-    return name.removesuffix(ALTERED).removesuffix(MADE)
+    return name.removesuffix(ALTERED).removesuffix(MADE).removesuffix(MEMBER)
 
 
 def _find_imported(name: str) -> Any:

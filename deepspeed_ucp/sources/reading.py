@@ -27,7 +27,7 @@ from ..torchsave.objects import (
 )
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
-from ..torchsave.torchfile import TorchFile, read_header
+from ..torchsave.torchfile import MEMBER, TorchFile, read_header
 from .autoep import read_folding, read_placements
 from .compare import read_marks
 from .files import holds_state_dict, is_state_file, strip_writer
@@ -96,7 +96,8 @@ def list_globals(file: TorchFile) -> tuple[str, ...]:
     As :meth:`~..torchsave.torchfile.TorchFile.tell_use` tells them.
     """
     rare = [each for each in file.globals if not _is_common(each.kind)]
-    return tuple(dict.fromkeys(map(file.tell_use, rare)))
+    looked_up = [name + MEMBER for name in sorted(file.looked_up or ())]
+    return tuple(dict.fromkeys([*map(file.tell_use, rare), *looked_up]))
 
 
 def _is_common(name: str) -> bool:

@@ -19,11 +19,14 @@ from ..io.store import advise_random, measure, read_ahead, read_at
 from .dtypes import STORAGE_DTYPES
 from .objects import Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
-from .unpickle import Pickled, read_pickle
+from .unpickle import GETATTR, Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
 
 MADE, ALTERED = "()", "().__dict__"
 """Behind the name of a class of which only values are made, and of one to whose calls' results attributes are given."""
+
+MEMBER = ".member"
+"""Behind ``builtins.getattr`` where it looks up names of classes alone, and behind each of these names."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _FRONT = 1 << 16
@@ -45,6 +48,7 @@ class TorchFile:
         globals: classes and functions that its pickle names.
         values: those of which it only makes instances that it gives attributes (:class:`~.unpickle.Pickled`).
         altered: those to whose calls' results it gives attributes.
+        looked_up: dotted names that it looks up by ``getattr``; None where it uses that in another way.
         records: all of its records.
     """
 
@@ -58,10 +62,13 @@ class TorchFile:
     globals: tuple[Global, ...]
     values: frozenset[Global]
     altered: frozenset[Global]
+    looked_up: frozenset[str] | None
     records: FileRecords
 
     def tell_use(self, named: Global) -> str:
-        """Dotted name of a class or function; with :data:`MADE` or :data:`ALTERED` behind it."""
+        """Dotted name of a class or function; with :data:`MADE`, :data:`ALTERED` or :data:`MEMBER` behind it."""
+        if named.kind == GETATTR and self.looked_up is not None:
+            return GETATTR + MEMBER
         if named in self.values:
             return named.kind + MADE
         return named.kind + (ALTERED if named in self.altered else "")
@@ -101,6 +108,7 @@ def read_header(path: str) -> TorchFile:
         globals=named,
         values=pickled.values,
         altered=pickled.altered,
+        looked_up=pickled.looked_up,
         records=records,
     )
 

@@ -58,6 +58,9 @@ _CHEAP = frozenset((str, float, bool, bytes, type(None), Global, TensorRef))
 """Types of keys whose hashes are kept or made of a few bytes."""
 
 
+GETATTR = "builtins.getattr"
+
+
 @dataclass(frozen=True, slots=True)
 class Pickled:
     """One pickle of a file.
@@ -72,6 +75,8 @@ class Pickled:
         values: those of which it only makes instances that it gives attributes: none is called or given to a call, and
             no instance is called, filled, hashed or given to a call.
         altered: those to whose calls' results it gives attributes.
+        looked_up: dotted names of what it looks up by ``getattr`` of a class or function, as Python 3.11.0 to 3.11.3
+            writes an enum's members; None where it uses ``getattr`` in another way.
     """
 
     root: Any
@@ -82,6 +87,7 @@ class Pickled:
     globals: list[Global]
     values: frozenset[Global]
     altered: frozenset[Global]
+    looked_up: frozenset[str] | None
 
 
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
@@ -105,7 +111,7 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
         raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
-    kinds = (machine.list_values(), frozenset(machine.altered))
+    kinds = (machine.list_values(), frozenset(machine.altered), machine.list_looked_up())
     return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals, *kinds)
 
 
@@ -154,6 +160,7 @@ class _Machine(pickle._Unpickler):
         self.globals: list[Global] = []
         self.made: set[Global] = set()  # classes of instances that are made empty
         self.altered: set[Global] = set()  # makers of what is then given attributes
+        self.looked_up: set[str] = set()
         self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
         self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # see `check_keys`; by the dictionary's identity
@@ -254,6 +261,9 @@ class _Machine(pickle._Unpickler):
             made = PickledObject(op, parts)
             if op == pickle.NEWOBJ and not args and type(maker) is Global:
                 self.made.add(maker)
+            elif op == pickle.REDUCE and _looks_up(maker, args):
+                self.looked_up.add(f"{args[0].kind}.{args[1]}")
+                self.used.append(args)
             else:
                 self.used += parts
         self.append(made)
@@ -353,6 +363,19 @@ class _Machine(pickle._Unpickler):
         if not self.made:
             return frozenset()
         return frozenset(self.made.difference(each for each in walk(self.used) if type(each) is Global))
+
+    def list_looked_up(self) -> frozenset[str] | None:
+        """See :class:`Pickled`."""
+        used = (each for each in walk(self.used) if type(each) is Global and each.kind == GETATTR)
+        others = {each for each in (*self.made, *self.altered) if each.kind == GETATTR}
+        known = any(each.kind == GETATTR for each in self.globals)
+        return None if known and (others or next(used, None)) else frozenset(self.looked_up)
+
+
+def _looks_up(maker: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call is ``getattr(class, "name")``."""
+    called = type(maker) is Global and maker.kind == GETATTR and len(args) == 2
+    return called and type(args[0]) is Global and type(args[1]) is str
 
 
 def _find_made(value: Any) -> PickledObject:

@@ -401,12 +401,41 @@ def test_an_older_pythons_members_come_back(tmp_path: Path) -> None:
     held = read_objects(str(tmp_path / "x.pt"), trust_pickle=False)
     assert held["mood"] is Mood.GLAD
     assert held["stage"] is ZeroStageEnum.weights
-    tree = read_header(str(tmp_path / "x.pt")).tree
-    assert read_stage(tree["stage"]) == 3
+    file = read_header(str(tmp_path / "x.pt"))
+    assert read_stage(file.tree["stage"]) == 3
+    check_trusted(dict.fromkeys(list_globals(file), "x.pt"))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Mood, "__init_subclass__"), (dict, "fromkeys"), (object, "__class__")])
 def test_nothing_else_is_looked_up(kind: type, name: str, tmp_path: Path) -> None:
     torch.save({"x": OldMember(kind, name)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="is no enum with a member"):
+    with pytest.raises(CheckpointError, match="is no enum with a member|not unpickled without your consent"):
         read_objects(str(tmp_path / "x.pt"), trust_pickle=False)
+    with pytest.raises(CheckpointError, match=f"not unpickled without your consent .*{name}"):
+        check_trusted(dict.fromkeys(list_globals(read_header(str(tmp_path / "x.pt"))), "x.pt"))
+
+
+class Holder:
+    """Pickled with `getattr` as what a call is given, or with a name that a call makes."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        Holder(collections.defaultdict, (getattr,)),
+        Holder(getattr, (Mood, Holder(str, ("GLAD",)))),
+        Holder(getattr, (OldMember(Mood, "GLAD"), "name")),
+        Holder(getattr, (Mood, "GLAD", None)),
+    ],
+    ids=["given", "made-name", "of-a-member", "default"],
+)
+def test_a_lookup_in_any_other_way_is_refused_before_deepspeeds_own_load(held: Holder, tmp_path: Path) -> None:
+    torch.save({"x": held, "mood": OldMember(Mood, "GLAD")}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"not unpickled without your consent .*builtins\.getattr"):
+        check_trusted(dict.fromkeys(list_globals(read_header(str(tmp_path / "x.pt"))), "x.pt"))
