@@ -12,6 +12,7 @@ import functools
 import os
 import pathlib
 import random
+import sys
 import types
 import zipfile
 from pathlib import Path
@@ -46,6 +47,12 @@ class Colour(enum.Enum):
 class Level(enum.IntFlag):
     LOW = 1
     HIGH = 4
+
+
+OLD_MEMBERS = (3, 11) <= sys.version_info < (3, 11, 4)
+"""This Python pickles members of enums by `getattr`, and several of them by `operator.or_`, which is refused."""
+
+LEVELS = Level.LOW if OLD_MEMBERS else Level.LOW | Level.HIGH
 
 
 class Attributes(dict[str, Any]):
@@ -204,7 +211,7 @@ COMMON = {
     "defaultdict of numbers": collections.defaultdict(int, x=1),
     "string array": np.array(["a"]),
     "times": np.array(["2026-01-02"], dtype="datetime64[D]"),
-    "enums": [Colour.RED, {Colour.RED: Level.LOW | Level.HIGH}],
+    "enums": [Colour.RED, {Colour.RED: LEVELS}],
     "a dict with attributes": _attribute(Attributes(a=1), b=[2]),
     "dataclasses": [Settings("a", [1], Settings("b")), Frozen(3), Slim(4), argparse.Namespace(x=Settings("c"))],
     "simple namespace": types.SimpleNamespace(a=1),
