@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def test_an_engine_loads_from_a_store(sources: Any, ucp_worlds: WorldPool) -> No
     folder = Path(sources.get(SOURCE, **SMALL).folder)
     with serve() as server:
         remote.set_options(server.options)
-        remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
+        with suppress(FileExistsError):  # moto's buckets are the process's
+            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
         for path in (path for path in folder.rglob("*") if path.is_file()):
             remote.put_file(str(path), f"s3://{BUCKET}/run/{path.relative_to(folder)}")
         remote.set_options({})

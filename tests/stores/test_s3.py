@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ SMALL = Model((Param("a.w", (30, 20)), Param("a.b", (20,)), Param("frozen", (5,)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serve() as found:
         remote.set_options(found.options)
-        remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
+        with suppress(FileExistsError):  # moto's buckets are the process's
+            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
         yield found
     remote.set_options({})
 
