@@ -46,6 +46,10 @@ class Sight:
         """The ranks that can read the files of a group, ascending; at least one."""
         return np.flatnonzero(self.who_reads(group))
 
+    def find_reader(self, file: int) -> int:
+        """The first rank that can read a file."""
+        return int(self.list_readers(int(self.groups[file]))[0])
+
     def can_read(self, rank: int) -> npt.NDArray[np.bool_]:
         """[files] whether a rank can read a file."""
         byte, bit = divmod(int(self.views[rank]), 8)

@@ -15,6 +15,8 @@ import functools
 import mmap
 import os
 
+from .disk import load_libc
+
 ALIGNMENT = 4096
 """Bytes of which addresses, offsets and sizes have to be multiples: no block of a disk is larger."""
 
@@ -38,7 +40,7 @@ class _Statfs(ctypes.Structure):
 
 @functools.cache
 def _load_libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = load_libc()
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
     libc.mmap.restype = ctypes.c_void_p

@@ -116,13 +116,14 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset
 
 def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
     """A hint; what it cannot do, the sync in the end does."""
-    call = getattr(_load_libc(), "sync_file_range", None)
+    call = getattr(load_libc(), "sync_file_range", None)
     if nbytes >= _LARGE and call is not None:
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _BEGIN_WRITING)
 
 
 @functools.cache
-def _load_libc() -> ctypes.CDLL:
+def load_libc() -> ctypes.CDLL:
+    """The C library, whose calls tell ``errno``."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -208,7 +209,7 @@ def sync_tree(folder: str) -> None:
 def _sync_filesystem(folder: str) -> bool:
     """One ``syncfs``; False where there is none that reports errors (Linux before 5.8)."""
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
-    call = getattr(_load_libc(), "syncfs", None)
+    call = getattr(load_libc(), "syncfs", None)
     if call is None or release < (5, 8):
         return False
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -249,8 +249,7 @@ def _find_reader(index: AtomicIndex, path: str) -> int:
     """The first rank that can read a file; the same by every rank's reckoning."""
     if index.stored.sight is None:
         return 0
-    sight, number = index.stored.sight, [file.path for file in index.stored.files].index(path)
-    return int(sight.list_readers(int(sight.groups[number]))[0])
+    return index.stored.sight.find_reader([file.path for file in index.stored.files].index(path))
 
 
 def _ask_for(index: AtomicIndex, own: str | None, options: Mapping[str, Any], comm: Comm) -> list[dict[str, Any]]:
@@ -258,8 +257,7 @@ def _ask_for(index: AtomicIndex, own: str | None, options: Mapping[str, Any], co
     if index.stored.sight is None:
         return []
     paths = [file.path for file in index.stored.files]
-    numbers = [] if own is None else [paths.index(own)]
-    questions = [(_find_reader(index, own), number) for number in numbers if own is not None]
+    questions = [] if own is None else [(_find_reader(index, own), paths.index(own))]
     return comm.ask(questions, lambda number: _read_objects(index, paths[number], **options))
 
 

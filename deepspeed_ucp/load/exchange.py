@@ -73,7 +73,6 @@ class CollectiveReader:
         staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
         self.staged_again = {(request.record, request.offset) for request in staged} if self.two_passes else set()
         self.checks = Checks()
-        self.near = np.array([stage is not None for stage in stages], np.bool_)
         self.files: dict[str, tuple[int, float]] = {}
 
     def read_fresh(self) -> list[Checked]:
@@ -130,16 +129,22 @@ class CollectiveReader:
                 more, packed = self.comm.run(work)
                 checks += more
                 arrived = list(_list_sent(claims, self._swap(packed, sends, claims)))
-                arrived += [] if step else self._list_staged(each.pick_near(fresh, self.near), number)
+                arrived += [] if step else self._list_staged(each.pick_near(fresh, self.plan.near), number)
             rest = _cut(direct, len(steps), len(steps) + 1)
-            checks += self.comm.run(partial(self._work, reader, rest, arrived, fresh))
-            self.comm.run(self.uploads.finish)
+            checks += self.comm.run(partial(self._end, reader, rest, arrived, fresh))
             self._note_files(reader)
         return checks
 
     def _begin(self, *, fresh: bool) -> None:
         self.into.zero_blanks(fresh=fresh)
         self.uploads.begin()
+
+    def _end(
+        self, reader: RecordReader, requests: Sequence[Request], arrived: Sequence[_Arrived], fresh: bool
+    ) -> list[Checked]:
+        checks = self._work(reader, requests, arrived, fresh)
+        self.uploads.finish()
+        return checks
 
     def _note_files(self, reader: RecordReader) -> None:
         for number, (nbytes, seconds) in reader.spent.items():
@@ -225,7 +230,7 @@ class CollectiveReader:
 
     def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
         """Send bytes, in rank order, to those who claimed them and are not near; what came; collective."""
-        if self.near.all():  # then so it is on every rank
+        if self.plan.near is not None and self.plan.near.all():  # then so it is on every rank
             return memoryview(b"")
         counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
         return memoryview(self.comm.swap(packed, *counts))

@@ -153,11 +153,11 @@ class Round:
         ]
         return sends, claims
 
-    def pick_near(self, fresh: bool, near: Near) -> list[tuple[int, int, Claim]]:
+    def pick_near(self, fresh: bool, near: Near | None) -> list[tuple[int, int, Claim]]:
         """What this rank takes from near ranks' staging memory: (rank, its first byte there, claim)."""
         return [
             (peer, place, claim)
-            for peer in np.flatnonzero(near).tolist()
+            for peer in ([] if near is None else np.flatnonzero(near).tolist())
             for place, claim in zip(self.places[peer] if self.places else (), self.receives[peer], strict=True)
             if claim.fresh == fresh
         ]

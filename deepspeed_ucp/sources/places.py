@@ -134,7 +134,7 @@ class Whereabouts:
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
         """A rank that can read a file runs ``work``; every rank gets its result, or its error; collective."""
         sight = self.see([name])
-        return comm.once(work, 0 if sight is None else int(sight.list_readers(int(sight.groups[0]))[0]))
+        return comm.once(work, 0 if sight is None else sight.find_reader(0))
 
     def list_by_host(self) -> dict[str, list[str]]:
         """Names of the files that each machine has; nothing where all see the same."""
