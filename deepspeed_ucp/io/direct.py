@@ -16,26 +16,12 @@ import mmap
 import os
 
 from .disk import load_libc
+from .filesystems import DISK, find_kind
 
 ALIGNMENT = 4096
 """Bytes of which addresses, offsets and sizes have to be multiples: no block of a disk is larger."""
 
-_DISKS = {
-    0xEF53: "ext",
-    0x58465342: "xfs",
-    0x9123683E: "btrfs",
-    0xF2F52010: "f2fs",
-    0x2FC12FC1: "zfs",
-    0x794C7630: "overlay",
-}
-"""File systems (``f_type`` of statfs) whose buffered reads gain nothing from the cache but a second copy. Those over a
-network read ahead and share what nodes have read; those in memory have nothing to read past."""
-
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-
-
-class _Statfs(ctypes.Structure):
-    _fields_ = (("f_type", ctypes.c_long), ("rest", ctypes.c_char * 512))
 
 
 @functools.cache
@@ -49,9 +35,11 @@ def _load_libc() -> ctypes.CDLL:
 
 
 def is_on_disk(fd: int) -> bool:
-    """Whether a file's system is one of a disk of this machine."""
-    found = _Statfs()
-    return _load_libc().fstatfs(fd, ctypes.byref(found)) == 0 and found.f_type & 0xFFFFFFFF in _DISKS
+    """Whether a file's system is one whose buffered reads gain nothing from the cache but a second copy.
+
+    Those over a network read ahead and share what nodes have read; those in memory have nothing to read past.
+    """
+    return find_kind(fd) == DISK
 
 
 def reopen(fd: int) -> int | None:
