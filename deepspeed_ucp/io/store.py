@@ -12,6 +12,7 @@ import re
 import resource
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from ..errors import CheckpointError
 from .direct import ALIGNMENT, align, is_cached, is_on_disk, is_refusal, reopen
+from .disk import write_atomically
 from .memory import Scratch, drop_front
 from .threads import map_threads
 
@@ -84,6 +86,14 @@ def set_storage_options(options: Mapping[str, Any]) -> None:
     remote.set_options(options)
 
 
+def begin_reading(paths: Iterable[str]) -> None:
+    """Have made in the background what reading takes of those paths that are URLs."""
+    for path in filter(is_url, paths):
+        from . import remote
+
+        remote.begin(path)
+
+
 def list_folder(folder: str) -> dict[str, Entry]:
     """What lies in a folder, by name. Links are followed; what is nothing in the end has no bytes.
 
@@ -127,6 +137,36 @@ def find_entry(path: str) -> Entry | None:
     except (OSError, ValueError):
         return None
     return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
+
+
+def write_small(path: str, data: bytes) -> None:
+    """Write a small file: after a crash there is the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+        DiskFullError: the disk is full.
+    """
+    if is_url(path):
+        from . import remote
+
+        remote.put_bytes(path, data)
+    else:
+        write_atomically(path, data)
+
+
+def remove(path: str) -> None:
+    """Remove a file, if there is one.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if is_url(path):
+        from . import remote
+
+        remote.remove([path])
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def find_change(path: str) -> int:
@@ -180,9 +220,9 @@ def open_regular(path: str) -> BinaryIO:
         OSError: it cannot be opened, or is no regular file.
     """
     if is_url(path):
-        from . import remote
+        from .ranged import RemoteStream
 
-        return remote.RemoteStream(path)  # type: ignore[return-value]
+        return RemoteStream(path)  # type: ignore[return-value]
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -316,9 +356,9 @@ def open_stored(path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | No
         CheckpointError: it cannot be opened.
     """
     if is_url(path):
-        from . import remote
+        from .ranged import RemoteFile
 
-        return remote.RemoteFile(path, size)
+        return RemoteFile(path, size)
     return StoredFile(path, advice)
 
 

@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
-from ..io.store import read_small
+from ..io.store import read_small, remove, write_small
 from .files import SEAL
 from .findings import Finding
 from .headers import FileHeader
@@ -78,17 +77,13 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
 
     Raises:
         OSError: it cannot be written.
+        DiskFullError: the disk is full.
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
     seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
     seal = seal.model_copy(update={"digest": seal.make_digest()})
-    path = os.path.join(folder, SEAL)
-    aside = f"{path}.tmp"
-    with open(aside, "w", encoding="utf-8") as stream:
-        stream.write(seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(aside, path)
+    text = seal.model_dump_json(exclude=None if seal.hosts else {"hosts"})
+    write_small(os.path.join(folder, SEAL), text.encode())
 
 
 def remove_seal(folder: str) -> None:
@@ -97,8 +92,7 @@ def remove_seal(folder: str) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    with suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, SEAL))
+    remove(os.path.join(folder, SEAL))
 
 
 def compare_seal(folder: str, headers: Iterable[FileHeader]) -> tuple[list[Finding], dict[str, int]]:

@@ -18,7 +18,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io import remote, store
+from deepspeed_ucp.io import attempts, remote, store
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint
@@ -63,7 +63,7 @@ def save(model: Model, folder: Path, name: str) -> State:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    monkeypatch.setattr(attempts, "_PAUSE", 0.001)
 
 
 def load_all(folder: str, model: Model) -> list[Loaded]:
@@ -141,7 +141,7 @@ def test_an_attempt_goes_on_where_the_last_one_stopped(server: Server, large: St
 
 def test_a_server_that_keeps_failing_is_told(server: Server, small: State, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/small")
-    monkeypatch.setattr(remote, "ATTEMPTS", 3)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 3)
     with (
         server.failing(fail_first(99, "503", having="optim")),
         pytest.raises(CheckpointError, match=r"optim_states.pt: cannot be .*failed 3 times.*try again when the store"),

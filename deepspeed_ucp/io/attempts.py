@@ -1,0 +1,112 @@
+"""Requests to stores that are tried again, each by itself, here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+logger = logging.getLogger("deepspeed_ucp")
+
+T = TypeVar("T")
+
+ATTEMPTS = 8
+"""How often a request is made that gets no further."""
+
+_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
+"""Seconds: the longest pause behind the first failure, which doubles with each, and the longest of all."""
+
+_TRANSIENT, _REFUSED = {408, 425, 429}, {501, 505}
+"""Of the HTTP statuses from 400 to 499 those that may pass; of those from 500 on those that do not."""
+
+HINTS = {
+    401: "check the credentials",
+    403: "check the credentials, and that they may read and list here",
+    404: "it is not there, or was removed",
+}
+
+_CLIENTS = {"aiohttp", "azure", "botocore", "aiobotocore", "google", "gcsfs", "requests", "urllib3"}
+"""Libraries whose errors are those of requests."""
+
+_LASTING = re.compile(r"Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported")
+"""In the names of those libraries' errors: what no second attempt mends."""
+
+
+class ChangedError(OSError):
+    """A file is not the one any more whose header was read."""
+
+
+def attempt(work: Callable[[], T], what: str, left: Callable[[], int] = lambda: 0) -> T:
+    """Carry a request out, again and again where what failed may pass.
+
+    Args:
+        work: the request.
+        what: the URL, for messages.
+        left: bytes that have not come yet; attempts are counted anew where there are fewer.
+
+    Raises:
+        OSError: it failed for good; says why and what to do.
+    """
+    count, before = 0, -1
+    while True:
+        try:
+            return work()
+        except Exception as error:
+            lasting = explain(error)
+            if lasting is not None:
+                raise lasting from error
+            count, before = count + 1 if left() == before else 1, left()
+            if count == ATTEMPTS:
+                told = f"failed {ATTEMPTS} times, at last with {_describe(error)}"
+                raise OSError(f"{told}; try again when the store answers") from error
+            _pause(count, what, error)
+
+
+def _pause(count: int, what: str, error: Exception) -> None:
+    """Exponential backoff with full jitter, so that thousands of ranks do not come back at once."""
+    pause = random.uniform(0, min(_PAUSE * 2 ** (count - 1), _LONGEST_PAUSE))
+    logger.debug("%s: trying again in %.1f s after %s", what, pause, _describe(error))
+    time.sleep(pause)
+
+
+def explain(error: BaseException) -> OSError | None:
+    """The error to raise for one that another attempt meets again; None for one that may pass.
+
+    Raises:
+        BaseException: ``error``, where it is none of a request's.
+    """
+    status = _find_status(error)
+    if status is not None and (status in _TRANSIENT or (status >= 500 and status not in _REFUSED)):
+        return None
+    if isinstance(error, ChangedError) or status == 412:
+        return error if isinstance(error, ChangedError) else ChangedError("has changed since its header was read")
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return FileNotFoundError(HINTS[404])
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return PermissionError(f"{_describe(error)}: {HINTS.get(status or 403, '')}")
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)) or _is_refusal(error, status):
+        return error if isinstance(error, OSError) else OSError(_describe(error))
+    if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__module__.split(".")[0] in _CLIENTS:
+        return None
+    raise error
+
+
+def _is_refusal(error: BaseException, status: int | None) -> bool:
+    if status is not None:
+        return 400 <= status < 500 or status in _REFUSED
+    return type(error).__module__.split(".")[0] in _CLIENTS and _LASTING.search(type(error).__name__) is not None
+
+
+def _find_status(error: BaseException) -> int | None:
+    """The HTTP status that an error is about; botocore's, of which s3fs makes others, keeps it in the answer."""
+    answers = [getattr(each, "response", None) for each in (error, error.__cause__)]
+    told = [each.get("ResponseMetadata", {}).get("HTTPStatusCode") for each in answers if isinstance(each, Mapping)]
+    told += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return next((status for status in told if isinstance(status, int) and 300 <= status < 600), None)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

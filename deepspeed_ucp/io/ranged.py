@@ -1,0 +1,280 @@
+"""Reading of files behind URLs by ranges of bytes: states straight to their places, headers by few requests.
+
+What has come stays: an attempt goes on where the last one stopped. A file that has another version than the one that
+was listed is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedError
+from .attempts import HINTS, ChangedError, attempt
+from .memory import Scratch, drop_front
+from .remote import connect, find_entry, find_known, is_s3, look_up, run_request
+from .store import FOLDER, Entry, normalize
+from .threads import run_threads
+
+_HEAD = _TAIL = 64 << 10
+"""Bytes of a header that are asked for at once, at the beginning of a file and at its end."""
+
+_AHEAD = 16
+"""Requests of one rank that are under way at once while headers are read."""
+
+_PIECE = 1 << 20
+"""Bytes that are taken of an answer at once."""
+
+
+class _Ranges:
+    """Ranges of one file, of the version that the last listing told, or else the first answer.
+
+    Args:
+        size: in bytes; asked for where it is not known.
+
+    Raises:
+        OSError: it cannot be found.
+    """
+
+    def __init__(self, url: str, size: int | None = None) -> None:
+        self.url = normalize(url)
+        self.system, self.path = connect(url)
+        entry = find_known(self.url) or (find_entry(self.url) if size is None else Entry(size, 0.0))
+        if entry is None:
+            raise FileNotFoundError(HINTS[404])
+        if entry.size == FOLDER:
+            raise IsADirectoryError("is a folder")
+        self.entry = entry
+
+    def fill(self, views: list[memoryview], offset: int) -> None:
+        """Fill memory from byte ``offset`` on; the list is used up. An attempt goes on where the last one stopped.
+
+        Raises:
+            OSError: it cannot be read, or has changed.
+        """
+
+        def left() -> int:
+            return sum(view.nbytes for view in views)
+
+        end = offset + left()
+
+        def work() -> None:
+            if views:
+                self._fetch(views, end - left())
+
+        attempt(work, self.url, left)
+
+    def _fetch(self, views: list[memoryview], offset: int) -> None:
+        """One request; what came is taken from the views, also where it fails in the end."""
+        nbytes = sum(view.nbytes for view in views)
+        if offset + nbytes > self.entry.size:
+            raise ChangedError(f"ends at byte {self.entry.size}")
+        if is_s3(self.system):
+            _fetch_s3(self, views, offset, nbytes)
+            return
+        data = memoryview(self.system.cat_file(self.path, start=offset, end=offset + nbytes))
+        if data.nbytes > nbytes:
+            raise UnsupportedError(f"{self.url}: the server answers with the whole file where a part is asked for.")
+        _take(views, data)
+        if data.nbytes < nbytes:
+            self.compare()
+            raise EOFError(f"{data.nbytes} bytes came of {nbytes}")
+
+    def compare(self) -> None:
+        """Hold the file's version against that which was listed.
+
+        Raises:
+            ChangedError: it is another one.
+        """
+        now = look_up(self.url)
+        if (now.size, now.version) != (self.entry.size, self.entry.version):
+            raise ChangedError("has changed since its header was read")
+
+
+def _take(views: list[memoryview], data: memoryview) -> None:
+    """Copy bytes to the front of the views, which they are taken from."""
+    while data.nbytes:
+        count = min(views[0].nbytes, data.nbytes)
+        views[0][:count] = data[:count]
+        drop_front(views, count)
+        data = data[count:]
+
+
+def _fetch_s3(ranges: _Ranges, views: list[memoryview], offset: int, nbytes: int) -> None:
+    """The bytes as they come, of the version that was listed and no other."""
+
+    async def fetch() -> None:
+        system, version = ranges.system, ranges.entry.version
+        bucket, key, _ = system.split_path(ranges.path)
+        condition = {"IfMatch": version} if version.startswith('"') else {}
+        told = {"Range": f"bytes={offset}-{offset + nbytes - 1}", **condition}
+        answer = await system._call_s3("get_object", Bucket=bucket, Key=key, **told)
+        if not version:
+            ranges.entry = replace(ranges.entry, version=answer["ETag"])
+        async with answer["Body"] as body:
+            while data := await body.read(_PIECE):
+                _take(views, memoryview(data))
+        if views:
+            raise EOFError(f"{sum(view.nbytes for view in views)} bytes of {nbytes} did not come")
+
+    run_request(ranges.system, fetch)
+
+
+class RemoteFile:
+    """A file behind a URL that is read by ranges, as :class:`.store.Stored`.
+
+    Args:
+        size: in bytes; asked for where it is not known.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+
+    def __init__(self, url: str, size: int | None = None) -> None:
+        self.path = url
+        try:
+            self._ranges = _Ranges(url, size)
+        except OSError as error:
+            raise CheckpointError(f"{url}: cannot be opened ({error}).") from error
+
+    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+        """As :meth:`.store.Stored.fetch`: what comes over a network is read to its place."""
+        return None
+
+    def read(self, views: list[memoryview], offset: int) -> None:
+        """As :meth:`.store.Stored.read`: one request, unless it fails."""
+        try:
+            self._ranges.fill(views, offset)
+        except ChangedError as error:
+            raise CheckpointError(
+                f"{self.path}: {error}: something writes to it. Load again when that has ended, or another tag."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read at byte {offset} ({error}).") from error
+
+    def read_some(self, views: list[memoryview], offset: int) -> int:
+        """As :meth:`.store.Stored.read_some`; all of it, but at the end of the file."""
+        nbytes = min(sum(view.nbytes for view in views), max(self._ranges.entry.size - offset, 0))
+        self.read(list(_cut(views, nbytes)), offset)
+        return nbytes
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _cut(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """The first ``nbytes`` of memory."""
+    for view in views:
+        if nbytes > 0:
+            yield view[:nbytes]
+        nbytes -= view.nbytes
+
+
+class RemoteStream(io.RawIOBase):
+    """A file behind a URL whose header is read: few requests, whose blocks are kept until it is closed.
+
+    Attributes:
+        size: of the file.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._ranges = _Ranges(url)
+        self.size = self._ranges.entry.size
+        self._at, self._lock = 0, threading.Lock()
+        self._blocks: list[tuple[int, bytes]] = []
+        """(offset, bytes), by offset; they do not overlap."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read_at(len(buffer), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        """Bytes from ``offset`` on; fewer where the file ends before."""
+        low, high = min(offset, self.size), min(offset + nbytes, self.size)
+        if low < high:
+            for gap in self._find_gaps(low, high):
+                self._fetch(*self._widen(*gap))
+        return b"".join(data[max(low - at, 0) : high - at] for at, data in self._overlapping(low, high))
+
+    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read small pieces before they are asked for, several at once; of neighbours one request."""
+        wanted = sorted((offset, min(offset + nbytes, self.size)) for offset, nbytes in ranges)
+        gaps = _join(chain.from_iterable(self._find_gaps(*each) for each in wanted))
+
+        def work(turn: Iterator[tuple[int, int]]) -> None:
+            for low, high in turn:
+                self._fetch(low, high)
+
+        if gaps:
+            run_threads([gap for each in gaps for gap in self._find_gaps(*each)], work, _AHEAD)
+
+    def _fetch(self, low: int, high: int) -> None:
+        data = bytearray(high - low)
+        self._ranges.fill([memoryview(data)], low)
+        with self._lock:
+            self._blocks.append((low, bytes(data)))
+            self._blocks.sort()
+
+    def _widen(self, low: int, high: int) -> tuple[int, int]:
+        """A gap with what will be asked for next, as far as it is not kept: the end of the file, or what follows."""
+        before = max((at + len(data) for at, data in self._blocks if at < low), default=0)
+        behind = min((at for at, _ in self._blocks if at >= high), default=self.size)
+        tail = max(self.size - _TAIL, 0)
+        return max(tail, before) if low >= tail else low, min(max(high, low + _HEAD), behind)
+
+    def _overlapping(self, low: int, high: int) -> list[tuple[int, bytes]]:
+        first = max(bisect_right(self._blocks, low, key=lambda block: block[0]) - 1, 0)
+        return [(at, data) for at, data in self._blocks[first:] if at < high and at + len(data) > low]
+
+    def _find_gaps(self, low: int, high: int) -> list[tuple[int, int]]:
+        """What of [low, high) is not kept."""
+        gaps = []
+        for at, data in self._overlapping(low, high):
+            if at > low:
+                gaps.append((low, at))
+            low = max(low, at + len(data))
+        return [*gaps, (low, high)] if low < high else gaps
+
+
+def _join(gaps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges, those that one request had better serve joined."""
+    joined: list[tuple[int, int]] = []
+    for low, high in gaps:
+        if joined and high - joined[-1][0] <= _HEAD:
+            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+        else:
+            joined.append((low, high))
+    return joined
