@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..io.store import exists
-from .common import add_checkpoint_options, add_command, add_work_options, read_groups, read_work_options
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_place_option,
+    add_work_options,
+    find_folders,
+    read_groups,
+    read_work_options,
+)
 from .printing import FAULT, OK, count_of, emit, format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -30,15 +38,19 @@ def add_parser(commands: Commands) -> None:
         examples="""
             ds_ucp verify checkpoints/
             ds_ucp verify checkpoints/global_step1000 --headers-only
+            ds_ucp verify /nvme/checkpoints --also s3://bucket/run
             mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json
         """,
     )
     add_checkpoint_options(parser, patterns=False)
+    add_place_option(parser)
     text = (
         "hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself or "
         "of one that was converted from it), which proves that they are the ones"
     )
     parser.add_argument("--against", metavar="FILE", help=text)
+    text = "write ucp_seal.json beside the files of a normal checkpoint that is whole, here or behind a URL"
+    parser.add_argument("--seal", action="store_true", help=text)
     parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
     add_work_options(parser, 64)
 
@@ -47,17 +59,19 @@ def run(options: argparse.Namespace) -> int:
     """Look at the checkpoint; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..examine.verify import verify_checkpoint
-    from ..sources.latest import find_checkpoint
+    from ..sources.open import seal_folder
     from ..stream.batches import WorkOptions
 
     how = WorkOptions(**read_work_options(options, least=1))
-    try:
-        folder = find_checkpoint(options.checkpoint)
-    except CheckpointError as error:
-        return _tell_dangling(options, error)
     with join_launch() as comm:
+        try:
+            folder, *also = find_folders(options.checkpoint, options.also, comm)
+        except CheckpointError as error:
+            return _tell_dangling(options, error)
         more = {"headers_only": options.headers_only, "groups": read_groups(options.groups), "against": options.against}
-        found = verify_checkpoint(folder, comm, how, **more)
+        found = verify_checkpoint(folder, comm, how, also=also, **more)
+        if options.seal and found.whole:
+            seal_folder(folder, comm)
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
 

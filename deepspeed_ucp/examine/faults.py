@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, FileRef
 from ..errors import UcpError, shorten
 from ..io.scan import Scanned
 from ..io.store import is_same
@@ -18,7 +17,7 @@ NAMED = 8
 
 
 def find_damage(
-    folder: str, name: str, listed: FileRecords | None, scan: Scanned, index: AtomicIndex | None
+    path: str, name: str, listed: FileRecords | None, scan: Scanned, index: AtomicIndex | None
 ) -> list[Finding]:
     """Faults of one file's bytes, with the atoms in damaged records as far as index or file tell them.
 
@@ -29,7 +28,7 @@ def find_damage(
     damaged = list(_compare_records(name, listed.records if listed else (), scan))
     if not damaged:
         return []
-    path, offsets = os.path.join(folder, name), {record.offset for *_, record in damaged if record}
+    offsets = {record.offset for *_, record in damaged if record}
     atoms = _find_atoms(index, path, offsets) if index else {}
     storages = _name_storages(path) if len(atoms) < len(offsets) else {}
     found = []
@@ -64,13 +63,21 @@ def _tell_contents(held: Sequence[str], record: FileRecord | None) -> str:
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
     """Record offset → atoms with fragments in it."""
-    files = {number for number, file in enumerate(index.stored.files) if is_same(file.path, path)}
+    files = {number for number, file in enumerate(index.stored.files) if _is_copy(file, path)}
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     found: dict[int, dict[str, None]] = {}
     for atom in index.stored.atoms.values():
         for fragment in (f for shard in atom.shards for f in shard.fragments if f.record in records):
             found.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
     return {offset: list(held) for offset, held in found.items()}
+
+
+def _is_copy(file: FileRef, path: str) -> bool:
+    """Whether a path leads to a file of the index; also by another of its names."""
+    try:
+        return path in file.places or is_same(file.path, path)
+    except OSError:  # one that other ranks see
+        return False
 
 
 def _name_storages(path: str) -> dict[str, list[str]]:

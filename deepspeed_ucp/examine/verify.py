@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
+from ..io.distance import measure_distance
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists, list_tree
 from ..sources.files import MANIFEST, is_state_file, read_swap_name
@@ -107,6 +109,52 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
     return dict(sorted(sizes.items())), sorted(others)
 
 
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a checkpoint in all of its places.
+
+    Attributes:
+        sizes: their bytes, the same on every rank.
+        mine: those that this rank looks at.
+        copies: by name the tag's folders in which this rank finds a file of that size, the nearest first.
+        others: further files that this rank sees.
+    """
+
+    sizes: dict[str, int]
+    mine: list[str]
+    copies: dict[str, list[str]]
+    others: list[str]
+
+
+def _find_files(folders: Sequence[str], comm: Comm) -> _Files:
+    """List a checkpoint's files in each place; collective.
+
+    Raises:
+        CheckpointError: no rank finds any; the first place's error.
+    """
+    looks = [_look(folder) for folder in folders]
+    own: dict[str, int] = {}
+    for sizes, _ in reversed(looks):
+        own |= sizes
+    digests = comm.gather(hashlib.sha256(repr(sorted(own.items())).encode()).digest())
+    every = comm.gather(own) if len(set(digests)) > 1 else [own]
+    sizes = {name: nbytes for each in reversed(every) for name, nbytes in sorted(each.items())}
+    if not sizes:
+        comm.run(lambda: list_files(folders[0]))
+    viewers = {name: [rank for rank, each in enumerate(every) if each.get(name) == sizes[name]] for name in sizes}
+    mine = share_files(sizes, comm.size, viewers if len(every) > 1 else {})[comm.rank]
+    near = sorted(zip(folders, looks, strict=True), key=lambda pair: measure_distance(pair[0]))
+    copies = {name: [folder for folder, (held, _) in near if held.get(name) == sizes[name]] for name in mine}
+    return _Files(dict(sorted(sizes.items())), mine, copies, sorted({name for _, others in looks for name in others}))
+
+
+def _look(folder: str) -> tuple[dict[str, int], list[str]]:
+    try:
+        return list_files(folder)
+    except CheckpointError:
+        return {}, []
+
+
 def verify_checkpoint(
     folder: str,
     comm: Comm | None = None,
@@ -115,6 +163,7 @@ def verify_checkpoint(
     headers_only: bool = False,
     groups: Any = None,
     against: str | None = None,
+    also: Sequence[str] = (),
 ) -> Verification:
     """Look at every file of a checkpoint; collective, the same result on every rank.
 
@@ -126,30 +175,29 @@ def verify_checkpoint(
         groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
         against: path of a seal, or of an atomic checkpoint's manifest, that the files are held against: it proves that
             they are the ones that were sealed, converted, or written.
+        also: the same folder in further places. Each file is looked at in the nearest one, and in the next where it is
+            damaged, which is a warning then, as a load reads it.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds nothing that could be looked at.
         ConfigError: ``groups`` are of another form, or ``against`` is neither a seal nor a manifest.
     """
     comm, begin = comm or Comm(), time.perf_counter()
-    sizes, others = comm.run(lambda: list_files(folder))
-    mine = share_files(sizes, comm.size)[comm.rank]
-    listed, faults = _list_all(folder, mine, options)
-    scans = [] if headers_only else _scan(folder, mine, sizes, listed, options)
-    report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"))
+    files = _find_files([folder, *also], comm)
+    report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"), also=also)
     more, index = list_findings(report, groups), report.index
-    listed |= _list_swaps(folder, mine, sizes, index, scans)
-    manifest, told = _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0)
+    seen, read = _examine_all(files, index, options, headers_only=headers_only)
+    listed = {name: each.listed for name, each in seen.items() if each.listed is not None}
+    faults = [fault for each in seen.values() for fault in each.faults]
+    manifest, told = _compare_own_manifest(folder, files.sizes, listed, first=comm.rank == 0)
     faults += told
     if against is not None:
         from .proof import compare_proof, read_proof
 
         proof = comm.once(lambda: read_proof(against))
-        faults += compare_proof(proof, report, sizes, listed, first=comm.rank == 0)
-    for name, scan in zip(mine, scans, strict=False):
-        faults += find_damage(folder, name, listed.get(name), scan, index)
-    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
-    gathered = comm.gather((reports, faults, sum(scan.nbytes for scan in scans)))
+        faults += compare_proof(proof, report, files.sizes, listed, first=comm.rank == 0)
+    reports = [_describe_file(name, files.sizes[name], listed.get(name)) for name in files.mine]
+    gathered = comm.gather((reports, faults, read))
     left = {finding.file for finding in more if finding.kind == "leftover"}
     every = [*more, *(_excuse(fault, left) for _, held, _ in gathered for fault in held)]
     if index is not None and not headers_only and all(fault.warning for fault in every):
@@ -159,7 +207,7 @@ def verify_checkpoint(
         kind="atomic" if report.atomic else "normal",
         topology=index.run.topology.describe() if index else "",
         files=tuple(sorted((report for held, *_ in gathered for report in held), key=lambda r: r.name)),
-        others=tuple(others),
+        others=tuple(files.others),
         read=sum(nbytes for *_, nbytes in gathered),
         seconds=time.perf_counter() - begin,
         faults=_sort_faults(every),
@@ -167,40 +215,121 @@ def verify_checkpoint(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What looking at a file has told: its directory, and what is wrong with it."""
+
+    listed: FileRecords | None
+    faults: list[Finding]
+
+
+def _examine_all(
+    files: _Files, index: AtomicIndex | None, options: WorkOptions, *, headers_only: bool
+) -> tuple[dict[str, _Seen], int]:
+    """Look at this rank's files, at further copies of those that are not right; by name, and the bytes that were read.
+
+    Args:
+        index: the checkpoint, as far as it could be opened.
+    """
+    seen: dict[str, _Seen] = {}
+    left, turn, read = files.mine, 0, 0
+    while left:
+        paths = {name: os.path.join(files.copies[name][turn], name) for name in left}
+        found, nbytes = _examine(paths, files.sizes, index, options, headers_only=headers_only)
+        for name, each in found.items():
+            before = seen.get(name)
+            if before is None:
+                seen[name] = each
+            elif not each.faults:
+                warnings = [_tell_copy(fault, paths[name]) for fault in before.faults]
+                seen[name] = _Seen(each.listed, warnings)
+        if index is not None:
+            index.stored.failed.update(paths[name] for name, each in found.items() if each.faults)
+        read, turn = read + nbytes, turn + 1
+        left = [name for name, each in found.items() if each.faults and turn < len(files.copies[name])]
+    return seen, read
+
+
+def _tell_copy(fault: Finding, path: str) -> Finding:
+    """A fault that a right copy of the file makes up for."""
+    return replace(fault, severity=WARNING, text=f"{fault.text} {path} is right.")
+
+
+def _examine(
+    paths: Mapping[str, str],
+    sizes: Mapping[str, int],
+    index: AtomicIndex | None,
+    options: WorkOptions,
+    *,
+    headers_only: bool,
+) -> tuple[dict[str, _Seen], int]:
+    """Look at one copy of each of some files; what was found by name, and the bytes that were read."""
+    listed, faults = _list_all(paths, options)
+    scans = [] if headers_only else _scan(paths, sizes, listed, options)
+    listed |= _list_swaps(paths, sizes, index, scans)
+    for name, scan in zip(paths, scans, strict=False):
+        faults += find_damage(paths[name], name, listed.get(name), scan, index)
+    faults += _find_other_copies(paths, listed, index)
+    seen = {name: _Seen(listed.get(name), [fault for fault in faults if fault.file == name]) for name in paths}
+    return seen, sum(scan.nbytes for scan in scans)
+
+
+def _find_other_copies(
+    paths: Mapping[str, str], listed: Mapping[str, FileRecords], index: AtomicIndex | None
+) -> Iterator[Finding]:
+    """Faults of files that are whole and not those which the index was made of."""
+    known = {path: file.header_crc for file in index.stored.files for path in file.places} if index else {}
+    for name, path in paths.items():
+        crc, found = known.get(path), listed[name].header_crc if name in listed else None
+        if None not in (crc, found) and crc != found:
+            text = f"{path}: its directory has CRC32 {found:08x}, the save's {crc:08x}; it is another file."
+            yield Finding("foreign", name, text)
+
+
 def _excuse(fault: Finding, left: Set[str]) -> Finding:
     """Damage to a file of an earlier save keeps nothing from being loaded."""
     return replace(fault, severity=WARNING) if fault.file in left else fault
 
 
-def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Files per rank, about equal bytes each: the largest first, to whom has least; then in the order of names."""
+def share_files(
+    sizes: Mapping[str, int], ranks: int, viewers: Mapping[str, Sequence[int]] | None = None
+) -> list[list[str]]:
+    """Files per rank, about equal bytes each: the largest first, to whom has least; then in the order of names.
+
+    Args:
+        viewers: by name the ranks that see a file; None where all do.
+    """
     shares: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = loads.index(min(loads))
+        rank = min(viewers[name] if viewers else range(ranks), key=loads.__getitem__)
         shares[rank].append(name)
         loads[rank] += sizes[name] + 1
     return [sorted(share) for share in shares]
 
 
-def _list_all(folder: str, names: Sequence[str], options: WorkOptions) -> tuple[dict[str, FileRecords], list[Finding]]:
+def _list_all(paths: Mapping[str, str], options: WorkOptions) -> tuple[dict[str, FileRecords], list[Finding]]:
     """The directories of files, several at once; swap files have none."""
 
     def look(name: str) -> FileRecords | Finding:
         try:
-            return list_records(os.path.join(folder, name))
+            return list_records(paths[name])
         except UcpError as error:
             return Finding("header", name, str(error))
 
-    with ThreadPoolExecutor(max_workers=options.count(folder)) as pool:
-        named = [name for name in names if not read_swap_name(name)]
+    named = [name for name in paths if not read_swap_name(name)]
+    with ThreadPoolExecutor(max_workers=_count_threads(paths, options)) as pool:
         found = list(zip(named, pool.map(look, named), strict=True))
     listed = {name: each for name, each in found if isinstance(each, FileRecords)}
     return listed, [each for _, each in found if isinstance(each, Finding)]
 
 
+def _count_threads(paths: Mapping[str, str], options: WorkOptions) -> int:
+    return max((options.count(path) for path in {os.path.dirname(path) for path in paths.values()}), default=1)
+
+
 def _list_swaps(
-    folder: str, names: Iterable[str], sizes: Mapping[str, int], index: AtomicIndex | None, scans: Sequence[Scanned]
+    paths: Mapping[str, str], sizes: Mapping[str, int], index: AtomicIndex | None, scans: Sequence[Scanned]
 ) -> dict[str, FileRecords]:
     """Swap files that were read, as one record each, with the checksum that a seal has of it.
 
@@ -209,32 +338,28 @@ def _list_swaps(
     Args:
         scans: of these files, in order; empty where their bytes were not read.
     """
-    files = {file.path: number for number, file in enumerate(index.stored.files)} if index else {}
+    files = index.stored.files if index else ()
+    numbers = {path: number for number, file in enumerate(files) for path in (file.path, *file.places)}
     sealed = {record.file: record.crc for record in index.stored.records} if index else {}
     found = {}
-    for name, scan in zip(names, scans, strict=False):
+    for (name, path), scan in zip(paths.items(), scans, strict=False):
         if read_swap_name(name):
-            path = os.path.join(folder, name)
-            record = FileRecord("tensor", 0, sizes[name], sealed.get(files.get(path, -1)))
+            record = FileRecord("tensor", 0, sizes[name], sealed.get(numbers.get(path, -1)))
             found[name] = FileRecords(path, sizes[name], (record,), scan.crcs[0] or 0, "")
     return found
 
 
 def _scan(
-    folder: str,
-    names: Iterable[str],
-    sizes: Mapping[str, int],
-    listed: Mapping[str, FileRecords],
-    options: WorkOptions,
+    paths: Mapping[str, str], sizes: Mapping[str, int], listed: Mapping[str, FileRecords], options: WorkOptions
 ) -> list[Scanned]:
     """Read files with the CRC32 of their records; of those whose directory is not readable the bytes alone."""
     files = []
-    for name in names:
-        file, path = listed.get(name), os.path.join(folder, name)
+    for name, path in paths.items():
+        file = listed.get(name)
         ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
         ranges = ((0, sizes[name]),) if read_swap_name(name) else ranges
         files.append(ScanFile(path, file.size if file else sizes[name], ranges))
-    threads = options.count(folder)
+    threads = _count_threads(paths, options)
     with options.bar(sum(file.size for file in files)) as progress:
         return scan_files(files, threads=threads, window=options.window, progress=progress)
 

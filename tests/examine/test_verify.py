@@ -420,6 +420,66 @@ def test_ranks_share_the_files_and_tell_the_same(tmp_path: Path, size: int) -> N
     assert sum(total > 0 for total in told.values()) == min(size, len(os.listdir(path)))
 
 
+# -- several places ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A checkpoint, and a copy of it that is nearer."""
+    path = write(tmp_path, Topology(1, 3))
+    shutil.copytree(path, tmp_path / "nvme")
+    for module in ("examine.verify", "sources.places"):
+        monkeypatch.setattr(f"deepspeed_ucp.{module}.measure_distance", lambda folder: int("nvme" not in folder))
+    return path, tmp_path / "nvme"
+
+
+def test_each_file_is_looked_at_in_one_place(places: tuple[Path, Path]) -> None:
+    path, near = places
+    (path / OPTIM.format(0)).unlink()
+    (near / OPTIM.format(1)).unlink()
+    found = verify_checkpoint(str(path), also=[str(near)])
+    assert tell(found) == [] and found.whole
+    assert found.read == found.nbytes
+    assert tell(verify_checkpoint(str(path))) == [("missing", OPTIM.format(0))]
+
+
+def test_damage_that_another_place_makes_up_for_is_a_warning(places: tuple[Path, Path]) -> None:
+    path, near = places
+    flip_largest(near / OPTIM.format(0))
+    os.truncate(near / OPTIM.format(1), 100)  # passed over: of another size
+    flip_largest(path / OPTIM.format(1))
+    flip(near / OPTIM.format(2), (near / OPTIM.format(2)).stat().st_size - 22)
+    found = verify_checkpoint(str(path), also=[str(near)])
+    assert [kind for kind, name in tell(found) if name == OPTIM.format(0)] == ["crc?"]
+    assert [kind for kind, name in tell(found) if name == OPTIM.format(1)] == ["crc"]
+    assert [kind for kind, name in tell(found) if name == OPTIM.format(2)] == ["header?"]
+    told = next(fault for fault in found.faults if fault.file == OPTIM.format(0))
+    assert told.text.endswith(f"{path / OPTIM.format(0)} is right.")
+    assert told.names == ("a.weight (exp_avg)",)
+
+
+def test_another_runs_file_in_a_nearer_place_is_told(places: tuple[Path, Path], tmp_path: Path) -> None:
+    path, near = places
+    theirs = write_checkpoint(tmp_path / "theirs", MODEL, random_state(MODEL, 1), Topology(1, 3), cut=tail_cut)
+    shutil.copy(theirs / OPTIM.format(1), near / OPTIM.format(1))
+    found = verify_checkpoint(str(path), also=[str(near)])
+    assert tell(found) == [("foreign?", OPTIM.format(1))] and found.whole
+    assert "it is another file" in found.faults[0].text
+
+
+def test_ranks_that_see_different_files_look_at_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path, Topology(1, 3))
+    hosts = [tmp_path / f"host{number}" for number in range(3)]
+    for number, host in enumerate(hosts):
+        host.mkdir()
+        for name in (MAIN, OPTIM.format(number)):
+            shutil.copy2(path / name, host)
+    flip_largest(hosts[2] / OPTIM.format(2))
+    for found in run_ranks(3, lambda rank, comm: verify_checkpoint(str(hosts[rank]), comm)):
+        assert tell(found) == [("crc", OPTIM.format(2))]
+        assert len(found.files) == 4
+
+
 def test_shares_are_about_equal() -> None:
     sizes = {f"file{index}": 1000 + index for index in range(50)} | {"large": 9000}
     shares = share_files(sizes, 4)

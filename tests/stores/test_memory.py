@@ -19,12 +19,13 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
-from deepspeed_ucp.io import remote, store, threads
+from deepspeed_ucp.io import ranged, remote, store, threads
+from deepspeed_ucp.io.ranged import RemoteStream
 from deepspeed_ucp.io.read import MemorySink, RecordReader
-from deepspeed_ucp.io.remote import RemoteStream
 from deepspeed_ucp.plan import Part, Request
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
+from deepspeed_ucp.sources.seal import remove_seal
 from deepspeed_ucp.torchsave.torchfile import list_records, read_header
 from tests.ranks import run_ranks
 from tests.reshard import check_content, load, make_targets, open_everywhere
@@ -91,15 +92,15 @@ def test_a_headers_bytes_are_asked_for_once(
     folder, _ = saved(Topology(0))
     (name,) = store.list_folder(find_checkpoint(URL))
     asked: list[tuple[int, int]] = []
-    fill = remote._Ranges.fill
+    fill = ranged._Ranges.fill
 
     def note(self: Any, views: list[memoryview], offset: int) -> None:
         asked.append((offset, offset + sum(view.nbytes for view in views)))
         fill(self, views, offset)
 
-    monkeypatch.setattr(remote._Ranges, "fill", note)
-    monkeypatch.setattr(remote, "_HEAD", 4096)
-    monkeypatch.setattr(remote, "_TAIL", 4096)
+    monkeypatch.setattr(ranged._Ranges, "fill", note)
+    monkeypatch.setattr(ranged, "_HEAD", 4096)
+    monkeypatch.setattr(ranged, "_TAIL", 4096)
     read_header(f"{URL}/{Path(folder).name}/{name}")
     spans = sorted(asked)
     assert all(first[1] <= second[0] for first, second in pairwise(spans))
@@ -197,6 +198,22 @@ def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]])
             file.read([memoryview(bytearray(9))], 0)
 
 
+def test_a_seal_is_written_to_a_store(saved: Callable[..., tuple[str, State]], capsys: Any) -> None:
+    saved(Topology(1, 2))
+    tag = find_checkpoint(URL)
+    assert main(["verify", URL, "--seal"]) == 0
+    assert main(["verify", URL, "--against", f"{tag}/ucp_seal.json"]) == 0
+    name = next(name for name in store.list_folder(tag) if "optim_states" in name)
+    store.write_small(f"{tag}/{name}", store.read_small(f"{tag}/{name}") + b"more")
+    with pytest.raises(CheckpointError, match=r"ucp_seal.json says"):
+        open_checkpoint(tag, Comm())
+    assert main(["verify", URL]) == 1
+    remove_seal(tag)
+    assert "ucp_seal.json" not in store.list_folder(tag)
+    remove_seal(tag)
+    capsys.readouterr()
+
+
 def test_what_is_not_there_is_told(saved: Callable[..., tuple[str, State]]) -> None:
     with pytest.raises(CheckpointError, match="memory://stores/nowhere does not exist"):
         find_checkpoint("memory://stores/nowhere")
@@ -232,13 +249,13 @@ def test_neighbours_are_read_by_one_request(monkeypatch: pytest.MonkeyPatch) -> 
     content, url = bytes(range(250)) * 4, "memory://stores/record"
     remote.put_bytes(url, content)
     asked: list[int] = []
-    fill = remote._Ranges.fill
+    fill = ranged._Ranges.fill
 
     def note(self: Any, views: list[memoryview], offset: int) -> None:
         asked.append(sum(view.nbytes for view in views))
         fill(self, views, offset)
 
-    monkeypatch.setattr(remote._Ranges, "fill", note)
+    monkeypatch.setattr(ranged._Ranges, "fill", note)
     into = bytearray(960)
     requests = [Request(0, low, 60, (Part(60, 0, low),)) for low in range(0, 960, 60)]
     with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(content))], joined=300) as reader:
