@@ -10,10 +10,14 @@ import numpy as np
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
 from ..comm import Comm
 from ..errors import CheckpointError
+from ..flat import Span
 from ..io.cast import cast
 from .pairs import Elements, compare_pairs
 
-_PER_FILE, _PER_SHARD = 48, 64
+_RUNS, _WIDTH = 16, 3
+"""Runs of elements of a file that are compared, and elements of each: a run is one request to a store."""
+
+_PER_SHARD = 64
 _CHUNK = 4 << 20
 _TOLERATED = 0.1
 """Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
@@ -84,10 +88,10 @@ def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> Non
                 by_file.setdefault(file, []).append((atom, twin, rank, fragment))
     files = sorted(by_file)[comm.rank :: comm.size]
     counts = {file: _Count() for file in files}
-    places = [(counts[file], sample, at) for file in files for sample, at in _spread(by_file[file])]
+    places = [(counts[file], sample, *span) for file in files for sample, span in _spread(by_file[file])]
     pairs = [
-        (Elements(master, shard, at, at + 1), Elements(twin, shard, at, at + 1))
-        for _, (master, twin, shard, _), at in places
+        (Elements(master, shard, low, high), Elements(twin, shard, low, high))
+        for _, (master, twin, shard, _), low, high in places
     ]
     compare_pairs(index, pairs, lambda number, *values: places[number][0].add(*pairs[number], *values), comm)
     comm.run(lambda: _refuse_strangers(index, counts))
@@ -103,11 +107,15 @@ class _Count:
 
     def add(self, here: Elements, there: Elements, value: bytearray, other: bytearray) -> None:
         master, twin = here.atom, there.atom
-        self.total += 1
-        if _cast(value, master.dtype, twin.dtype) != other:
-            self.differing += 1
-            told = _show(value, master.dtype), _show(other, twin.dtype)
-            self.first = self.first or f"{master.name}[{here.low}] is {told[0]} here and {told[1]} there"
+        size, width = ITEMSIZE[master.dtype], ITEMSIZE[twin.dtype]
+        for number in range(here.high - here.low):
+            own = value[number * size : (number + 1) * size]
+            copy = other[number * width : (number + 1) * width]
+            self.total += 1
+            if _cast(own, master.dtype, twin.dtype) != copy:
+                self.differing += 1
+                told = _show(own, master.dtype), _show(copy, twin.dtype)
+                self.first = self.first or f"{master.name}[{here.low + number}] is {told[0]} here and {told[1]} there"
 
 
 def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
@@ -124,15 +132,24 @@ def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
             )
 
 
-def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, int]]:
-    """Elements spread evenly over the fragments of a file."""
-    wanted = spread_evenly(sum(fragment.numel for *_, fragment in entries), _PER_FILE)
+def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
+    """Runs of elements, spread evenly over the fragments of a file; one that ends with a fragment is shorter."""
+    wanted = _list_runs(sum(fragment.numel for *_, fragment in entries))
     begin = 0
     for entry in entries:
         fragment = entry[-1]
-        while wanted and wanted[0] < begin + fragment.numel:
-            yield entry, fragment.start + wanted.pop(0) - begin
+        while wanted and wanted[0][0] < begin + fragment.numel:
+            low, high = wanted.pop(0)
+            shift = fragment.start - begin
+            yield entry, (low + shift, min(high, begin + fragment.numel) + shift)
         begin += fragment.numel
+
+
+def _list_runs(total: int) -> list[Span]:
+    """At most so many runs [low, high) of ``total`` elements, which do not overlap."""
+    if total <= _RUNS * _WIDTH:
+        return [(at, at + 1) for at in range(total)]
+    return [(low, low + _WIDTH) for low in spread_evenly(total - _WIDTH + 1, _RUNS)]
 
 
 def spread_evenly(total: int, most: int) -> list[int]:
