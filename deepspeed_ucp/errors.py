@@ -40,6 +40,16 @@ class CheckpointError(UcpError):
     """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps."""
 
 
+class DamageError(CheckpointError):
+    """Bytes of records are not what was saved.
+
+    Attributes:
+        records: their numbers in the index, where this rank has found it.
+    """
+
+    records: tuple[int, ...] = ()
+
+
 class MismatchError(UcpError):
     """Checkpoint and live engine disagree: parameters, shapes, param groups or the kind of optimizer."""
 

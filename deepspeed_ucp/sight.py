@@ -33,6 +33,26 @@ class Sight:
         seen = np.frombuffer(b"".join(numbers), np.uint8).reshape(len(numbers), -(-count // 8))
         return cls(np.array(views, np.int64), np.array(groups, np.int64), seen)
 
+    @classmethod
+    def lose(cls, sight: Sight | None, lost: Sequence[frozenset[int]], files: int) -> Sight:
+        """What is left when ranks can no longer read some files.
+
+        Args:
+            sight: before; None where every rank could read all.
+            lost: by rank the files; of each file some reader is left.
+            files: how many there are.
+        """
+        before = [0] * len(lost) if sight is None else sight.views.tolist()
+        numbers = dict[tuple[int, frozenset[int]], int]()
+        views = [numbers.setdefault(each, len(numbers)) for each in zip(before, lost, strict=True)]
+        first = [views.index(number) for number in range(len(numbers))]
+        could = [np.ones(files, np.bool_) if sight is None else sight.can_read(rank) for rank in first]
+        readers = (
+            [number for (_, gone), number in numbers.items() if could[number][file] and file not in gone]
+            for file in range(files)
+        )
+        return cls.of(views, readers)
+
     def choose(self, files: Sequence[int] | Ints) -> Sight:
         """The same of some of the files."""
         return replace(self, groups=self.groups[np.asarray(files, np.int64)])

@@ -322,12 +322,16 @@ def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> l
 def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:
     """Load one rank, in the order of the production load; collective."""
     rank = prepare_rank(index, target, comm, options)
-    read(index, rank, options)
-    assert rank.transfer
-    assert rank.transfer.verify() == 0
+    transfer = plan(index, rank, options)
+
+    def work() -> None:
+        read_all(transfer)
+        assert transfer.verify() == 0
+
+    transfer.persist(work)
     for mean in rank.work.into.means:
         rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
-    rank.transfer.fill()
+    transfer.fill()
     if options.with_states and target.wrapped is not None:
         attach_states(target, rank.work.states, rank.work.match)
     return rank
@@ -335,9 +339,18 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
 def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> None:
     """Plan, and the first pass; collective."""
-    options = options or Options()
+    read_all(plan(index, rank, options or Options()))
+
+
+def plan(index: AtomicIndex, rank: Loaded, options: Options) -> Transfer:
+    """Have a rank's part of the load planned; collective."""
     rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes)
-    checks, plan = rank.transfer.read(), rank.transfer.plan
+    return rank.transfer
+
+
+def read_all(transfer: Transfer) -> None:
+    """The first pass; collective."""
+    checks, plan = transfer.read(), transfer.plan
     assert sum(check.nbytes for check in checks) == plan.nbytes == sum(request.nbytes for request in plan.requests)
     assert len(checks) == len(plan.requests)
 

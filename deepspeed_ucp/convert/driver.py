@@ -44,6 +44,7 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.reader import AtomReader, Item
+from ..stream.recovery import persist
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from ..stream.united import UnitedAtoms, unite_atoms
@@ -168,17 +169,21 @@ def convert_index(
     Raises:
         UcpError: the same on every rank; the source is untouched and the destination as it was.
     """
-    report = OutputReport(format="atomic", source=source, destination=destination, nodes=comm.size)
-    with report.timed(), ExitStack() as stack:
-        with report.phase("plan"):
-            work = comm.run(lambda: _plan(index, comm, options, report, rules, live))
-            if comm.rank == 0:
-                _warn_losses(index, work.united)
-        stack.enter_context(work.staging.scratch())
-        report.reused, work.entries = comm.once(lambda: _begin(work, stack))
-        if not report.reused:
-            _convert(work)
-    return report
+
+    def attempt(left: AtomicIndex) -> OutputReport:
+        report = OutputReport(format="atomic", source=source, destination=destination, nodes=comm.size)
+        with report.timed(), ExitStack() as stack:
+            with report.phase("plan"):
+                work = comm.run(lambda: _plan(left, comm, options, report, rules, live))
+                if comm.rank == 0:
+                    _warn_losses(left, work.united)
+            stack.enter_context(work.staging.scratch())
+            report.reused, work.entries = comm.once(lambda: _begin(work, stack))
+            if not report.reused:
+                _convert(work)
+        return report
+
+    return persist(index, attempt, comm)
 
 
 def _plan(

@@ -21,6 +21,7 @@ from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
+from ..stream.recovery import persist
 from ..stream.report import OutputReport
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
@@ -56,20 +57,23 @@ def export_dcp(
     """
     comm, options = comm or Comm(), options or ExportOptions()
 
-    def plan() -> tuple[Selection, dict[str, Any], Placeholders]:
-        _check_arguments(index, weights_only, layout)
+    def plan(left: AtomicIndex) -> tuple[Selection, dict[str, Any], Placeholders]:
+        _check_arguments(left, weights_only, layout)
         states = WEIGHTS.__contains__ if weights_only else lambda _: True
-        selection = select_tensors(index, rules, options, tied="copy", states=states)
+        selection = select_tensors(left, rules, options, tied="copy", states=states)
         return selection, *make_tree(selection, weights_only=weights_only, layout=layout)
 
-    selection, tree, found = comm.run(plan)
-    nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
-    with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
-        planner = Planner(selection.index, found, max(options.divide(export.report.source)[1] // 2, ALIGNMENT))
-        _write(export, planner, tree)
-        read = [tensor for tensor, again in found.values() if not again]
-        export.verify(read, planner.checks, planner.repeated.nbytes)
-    return export.report
+    def attempt(left: AtomicIndex) -> OutputReport:
+        selection, tree, found = comm.run(lambda: plan(left))
+        nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
+        with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
+            planner = Planner(selection.index, found, max(options.divide(export.report.source)[1] // 2, ALIGNMENT))
+            _write(export, planner, tree)
+            read = [tensor for tensor, again in found.values() if not again]
+            export.verify(read, planner.checks, planner.repeated.nbytes)
+        return export.report
+
+    return persist(index, attempt, comm)
 
 
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:

@@ -23,6 +23,7 @@ from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
+from ..stream.recovery import persist
 from ..stream.report import OutputReport
 from .output import BESIDE, Export, stage_export
 from .tensors import ExportOptions, Selection, Tensor, select_tensors
@@ -156,16 +157,19 @@ def export_safetensors(
     """
     comm, options = comm or Comm(), options or ExportOptions()
 
-    def plan() -> tuple[Selection, SafeLayout]:
-        selection = select_tensors(index, rules, options, tied="drop")
+    def plan(left: AtomicIndex) -> tuple[Selection, SafeLayout]:
+        selection = select_tensors(left, rules, options, tied="drop")
         return selection, lay_out(selection.by_name, max_shard)
 
-    selection, layout = comm.run(plan)
-    tensors, nbytes = len(layout.places), sum(layout.sizes.values())
-    with stage_export("safetensors", destination, selection, options, comm, tensors=tensors, nbytes=nbytes) as export:
-        comm.once(lambda: _prepare(export.folder, layout, hf_dir))
-        export.verify(selection.weights, _fill(export, selection.weights, layout))
-    return export.report
+    def attempt(left: AtomicIndex) -> OutputReport:
+        selection, layout = comm.run(lambda: plan(left))
+        sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
+        with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
+            comm.once(lambda: _prepare(export.folder, layout, hf_dir))
+            export.verify(selection.weights, _fill(export, selection.weights, layout))
+        return export.report
+
+    return persist(index, attempt, comm)
 
 
 def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:

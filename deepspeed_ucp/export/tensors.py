@@ -15,6 +15,7 @@ from ..patterns.layout import Shape
 from ..plan.foreseen import feed_foreseen
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
+from ..stream.copies import refuse_scattered
 from ..stream.united import UnitedAtom, unite_atoms
 
 WEIGHTS = (MASTER, MODULE, COPY)
@@ -128,6 +129,7 @@ def select_tensors(
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
     refuse_unreadable(index, states)
+    refuse_scattered(index, "every node of an export reads its part of each")
     renames = (*options.renames, *list_renames(rules))
     made = feed_foreseen(index, renames, options.experts)
     index = made.index

@@ -25,6 +25,7 @@ from ..io.store import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader, refuse_scattered
+from ..stream.recovery import persist
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,
@@ -71,11 +72,15 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
+
+    def read() -> None:
+        with report.phase("read"):
+            report.count(transfer.read())
+        with report.phase("verify"):
+            report.bytes_read += transfer.verify()
+
+    transfer.persist(read)
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
-    with report.phase("read"):
-        report.count(transfer.read())
-    with report.phase("verify"):
-        report.bytes_read += transfer.verify()
 
     def restore_others() -> None:
         if not arguments.load_module_only:
@@ -226,7 +231,12 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     if checked:
         checks = Checks()
         checks.touch(index.run.client_records if comm.rank == 0 else ())
-        checks.verify(index, comm)
+
+        def verify(left: AtomicIndex) -> AtomicIndex:
+            checks.verify(left, comm)
+            return left
+
+        index = persist(index, verify, comm)
     options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
     first = _find_reader(index, index.run.state_file)
     saved = comm.once(lambda: _read_objects(index, index.run.state_file, **options), first)

@@ -16,7 +16,7 @@ from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host, pause_collection
-from ..io.store import is_url, normalize, set_storage_options
+from ..io.store import begin_reading, is_url, normalize, set_storage_options
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import open_checkpoint
@@ -80,6 +80,7 @@ def resume(
     """
     if config.storage_options is not None:
         set_storage_options(config.storage_options)
+    begin_reading([load_dir, *config.also])  # other ranks than the first would begin when that has found the tag
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
@@ -292,14 +293,33 @@ def _compare(
         everyone.append('the same topology, "same_topology" is "direct"')
     if is_url(folder):
         everyone.append("DeepSpeed's own load reads no URLs")
+    if not everyone and job.config.fallback and job.config.verify == "crc":
+        everyone += find_damage(index, comm, others=bool(also))
     if not everyone:
         if not job.config.trust_pickle:
             comm.run(lambda: check_trusted(index.run.globals))
-        if job.config.fallback and job.config.verify == "crc":
-            verify_all(index, comm)
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(everyone))
     return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+
+
+def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
+    """What is damaged, in words, of the files that DeepSpeed's own load would read: the first place's; collective.
+
+    Args:
+        others: there are further places, so that ours may load what it cannot.
+
+    Raises:
+        CheckpointError: something is, and there are none.
+    """
+    own = tuple(replace(file, places=()) for file in index.stored.files)
+    try:
+        verify_all(index.change(files=own), comm)
+    except CheckpointError as error:
+        if not others:
+            raise
+        return [str(error)]
+    return []
 
 
 def verify_all(index: AtomicIndex, comm: Comm) -> None:

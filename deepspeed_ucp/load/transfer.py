@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..io.shared import share_memory
 from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
 from ..plan.rounds import Near
 from ..plan.wants import Wants
+from ..stream.recovery import persist
 from ..stream.samples import check_samples
 from .destinations import Buffer
 from .exchange import CollectiveReader
@@ -48,13 +49,35 @@ class Transfer:
         sizes: ReadSizes | None = None,
     ) -> None:
         window = config.window_mb << 20
-        self.index, self.work, self.comm = index, work, comm
+        self.index, self.work, self.comm, self.config = index, work, comm, config
         self.apart = apart and set_apart(work.into.buffers, window, comm)
-        fresh = [sink.fresh for sink in work.into.sinks]
-        sizes = sizes or ReadSizes.within(window)
-        stages = share_memory(2 * sizes.stage, comm.rank, comm.gather)
-        self.plan = negotiate(work.wants, fresh, index, comm, sizes, find_near(stages))
-        self.reader = CollectiveReader(index, work.into, self.plan, comm, config, stages)
+        self.sizes = sizes or ReadSizes.within(window)
+        self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
+        self.plan, self.reader = self._negotiate()
+
+    def _negotiate(self) -> tuple[LoadPlan, CollectiveReader]:
+        """Who reads what; collective."""
+        fresh, near = [sink.fresh for sink in self.work.into.sinks], find_near(self.stages)
+        plan = negotiate(self.work.wants, fresh, self.index, self.comm, self.sizes, near)
+        return plan, CollectiveReader(self.index, self.work.into, plan, self.comm, self.config, self.stages)
+
+    def persist(self, work: Callable[[], None]) -> None:
+        """Carry out pass 1 and its verification, again where files turn out damaged that have copies; collective.
+
+        Args:
+            work: calls :meth:`read` and :meth:`verify`.
+
+        Raises:
+            UcpError: ``work``'s, the same on every rank.
+        """
+
+        def attempt(index: AtomicIndex) -> None:
+            if index is not self.index:
+                self.index = index
+                self.plan, self.reader = self._negotiate()
+            work()
+
+        persist(self.index, attempt, self.comm)
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..atoms import AtomicIndex, Record, StoredAtoms
 from ..comm import Comm
-from ..errors import CheckpointError
+from ..errors import DamageError
 from ..flat import find_gaps
 from ..io.checksum import Checked, merge_checks
 from ..plan.claims import DISCARD, Part, Request
@@ -90,18 +90,22 @@ def _overlap(checks: Sequence[Checked]) -> bool:
 
 
 def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: int) -> int:
-    gaps = [
-        gap
-        for number, checks in by_record.items()
-        for gap in _list_gaps(number, checks, index.stored.records[number].nbytes)
-    ]
+    records = index.stored.records
+    gaps = [gap for number, checks in by_record.items() for gap in _list_gaps(number, checks, records[number].nbytes)]
     with CopyReader(index.stored) as reader:
         for check in reader.read_parallel(gaps, (), threads):
             by_record[check.record].append(check)
-    for number, checks in by_record.items():
-        (whole,) = merge_checks(checks) or [Checked(number, 0, 0, 0)]
-        _compare(index, number, whole.crc)
+    sums = {number: _join(checks) for number, checks in by_record.items()}
+    damaged = {number: crc for number, crc in sums.items() if crc != records[number].crc}
+    if damaged:
+        raise _tell_damage(index, damaged)
     return sum(gap.nbytes for gap in gaps)
+
+
+def _join(checks: Sequence[Checked]) -> int:
+    """CRC32 of a whole record; of one without bytes there are no checks."""
+    (whole,) = merge_checks(checks) or [Checked(0, 0, 0, 0)]
+    return whole.crc
 
 
 def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
@@ -113,11 +117,14 @@ def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[
             yield Request(record, begin, size, (Part(size, DISCARD, 0),))
 
 
-def _compare(index: AtomicIndex, number: int, crc: int) -> None:
+def _tell_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> DamageError:
+    """The first of the records that are damaged, by number with the CRC32s that were found."""
+    number, crc = next(iter(damaged.items()))
     record = index.stored.records[number]
-    if crc != record.crc:
-        raise CheckpointError(
-            f"{index.stored.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 "
-            f"{crc:08x}, the writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the "
-            "file from a copy, or take another tag."
-        )
+    error = DamageError(
+        f"{index.stored.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, "
+        f"the writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the file from a copy, "
+        "or take another tag."
+    )
+    error.records = tuple(damaged)
+    return error

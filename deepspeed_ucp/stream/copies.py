@@ -18,18 +18,18 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def refuse_scattered(index: AtomicIndex, why: str) -> None:
-    """Refuse a checkpoint of which no rank can read all files, for what takes them all.
+    """Refuse a checkpoint of which this rank does not find all files, for what takes them all.
 
     Args:
         why: what takes them.
 
     Raises:
-        UnsupportedError: its files lie on several machines.
+        UnsupportedError: some lie on other machines alone.
     """
-    if index.stored.sight is not None:
+    if index.stored.sight is not None and not all(file.places for file in index.stored.files):
         raise UnsupportedError(
             f"{index.run.state_file}: ranks see different files of this checkpoint, and {why}. Copy all files to where "
-            "every rank sees them."
+            'every rank sees them, or name a further place that has them all ("also", --also).'
         )
 
 
@@ -57,20 +57,21 @@ class CopyReader(RecordReader):
             CheckpointError: it does in none; the last one's error.
         """
         file = self.files[number]
-        places = self._list_left(file)
-        for path in places:
+        *nearer, last = self._list_left(file)
+        for path in nearer:
             try:
-                _check_copy(path, file)
-                return open_stored(path, size=file.size)
+                return _open_copy(path, file)
             except CheckpointError as error:
-                if path == places[-1]:
-                    raise
                 self._pass_over(path, error)
-        return super().open_file(number)
+        try:
+            return _open_copy(last, file)
+        except CheckpointError:
+            self.failed.add(last)
+            raise
 
     def _list_left(self, file: FileRef) -> Sequence[str]:
         """Places that have not failed; the last one whatever it did: its error is what is told."""
-        return [path for path in file.places if path not in self.failed] or file.places[-1:]
+        return [path for path in list_copies(file) if path not in self.failed] or list_copies(file)[-1:]
 
     def _pass_over(self, path: str, error: CheckpointError) -> None:
         with self.lock:
@@ -92,13 +93,25 @@ class CopyReader(RecordReader):
             try:
                 return self.fetch_from(file, group, sinks, scratch)
             except CheckpointError as error:
-                if len(self._list_left(self.files[number])) < 2:
+                if set(self._list_left(self.files[number])) <= {file.path}:
+                    self.failed.add(file.path)
                     raise
                 self._pass_over(file.path, error)
                 self.drop_file(number, file)
 
 
-def _check_copy(path: str, file: FileRef) -> None:
+def list_copies(file: FileRef) -> tuple[str, ...]:
+    """Paths of a file, the one that is read first in front."""
+    return file.places or (file.path,)
+
+
+def _open_copy(path: str, file: FileRef) -> Stored:
+    if file.places:
+        check_copy(path, file)
+    return open_stored(path, size=file.size)
+
+
+def check_copy(path: str, file: FileRef) -> None:
     """Hold a copy of a file against what the index knows of it.
 
     Raises:

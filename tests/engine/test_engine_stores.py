@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,68 @@ pytest.importorskip("moto")
 
 from deepspeed_ucp.io import remote
 from deepspeed_ucp.testing import WorldPool
-from tests.stores.server import BUCKET, fail_first, serve
+from deepspeed_ucp.torchsave.torchfile import list_records
+from tests.stores.server import BUCKET, Server, fail_first, serve
 
 SMALL = {"model": "plain", "scheduler": True}
 SOURCE = Case(1, 3)
 
 
-def test_an_engine_loads_from_a_store(sources: Any, ucp_worlds: WorldPool) -> None:
-    """An engine that has trained meanwhile, too; the server fails now and then."""
-    folder = Path(sources.get(SOURCE, **SMALL).folder)
+@contextmanager
+def store(folder: Path) -> Iterator[Server]:
+    """A server that has the folder as `run`."""
     with serve() as server:
         remote.set_options(server.options)
         with suppress(FileExistsError):  # moto's buckets are the process's
             remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
-        for path in (path for path in folder.rglob("*") if path.is_file()):
-            remote.put_file(str(path), f"s3://{BUCKET}/run/{path.relative_to(folder)}")
+        put(folder, "run")
         remote.set_options({})
+        yield server
+
+
+def put(folder: Path, name: str) -> None:
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        remote.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
+
+
+def spoil(folder: Path) -> None:
+    """Remove a file, and damage another one where its directory does not show it."""
+    first, second, *_ = sorted(folder.rglob("*optim_states.pt"))
+    first.unlink()
+    record = max(list_records(str(second)).records, key=lambda record: record.nbytes)
+    with second.open("r+b") as stream:
+        stream.seek(record.offset)
+        data = bytes(byte ^ 1 for byte in stream.read(record.nbytes))
+        stream.seek(record.offset)
+        stream.write(data)
+
+
+def test_what_is_missing_or_damaged_is_taken_from_another_place(
+    sources: Any, ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
+    """A folder and a store, each for the other; both have a file less and a damaged one."""
+    folder = Path(sources.get(SOURCE, **SMALL).folder)
+    half = tmp_path / "half"
+    shutil.copytree(folder, half)
+    spoil(half)
+    with store(folder) as server:
+        remote.set_options(server.options)
+        put(half, "half")
+        remote.set_options({})
+        target, run = Case(3, 2), f"s3://{BUCKET}/run"
+        for first, other in ((str(half), run), (f"s3://{BUCKET}/half", str(folder))):
+            on = {"checkpoint": {"universal": {"storage_options": server.options, "also": [other]}}}
+            case = target.but(config=on)
+            ranks = ucp_worlds.get(case.dp).run(engine_ranks.load_each, case.training(**SMALL), [Load(first)])
+            for local in (local for each in ranks for local in each):
+                assert local.direct
+                assert engine_ranks.differences(str(folder), local.state) == []
+
+
+def test_an_engine_loads_from_a_store(sources: Any, ucp_worlds: WorldPool) -> None:
+    """An engine that has trained meanwhile, too; the server fails now and then."""
+    folder = Path(sources.get(SOURCE, **SMALL).folder)
+    with store(folder) as server:
         on = {"checkpoint": {"universal": {"storage_options": server.options}}}
         loads = [Load(f"s3://{BUCKET}/run"), Load(f"s3://{BUCKET}/run/", before=1)]
         with server.failing(fail_first(1, "503", having="optim")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -26,6 +27,7 @@ from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer, negotiate
 from deepspeed_ucp.plan import LoadPlan, ReadSizes
 from deepspeed_ucp.plan.rounds import BLOCK
+from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets.guard import BROKEN, HALF_STATES
 from tests.covering import cover, params
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
@@ -689,6 +691,20 @@ def test_a_damaged_client_tensor_is_found(tmp_path: Path) -> None:
         run_load(index, target)
     check_untouched(target)
     run_load(index, target, config=UniversalConfig(verify="off"))
+
+
+def test_a_damaged_client_tensor_is_taken_from_another_place(tmp_path: Path) -> None:
+    run = Run(garbage=0.0, client_state={"rng": torch.arange(100)})
+    path, state = write(tmp_path, Topology(2, 3), run=run)
+    shutil.copytree(path, tmp_path / "other")
+    target = FakeTarget(PLAIN, Topology(1), 0)
+    index = open_checkpoint(str(path), Comm(), also=[str(tmp_path / "other")])
+    (number,) = index.run.client_records
+    record = index.stored.records[number]
+    flip(Path(index.stored.files[record.file].places[0]), record.offset + 17)
+    _, _, client = run_load(index, target)
+    assert client["rng"].equal(torch.arange(100))
+    check_loaded([target], state)
 
 
 def test_a_scheduler_that_refuses_its_state_leaves_the_buffers_alone(

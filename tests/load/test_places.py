@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.atoms import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.plan import Part, Request
+from deepspeed_ucp.sight import Sight
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.open import look_at_job, seal_folder
 from deepspeed_ucp.sources.places import find_files
-from deepspeed_ucp.stream.copies import refuse_scattered
+from deepspeed_ucp.stream.copies import CopyReader, refuse_scattered
+from tests.convert.conversions import read_bytes
 from tests.ranks import run_ranks
 from tests.reshard import (
+    SENTINEL,
     Case,
     Loaded,
     Options,
@@ -348,6 +356,179 @@ def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
     scatter(save, hosts, lambda name: [0, 1] if name == STATES else [0] if name in (shard(0), shard(1)) else [])
     loaded = load_scattered(hosts, MODEL, Topology(3, 3), save)
     check_content(loaded, read_state(save, MODEL, Topology(1, 4)))
+
+
+# -- damage that checksums find ---------------------------------------------------------------------------------------
+
+
+def flip(path: Path, index: AtomicIndex | None = None) -> None:
+    """Change every byte of a file's records, which its directory does not show."""
+    index = index or open_checkpoint(str(path.parent), Comm())
+    numbers = [number for number, file in enumerate(index.stored.files) if file.path.endswith(path.name)]
+    data = bytearray(path.read_bytes())
+    for record in (each for each in index.stored.records if each.file in numbers and each.nbytes > 4):
+        held = slice(record.offset, record.offset + record.nbytes)
+        data[held] = bytes(byte ^ 255 for byte in data[held])
+    path.write_bytes(data)
+
+
+def check_twice(loaded: list[Loaded], saved: State) -> None:
+    for rank in loaded:
+        rank.counted = False  # pass 1 was run again
+    check_content(loaded, saved)
+
+
+def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("name", [shard(1), STATES])
+def test_damage_in_one_place_is_read_in_the_next(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    flip(nvme / name)
+    with caplog.at_level(logging.WARNING):
+        check_twice(load_scattered([save], MODEL, Topology(3, 2), nvme), saved)
+    (told,) = list_warnings(caplog)
+    assert f"{nvme / name}: is damaged at bytes" in told and "other places" in told
+
+
+@pytest.mark.usefixtures("near")
+def test_of_several_places_each_may_have_one_damaged_file(tmp_path: Path) -> None:
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    shutil.copytree(save, tmp_path / "third")
+    for path in (nvme / shard(0), nvme / shard(1), save / shard(1), save / shard(2), tmp_path / "third" / shard(0)):
+        flip(path)
+    check_twice(load_scattered([save], MODEL, Topology(3, 2), nvme, tmp_path / "third"), saved)
+
+
+@pytest.mark.usefixtures("near")
+def test_damage_in_all_places_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    save, nvme, _ = two_places(tmp_path, Topology(1, 2))
+    for path in (save / shard(1), nvme / shard(1)):
+        flip(path)
+    targets = make_targets(MODEL, Topology(1, 2))
+
+    def load(rank: int, comm: Comm) -> None:
+        index = open_checkpoint(str(save), comm, also=[str(nvme)])
+        load_rank(index, targets[rank], comm, Options())
+
+    with pytest.raises(CheckpointError, match=rf"{shard(1)}: the .* the file is damaged. Nothing was changed"):
+        run_ranks(2, load)
+    for target in targets:
+        assert all((flat.holder == SENTINEL).all() for flat in target.flats)
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("spoiled", ["own", "shared"])
+def test_ranks_that_see_a_right_copy_read_for_those_that_do_not(
+    spoiled: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One node's own copy is damaged, or the one that the other nodes read."""
+    save = write(tmp_path / "shared", Topology(1, 3))
+    hosts = [tmp_path / f"nvme{number}" for number in range(2)]
+    scatter(save, hosts, lambda _name: [0])
+    saved = read_state(save, MODEL, Topology(1, 3))
+    flip((hosts[0] if spoiled == "own" else save) / shard(2))
+    with caplog.at_level(logging.WARNING):
+        check_twice(load_scattered(hosts, MODEL, Topology(3, 4), save), saved)
+    (told,) = list_warnings(caplog)
+    assert str(hosts[0] if spoiled == "own" else save) in told
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated"])
+def test_a_node_whose_copy_is_damaged_is_fed_by_the_others(damage: str, tmp_path: Path) -> None:
+    """Copies on several nodes, without further places; found by checksums, or when they are read."""
+    save = write(tmp_path / "away", Topology(1, 3))
+    saved = read_state(save, MODEL, Topology(1, 3))
+    hosts = [tmp_path / f"host{number}" for number in range(3)]
+    scatter(save, hosts, lambda name: [0, 1] if name == shard(1) else [0, 1, 2])
+    targets = make_targets(MODEL, Topology(3, 3))
+
+    def load(rank: int, comm: Comm) -> Loaded:
+        index = open_checkpoint(str(hosts[rank]), comm, join_groups(targets[rank], comm)[0])
+        if rank == 0 and damage == "flipped":
+            flip(hosts[0] / shard(1), index)
+        elif rank == 0:
+            os.truncate(hosts[0] / shard(1), 100)
+        return load_rank(index, targets[rank], comm, Options())
+
+    check_twice(run_ranks(3, load), saved)
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_conversions_and_exports_go_on_with_other_copies(nodes: int, tmp_path: Path) -> None:
+    save, nvme, _ = two_places(tmp_path, Topology(1, 3))
+    convert_checkpoint(str(save), str(tmp_path / "right"))
+    export_safetensors(open_checkpoint(str(save), Comm()), str(tmp_path / "weights"))
+    flip(nvme / shard(1))
+
+    def write_both(_rank: int, comm: Comm) -> None:
+        index = open_checkpoint(str(save), comm, also=[str(nvme)])
+        convert_index(index, str(save), str(tmp_path / "converted"), comm, ConvertOptions())
+        export_safetensors(index.change(failed=set()), str(tmp_path / "exported"), comm)
+
+    run_ranks(nodes, write_both)
+    assert read_bytes(tmp_path / "converted") == read_bytes(tmp_path / "right")
+    assert read_bytes(tmp_path / "exported") == read_bytes(tmp_path / "weights")
+
+
+def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_with_all(tmp_path: Path) -> None:
+    save = write(tmp_path / "all", Topology(1, 2))
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [int(name.split("_")[3])])
+    alone, with_all = indices(hosts), indices(hosts, save)
+
+    def write_both(rank: int, comm: Comm, held: Sequence[AtomicIndex], name: str) -> None:
+        convert_index(held[rank], str(save), str(tmp_path / f"{name}-converted"), comm, ConvertOptions())
+        export_safetensors(held[rank], str(tmp_path / f"{name}-exported"), comm)
+
+    with pytest.raises(UnsupportedError, match=r"a conversion reads its part of each.*that has them all \("):
+        run_ranks(2, lambda rank, comm: write_both(rank, comm, alone, "alone"))
+    with pytest.raises(UnsupportedError, match=r"an export reads its part of each.*that has them all \("):
+        run_ranks(2, lambda rank, comm: export_safetensors(alone[rank], str(tmp_path / "out"), comm))
+    run_ranks(2, lambda rank, comm: write_both(rank, comm, with_all, "whole"))
+    convert_checkpoint(str(save), str(tmp_path / "right"))
+    assert read_bytes(tmp_path / "whole-converted") == read_bytes(tmp_path / "right")
+
+
+def test_who_can_read_what_is_kept_small_when_copies_fail() -> None:
+    sight = Sight.lose(None, [frozenset({1}), frozenset(), frozenset({1}), frozenset({0, 2})], 3)
+    assert sight.views.tolist() == [0, 1, 0, 2]
+    assert [sight.can_read(rank).tolist() for rank in range(4)] == [
+        [True, False, True],
+        [True, True, True],
+        [True, False, True],
+        [False, True, False],
+    ]
+    less = Sight.lose(sight, [frozenset({0}), *[frozenset()] * 3], 3)
+    assert less.can_read(0).tolist() == [False, False, True]
+    assert all(less.can_read(rank).tolist() == sight.can_read(rank).tolist() for rank in (1, 2, 3))
+
+
+def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one meets a place that the first one has passed over already."""
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    for path in paths:
+        Path(path).write_bytes(bytes(range(100)))
+    both, read = threading.Barrier(2), StoredFile.read
+
+    def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
+        if file.path == paths[0]:
+            both.wait(10)
+            raise CheckpointError(f"{file.path}: cannot be read.")
+        read(file, views, offset)
+
+    monkeypatch.setattr(StoredFile, "read", fail)
+    monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
+    monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", lambda *_: None)
+    stored = StoredAtoms((FileRef(paths[0], 100, None, tuple(paths)),), (Record(0, 0, 100, None),), {})
+    into = bytearray(100)
+    requests = [Request(0, low, 50, (Part(50, 0, low),)) for low in (0, 50)]
+    with CopyReader(stored) as reader:
+        reader.read_parallel(requests, [MemorySink(memoryview(into))], 2)
+    assert into == bytes(range(100))
 
 
 def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Path) -> None:

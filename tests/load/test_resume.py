@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,15 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
-from deepspeed_ucp.load.resume import LoaderChoice, _resume_tag, decide, find_own_differences, resume, verify_all
+from deepspeed_ucp.load.resume import (
+    LoaderChoice,
+    _resume_tag,
+    decide,
+    find_damage,
+    find_own_differences,
+    resume,
+    verify_all,
+)
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
@@ -210,6 +219,26 @@ def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
             run_ranks(2, lambda _, comm: verify_all(index, comm))
         flip(Path(index.stored.files[record.file].path), record.offset, 3)
     run_ranks(2, lambda _, comm: verify_all(index, comm))
+
+
+def test_damage_is_looked_for_where_deepspeed_reads(tmp_path: Path) -> None:
+    """In the first place, whatever is nearer."""
+    model = Model((Param("a", (3, 5)),))
+    for name in ("first", "near"):
+        write_checkpoint(tmp_path / name, model, random_state(model, 0), Topology(1, 2), tag="tag")
+    index = open_checkpoint(str(tmp_path / "first/tag"), Comm())
+    record = index.stored.records[-1]
+    path = Path(index.stored.files[record.file].path)
+    near = str(tmp_path / "near/tag" / path.name)
+    files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.stored.files]
+    index = index.change(files=tuple(files))
+    flip(Path(near), record.offset, 3)
+    assert find_damage(index, Comm(), others=True) == []
+    flip(path, record.offset, 3)
+    (told,) = find_damage(index, Comm(), others=True)
+    assert f"{path}: the" in told
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        find_damage(index, Comm(), others=False)
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
