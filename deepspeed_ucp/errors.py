@@ -37,17 +37,13 @@ class ConfigError(UcpError):
 
 
 class CheckpointError(UcpError):
-    """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps."""
-
-
-class DamageError(CheckpointError):
-    """Bytes of records are not what was saved.
+    """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps.
 
     Attributes:
-        records: their numbers in the index, where this rank has found it.
+        damaged: records of the index whose bytes are not what was saved, where this rank has found it.
     """
 
-    records: tuple[int, ...] = ()
+    damaged: tuple[int, ...] = ()
 
 
 class MismatchError(UcpError):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..atoms import AtomicIndex, Record, StoredAtoms
 from ..comm import Comm
-from ..errors import DamageError
+from ..errors import CheckpointError
 from ..flat import find_gaps
 from ..io.checksum import Checked, merge_checks
 from ..plan.claims import DISCARD, Part, Request
@@ -117,14 +117,14 @@ def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[
             yield Request(record, begin, size, (Part(size, DISCARD, 0),))
 
 
-def _tell_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> DamageError:
+def _tell_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> CheckpointError:
     """The first of the records that are damaged, by number with the CRC32s that were found."""
     number, crc = next(iter(damaged.items()))
     record = index.stored.records[number]
-    error = DamageError(
+    error = CheckpointError(
         f"{index.stored.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, "
         f"the writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the file from a copy, "
         "or take another tag."
     )
-    error.records = tuple(damaged)
+    error.damaged = tuple(damaged)
     return error

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from ..atoms import AtomicIndex, StoredAtoms
 from ..comm import Comm
-from ..errors import CheckpointError, DamageError, UcpError, shorten
+from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import Identity, identify_file
 from ..io.read import sum_range
 from ..io.store import open_stored
@@ -84,8 +84,8 @@ def persist(index: AtomicIndex, work: Callable[[AtomicIndex], T], comm: Comm) ->
 def _list_damaged(error: BaseException | None) -> tuple[int, ...]:
     """The records that this rank has found damaged, by the error or those that it was raised from."""
     while error is not None:
-        if isinstance(error, DamageError) and error.records:
-            return error.records
+        if isinstance(error, CheckpointError) and error.damaged:
+            return error.damaged
         error = error.__cause__
     return ()
 

@@ -54,6 +54,7 @@ def spoil(folder: Path) -> None:
         stream.write(data)
 
 
+@pytest.mark.exhaustive
 def test_what_is_missing_or_damaged_is_taken_from_another_place(
     sources: Any, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
