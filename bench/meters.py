@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 _SELF = Path("/proc/self")
@@ -11,21 +12,23 @@ _SELF = Path("/proc/self")
 @dataclass(frozen=True)
 class Io:
     """Bytes: `storage` came from the storage, `requested` were asked of read calls (cached or not), `written` will
-    go to the storage (the kernel counts a page when it becomes dirty).
+    go to the storage (the kernel counts a page when it becomes dirty). `busy`: seconds of processors.
     """
 
     storage: int
     requested: int
     written: int = 0
+    busy: float = 0.0
 
     @classmethod
     def now(cls) -> Io:
         """The counters of this process and of the children that it has waited for."""
         fields = _fields("io")
-        return cls(fields["read_bytes"], fields["rchar"], fields["write_bytes"])
+        return cls(fields["read_bytes"], fields["rchar"], fields["write_bytes"], sum(os.times()[:4]))
 
     def __sub__(self, other: Io) -> Io:
-        return Io(self.storage - other.storage, self.requested - other.requested, self.written - other.written)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Io(*(now - then for now, then in pairs))
 
 
 def resident_bytes() -> int:

@@ -22,7 +22,7 @@ ALLOWANCE_MIB = 64
 
 @dataclass(frozen=True)
 class Measured:
-    """One load (or floor): seconds of the slowest rank; bytes summed over ranks, memory of the worst rank.
+    """One load (or floor): seconds of the slowest rank, bytes and processor time of all, memory of the worst one.
 
     `fault` says why a load of upstream's came to nothing (its seconds are 0 then), or what it got wrong.
     """
@@ -31,7 +31,7 @@ class Measured:
     round: int
     seconds: float
     storage_bytes: int
-    requested_bytes: int
+    busy: float = 0.0
     extra_bytes: int = 0
     kept_bytes: int = 0
     reported_bytes: int = 0
@@ -156,8 +156,8 @@ ratios. The time is that of `engine.load_checkpoint` alone in an engine that is 
 rank. The floor is {THREADS} threads a process that read the records of the state once, in two ways in each round, of
 which the faster counts: `preadv` into buffers that they reuse; and past the page cache (`O_DIRECT`) with what a reader
 of that kind cannot do without, a checksum in the cache and a copy out to fresh memory.
-*From storage* is `read_bytes` of /proc/self/io summed over ranks; *asked of read()* is `rchar`, which also counts what
-the page cache holds because a neighbour has read it. *Extra memory a rank* is the peak resident size during the load
+*Processor* is what all processes together used of it, the system's work for them included; *from storage* is
+`read_bytes` of /proc/self/io, likewise. *Extra memory a rank* is the peak resident size during the load
 (VmHWM, reset before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the
 process holds after beyond its size before and the optimizer state that the load allocated; the worst rank of all
 rounds. After each load each parameter's state is compared with what was saved, by sums of its elements' bits weighted
@@ -252,7 +252,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def cases_table(results: Results, cases: Sequence[Case]) -> str:
     has_own = any(case.name == "deepspeed" for case in cases)
-    header = ["load", "seconds, median (min-max)", "from storage", "× state", "asked of read()", "extra memory a rank"]
+    header = ["load", "seconds, median (min-max)", "processor", "from storage", "× state", "extra memory a rank"]
     header += ["÷ DeepSpeed's"] * has_own + ["÷ floor", "upstream's ÷ this"]
     rows = [_row(results, case, has_own) for case in cases if any(m.case == case.name for m in results.measured)]
     return table(header, rows)
@@ -268,9 +268,9 @@ def _row(results: Results, case: Case, has_own: bool) -> list[str]:
     return [
         case.title,
         f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}){wrong}",
+        f"{median(m.busy for m in measured):.2f} s",
         _gib(median(m.storage_bytes for m in measured)),
         f"{median(m.storage_bytes for m in measured) / results.state_bytes:.3f}",
-        _gib(median(m.requested_bytes for m in measured)),
         "" if case.is_floor else f"{results.extra_mib(case.name):.0f} MiB",
         *own,
         _ratio(results.ratio(case.name, case.floor)),
@@ -296,7 +296,7 @@ def summarise_loads(results: Results, cases: Sequence[Case], source: str) -> lis
     return rows
 
 
-_KEYS = ("title", "seconds", "storage", "factor", "asked", "extra", "floor", "upstream")
+_KEYS = ("title", "seconds", "busy", "storage", "factor", "extra", "floor", "upstream")
 
 
 def phases_table(results: Results, cases: Iterable[Case]) -> str:

@@ -157,7 +157,7 @@ class Bench:
         except RankFailed as error:
             if not is_upstream:
                 raise
-            return Measured(case, round_, 0.0, 0, 0, fault=_tell_failure(error))
+            return Measured(case, round_, 0.0, 0, fault=_tell_failure(error))
         return self._judge(case, round_, told)
 
     def _judge(self, case: str, round_: int, told: Sequence[dict[str, Any]]) -> Measured:
@@ -182,7 +182,7 @@ class Bench:
     def _measure_floor(self, case: str, round_: int) -> Measured:
         pieces, direct = self.suite.find_pieces(self.checkpoint / TAG), case.endswith(DIRECT)
         if direct and not allows_direct(pieces[0].file):
-            return Measured(case, round_, 0.0, 0, 0, fault="this file system has no O_DIRECT")
+            return Measured(case, round_, 0.0, 0, fault="this file system has no O_DIRECT")
         with self._ranks(self.suite.floors[case], floor_body(pieces, direct=direct), case) as ranks:
             parts = ranks.run(before=lambda: make_cold(self.checkpoint))
         return Measured(case, round_, **_combine(parts))
@@ -225,7 +225,7 @@ def _combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "seconds": max(part["seconds"] for part in parts),
         "storage_bytes": sum(part["io"].storage for part in parts),
-        "requested_bytes": sum(part["io"].requested for part in parts),
+        "busy": sum(part["io"].busy for part in parts),
     }
 
 
@@ -259,7 +259,7 @@ def run_rounds(bench: Bench, chosen: Sequence[str], rounds: int) -> list[Measure
             result = bench.measure(case, round_)
             measured.append(result)
             say(
-                f"round {round_ + 1}/{rounds}  {case:13}  {result.seconds:7.2f} s  "
+                f"round {round_ + 1}/{rounds}  {case:13}  {result.seconds:7.2f} s  {result.busy:5.2f} s busy  "
                 f"{result.storage_bytes / (1 << 30):6.2f} GiB from storage  "
                 f"extra {result.extra_bytes >> 20} MiB, kept {result.kept_bytes >> 20} MiB  {result.fault}"
             )

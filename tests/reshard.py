@@ -80,6 +80,8 @@ PATIENT = UniversalConfig(threads=1)
 class FakeTarget(Target):
     """One rank of a live engine: sentinel-filled buffers and a real optimizer over them.
 
+    Even ranks' masters are what their copies give back; odd ranks' are not, so that ranks differ in it.
+
     `model` is what this model-parallel rank holds (local shapes), `rank` its data-parallel rank.
     """
 
@@ -106,7 +108,7 @@ class FakeTarget(Target):
         held = {name for param in self.own.owners for name in param.atoms}
         self.folded = {name for name in held if topology.folds_experts and find_layer(model, name)}
         self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners if p.name in held}
-        self.flats = []
+        self.flats, self.made_from = [], []
         self.collect()
         groups = [[f.holder for f in self.flats if f.group == g] for g in range(len(self.own.groups))]
         fixed = own_state(State({}, groups=({},) * len(model.groups)), self.own).groups
@@ -125,6 +127,7 @@ class FakeTarget(Target):
                 holder = holder.view(flat.own[0].shape)
             part = self.own.seat(flat.group, self.kind, self.rank)[0] if self.kind.partitions else 0
             self.add_flat(lay_flat(self.own, self.kind, flat), part, holder.requires_grad_())
+            self.made_from.append([] if kind == "raw" or self.rank % 2 else [self.flats[-1].data.bfloat16()])
             cuts = self.flats[-1].buffer.cuts(part)
             assert cuts == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
 
@@ -154,8 +157,11 @@ class FakeTarget(Target):
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(name, param.trains) for param in group for name in param.atoms] for group in self.own.groups]
 
+    def find_copies(self, flat: int) -> list[torch.Tensor]:
+        return self.made_from[flat]
+
     def refresh_copies(self) -> None:
-        """There are no copies."""
+        """Nobody looks at the copies after a load."""
 
     @property
     def label(self) -> str:
@@ -280,7 +286,11 @@ def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> Atomic
 
 @dataclass(frozen=True)
 class Options:
-    """How to load. `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`."""
+    """How to load.
+
+    `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`; `share`: of free memory, to fill
+    buffers apart.
+    """
 
     chunk: int = CHUNK
     window: int = 1 << 20
@@ -289,6 +299,7 @@ class Options:
     strict: bool = True
     config: UniversalConfig = PATIENT
     order: tuple[int, ...] | None = None
+    share: float = 0.0
 
     @property
     def sizes(self) -> ReadSizes:
@@ -344,7 +355,7 @@ def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> No
 
 def plan(index: AtomicIndex, rank: Loaded, options: Options) -> Transfer:
     """Have a rank's part of the load planned; collective."""
-    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes)
+    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes, share=options.share)
     return rank.transfer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,23 +19,35 @@ class Buffer:
     """A destination tensor, and the 1-D memory that is filled for it.
 
     The memory is the tensor's own, or memory apart that :meth:`commit` brings to the tensor: where the tensor is not
-    flat, and where it is part of the engine and has to stay as it is until every rank has agreed.
+    flat, and where it is part of the engine and has to stay as it is until every rank has agreed. What can be made
+    again is filled in place all the same.
 
     Args:
         tensor: the destination, any shape and device.
         fresh: it is not part of the engine yet, so that it may be filled before all is verified.
         spans: ranges of elements [low, high) that will be filled.
         in_file: its memory is a file's.
+        copies: 1-D, one after the other what the tensor's values may have been made from; none if unknown.
 
     Attributes:
         fresh: the same of ``memory``.
     """
 
-    def __init__(self, tensor: torch.Tensor, fresh: bool, spans: Iterable[Span] = (), *, in_file: bool = False) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        fresh: bool,
+        spans: Iterable[Span] = (),
+        *,
+        in_file: bool = False,
+        copies: Sequence[torch.Tensor] = (),
+    ) -> None:
         is_flat, self.in_file = tensor.dim() == 1 and tensor.is_contiguous(), in_file
         self.tensor, self.fresh, self.spans = tensor, fresh or not is_flat, spans
         self._memory = tensor if is_flat else None
         self._bytes: memoryview | None = None
+        self._copies = copies
+        self._origin: Sequence[torch.Tensor] = ()
 
     @property
     def memory(self) -> torch.Tensor:
@@ -50,6 +62,23 @@ class Buffer:
         if self._bytes is None:
             self._bytes = memoryview(self.memory.view(torch.uint8).numpy())
         return self._bytes
+
+    def set_in_place(self) -> bool:
+        """Fill the tensor's own memory before all is verified, if what it holds can be made again to the bit.
+
+        So it is before the first step: masters are made from their copies, and states are zero.
+        """
+        if self._memory is not self.tensor or not self.tensor.numel():
+            return False
+        zeros = self.tensor.new_zeros(1).expand(self.tensor.numel())
+        self._origin = next((made for made in ([zeros], self._copies) if _is_made_from(self.tensor, made)), ())
+        self.fresh = bool(self._origin)
+        return self.fresh
+
+    def undo(self) -> None:
+        """Give back the values that were filled over in place."""
+        for values, origin in _pair(self.tensor, self._origin):
+            values.copy_(origin)
 
     def set_apart(self) -> None:
         """Fill other memory, of the host, instead of the tensor's own."""
@@ -66,6 +95,37 @@ class Buffer:
         if self._memory is not None and self._memory is not self.tensor:
             self.tensor.copy_(self._memory.view(self.tensor.shape))
             self._memory = self._bytes = None
+
+
+_PIECE = 1 << 18
+"""Elements that a processor's cache holds twice; a GPU is given more at once."""
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
+    """Whether a 1-D tensor's values are those of others, one after the other, to the bit, in memory of its own."""
+    memory = {each.untyped_storage().data_ptr() for each in origin}
+    if sum(each.numel() for each in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
+        return False
+    bits = _BITS.get(tensor.element_size())
+    return bits is not None and all(_is_same(values, made, bits) for values, made in _pair(tensor, origin))
+
+
+def _is_same(values: torch.Tensor, origin: torch.Tensor, bits: torch.dtype) -> bool:
+    """Equal to the bit once converted; numpy compares four times as fast as torch does."""
+    one, other = values.view(bits), origin.to(values.device).to(values.dtype).view(bits)
+    return np.array_equal(one.numpy(), other.numpy()) if one.device.type == "cpu" else torch.equal(one, other)
+
+
+def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces of a 1-D tensor with those of what it is made from."""
+    begin = 0
+    for each in origin:
+        step = _PIECE if each.device.type == tensor.device.type == "cpu" else 64 * _PIECE
+        for low in range(0, each.numel(), step):
+            piece = each[low : low + step]
+            yield tensor[begin + low :][: piece.numel()], piece
+        begin += each.numel()
 
 
 def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,6 +202,11 @@ class Destinations:
             if self.buffers[number].fresh == fresh:
                 self.buffers[number].memory[low:high].zero_()
 
+    def undo(self) -> None:
+        """Give back what was filled in place."""
+        for buffer in self.buffers:
+            buffer.undo()
+
     def commit(self) -> None:
         """Take the means, and bring everything that was read to where it belongs."""
         for mean in self.means:
@@ -151,16 +216,20 @@ class Destinations:
             buffer.commit()
 
 
-def bind(wants: Wants, tensors: Mapping[Home, torch.Tensor]) -> Destinations:
+def bind(
+    wants: Wants, tensors: Mapping[Home, torch.Tensor], copies: Mapping[Home, Sequence[torch.Tensor]] | None = None
+) -> Destinations:
     """Give every buffer of the wants its tensor.
 
     Args:
         tensors: the live ones, and fresh ones for states; memory that is not among them is made.
+        copies: of the live ones what their values may have been made from.
     """
     buffers = []
     for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):
         known = tensors.get(spec.home)
         tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
-        buffers.append(Buffer(tensor, spec.fresh, spans, in_file=spec.in_file))
+        made_from = (copies or {}).get(spec.home, ())
+        buffers.append(Buffer(tensor, spec.fresh, spans, in_file=spec.in_file, copies=made_from))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
     return Destinations(buffers, sinks, wants.blanks, wants.means)

@@ -1,11 +1,12 @@
 """The direct load: checkpoint bytes into live buffers.
 
-Pass 1 reads every byte that is needed once, with its checksum. What goes to memory that is not part of the engine yet
-(optimizer states of a fresh engine: two thirds of Adam's bytes) is put there; the rest is only checked. When all ranks
-have agreed that every record is what training wrote, pass 2 fills the live buffers, from the page cache that pass 1
-has warmed. So a damaged file leaves the engine as it was, without a second copy of anything in memory. Should a file
-fail in pass 2 for good, the engine is marked as one that must not be used. One that has trained has something to lose:
-where there is memory for it, its buffers are filled apart (``transfer``), and pass 2 is a copy of memory.
+Every byte that is needed is read once, with its checksum, and a damaged file leaves the engine as it was. What goes to
+memory that is not part of the engine yet (optimizer states of a fresh engine: two thirds of Adam's bytes) is put there.
+What can be made again to the bit, as before the first step masters from their 16-bit copies, is filled in place, and
+made again if anything fails. The rest is filled apart, where there is memory for it, and copied when all ranks have
+agreed that every record is what training wrote (``transfer``). Where there is none, it is only checked, and a second
+pass fills the live buffers, from the page cache that the first one has warmed; should a file fail then for good, the
+engine is marked as one that must not be used.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
 from ..io.memory import pause_collection
-from ..io.store import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader, refuse_scattered
@@ -65,10 +64,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     work, saved = _prepare(job, index, target, with_states=with_states)
     with report.phase("plan"), pause_collection():
         index = work.index
-        # A fresh engine's values are of no use to anybody, and memory costs more time than a second pass does, unless
-        # that would ask a store for the same bytes again.
-        apart = engine.global_steps > 0 or asks_store(index, comm)
-        transfer = Transfer(index, work, comm, config, apart=apart)
+        transfer = Transfer(index, work, comm, config)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
@@ -79,7 +75,8 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with report.phase("verify"):
             report.bytes_read += transfer.verify()
 
-    transfer.persist(read)
+    with transfer.undoing():
+        transfer.persist(read)
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
 
     def restore_others() -> None:
@@ -94,7 +91,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         _finish(engine, index, saved, arguments, with_states=with_states)
 
     with guard_engine(engine, with_states=with_states):
-        with report.phase("finish"):  # others' code, which may fail: before the buffers change
+        with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
             comm.run(restore_others)
         if custom:
             with report.phase("custom"):
@@ -117,14 +114,6 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with_scheduler=arguments.load_lr_scheduler_states,
         with_optimizer=arguments.load_optimizer_states,
     )
-
-
-def asks_store(index: AtomicIndex, comm: Comm) -> bool:
-    """Whether some rank reads something of a store; collective where ranks may read in different places."""
-    here = any(is_url(path) for file in index.stored.files for path in (file.places or (file.path,))[:1])
-    if not any(file.places for file in index.stored.files):
-        return here
-    return bool(comm.any_of(np.array([here]))[0])
 
 
 def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:

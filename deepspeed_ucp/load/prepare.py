@@ -135,12 +135,14 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: 
         match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += tell_rounding(wants)
-    tensors = list_tensors(states)
+    tensors, copies = list_tensors(states), {}
     for spec in wants.buffers:
         if spec.home[0] in (MASTER, MODULE):
             held = (target.flats if spec.home[0] == MASTER else extras)[spec.home[1]]
             tensors[spec.home] = held.make_data(match.params)
-    into = bind(wants, tensors)
+        if spec.home[0] == MASTER:
+            copies[spec.home] = target.find_copies(spec.home[1])
+    into = bind(wants, tensors, copies)
     return Work(index, wants, into, states, match, touched)
 
 

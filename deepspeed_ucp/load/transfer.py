@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -34,8 +35,8 @@ class Transfer:
     """One rank's part of a load whose work is known; every step is collective, and they follow each other.
 
     Args:
-        apart: fill live buffers apart where there is memory for it, so that one pass over the files is enough.
         sizes: None takes those for the configured window.
+        share: of each machine's free memory that may be used.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class Transfer:
         comm: Comm,
         config: UniversalConfig,
         *,
-        apart: bool = False,
         sizes: ReadSizes | None = None,
+        share: float = SHARE,
     ) -> None:
         window = config.window_mb << 20
         self.index, self.work, self.comm, self.config = index, work, comm, config
-        self.apart = apart and set_apart(work.into.buffers, window, comm)
+        self.two_passes = not spare_engine(work.into.buffers, window, comm, share)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
         self.plan, self.reader = self._negotiate()
@@ -100,38 +101,62 @@ class Transfer:
             check_samples(index, [index.stored.atoms[key] for key in self.work.touched], comm)
         return nbytes
 
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Inside, what fails leaves the engine as it was."""
+        try:
+            yield
+        except BaseException:
+            self.reader.uploads.finish()  # what is still on its way would arrive afterwards
+            self.work.into.undo()
+            raise
+
     def fill(self) -> list[Checked]:
         """Pass 2: fill the live buffers, from the files or from memory apart; what was read again."""
-        again = [] if self.apart else self.reader.fill_live()
+        again = self.reader.fill_live() if self.two_passes else []
         self.comm.run(self.work.into.commit)  # a rank without memory for it must not leave the others waiting
         return again
 
 
-def set_apart(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
-    """Let all live buffers be filled apart where every machine has the memory; collective, the same on every rank.
+def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, share: float = SHARE) -> bool:
+    """Choose where live buffers are filled, so that whatever fails while files are read changes no engine; collective.
 
-    What is read for them goes into memory of its own in the one pass over the files, and reaches the engine by copies
-    of memory when every rank has agreed: what fails while files are read changes no engine.
+    What can be made again is filled in place. The rest is filled apart, where every machine has the memory, and reaches
+    the engine by copies of memory when every rank has agreed.
 
     Args:
         buffers: all of this rank's.
         window: bytes of memory that reading needs besides.
+
+    Returns:
+        The same on every rank: whether one pass over the files is enough. Otherwise what is left is filled by another.
     """
+    others = [buffer for buffer in buffers if buffer.fresh or not buffer.set_in_place()]
+    is_enough = has_memory(others, window, comm, share)
+    for buffer in buffers:
+        if is_enough and not buffer.fresh:
+            buffer.set_apart()
+    return is_enough
+
+
+def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm, share: float) -> bool:
+    """Whether every machine has memory to fill the live ones of these buffers apart; collective."""
     in_memory = [buffer for buffer in buffers if not buffer.in_file]
     hosted = [buffer for buffer in in_memory if not buffer.fresh or buffer.tensor.device.type == "cpu"]
-    told = comm.gather((identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available()))
+    has_live = not all(buffer.fresh for buffer in buffers)
+    need = sum(buffer.tensor.nbytes for buffer in hosted) + window
+    told = comm.gather((identify_host(), need, measure_available(), has_live))
+    if not any(live for *_, live in told):
+        return True
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
-    for host, nbytes, available in told:
+    for host, nbytes, available, _ in told:
         needed[host] += nbytes
         free[host] = min(available, free.get(host, available))
-    if any(needed[host] > SHARE * free[host] for host in needed):
+    if any(needed[host] > share * free[host] for host in needed):
         if comm.rank == 0:
             logger.info("not enough free memory to fill the engine's buffers apart: they are read in a second pass")
         return False
-    for buffer in buffers:
-        if not buffer.fresh:
-            buffer.set_apart()
     return True
 
 

@@ -238,6 +238,14 @@ class Target(ABC):
     def refresh_copies(self) -> None:
         """Make the model's own copies from the masters as DeepSpeed does after a step; collective."""
 
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        """What a flat buffer was made from at the start: 1-D tensors, one after the other; none if not in memory.
+
+        Args:
+            flat: its number among ``flats``.
+        """
+        return ()
+
     @property
     def optimizer(self) -> Any:
         """The torch-style optimizer that keeps states and hyper-parameters, or None."""

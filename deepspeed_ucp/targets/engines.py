@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..atoms import MODULE, MOMENTUM, AtomicIndex
 from ..flat import join_parameters, join_reserved
-from .base import Target
+from .base import Target, flatten
 from .coverage import UnknownLayoutError, check_engine
 from .gathering import gather_in_place
 from .optimizer import is_muon_group
@@ -60,6 +60,10 @@ class Zero12Target(Target):
         for _, flat, partitions, master, process_group in self._list_groups():
             partitions[ds_comm.get_rank(group=process_group)].data.copy_(master.data)
             gather_in_place(flat.data, process_group)
+
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        _, _, partitions, _, process_group = self._list_groups()[flat]
+        return [partitions[ds_comm.get_rank(group=process_group)].detach()]
 
     def list_lost_states(self) -> list[str]:
         # Every rank would get the first one's momentum, cut short.
@@ -140,6 +144,10 @@ class Zero3Target(Target):
                 opt._release_sub_group(index, timers)
         self.drop_secondary_copies()
 
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        copy = self.wrapped.fp16_partitioned_groups_flat[flat]
+        return [] if copy is None or self.flats[flat].swap is not None else [copy.detach()]
+
     @property
     def momentum_in_memory(self) -> dict[int, torch.Tensor]:
         """Muon's momentum beside the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
@@ -198,6 +206,9 @@ class Fp16FusedTarget(Target):
             for param, value in zip(params, _unflatten_dense_tensors(master.data, params), strict=True):
                 param.data.copy_(value)
 
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        return [flatten(param) for param in self.wrapped.fp16_groups[flat]]
+
 
 class Fp16UnfusedTarget(Target):
     """FP16_UnfusedOptimizer (stage 0): a whole master per parameter on every rank."""
@@ -213,6 +224,9 @@ class Fp16UnfusedTarget(Target):
         for params, masters in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
                 param.data.copy_(master.data)
+
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        return [flatten([param for params in self.wrapped.fp16_groups for param in params][flat])]
 
 
 class TorchTarget(Target):

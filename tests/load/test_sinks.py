@@ -115,6 +115,46 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
         assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
 
 
+def test_what_copies_give_back_to_the_bit_is_filled_in_place() -> None:
+    copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
+    made = torch.cat(copies).float()
+    buffer = Buffer(made.clone(), fresh=False, copies=copies)
+    assert buffer.set_in_place() and buffer.fresh and buffer.memory is buffer.tensor
+    buffer.memory.fill_(7.0)
+    buffer.undo()
+    assert raw(buffer.tensor) == raw(made)
+
+
+def test_states_that_are_zero_are_filled_in_place() -> None:
+    zero, negative = (Buffer(torch.tensor([0.0, value]), fresh=False) for value in (0.0, -0.0))
+    assert zero.set_in_place() and not negative.set_in_place()
+    zero.memory.fill_(7.0)
+    zero.undo()
+    assert raw(zero.tensor) == raw(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("values", "copies"),
+    [
+        ([1.5, 2.0], []),
+        ([1.5, 2.0], [[1.5]]),
+        ([1.5, 2.0], [[1.5, 2.0, 3.0]]),
+        ([1.5, 0.0], [[1.5, -0.0]]),
+        ([1.5, 1e-9 + 1.0], [[1.5], [1.0 + 2**-6]]),
+    ],
+    ids=["unknown", "less", "more", "another sign", "trained"],
+)
+def test_what_copies_do_not_give_back_is_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
+    made_from = [torch.tensor(copy).bfloat16() for copy in copies]
+    assert not Buffer(torch.tensor(values), fresh=False, copies=made_from).set_in_place()
+
+
+def test_what_is_its_own_copy_is_not_filled_in_place() -> None:
+    """ZeRO 3 keeps no masters beside the parameters where both would be of one dtype."""
+    own = torch.tensor([1.5, 2.0])
+    assert not Buffer(own, fresh=False, copies=[own.view(-1)]).set_in_place()
+
+
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
     buffer = Buffer(whole.t(), fresh=False, spans=[(0, 6)])
@@ -131,10 +171,10 @@ def test_memory_that_is_left_counts_for_all_of_a_machine(monkeypatch: pytest.Mon
     hosts, free = ("a", "a", "b"), {"a": 134, "b": 67}
 
     def decide(rank: int, comm: Comm) -> bool:
-        buffer = Buffer(torch.zeros(10), fresh=False)
+        buffer = Buffer(torch.ones(10), fresh=False)
         monkeypatch.setattr(transfer, "identify_host", lambda: hosts[comm.rank])
         monkeypatch.setattr(transfer, "measure_available", lambda: free[hosts[comm.rank]])
-        return transfer.set_apart([buffer], 10, comm) == buffer.fresh and buffer.fresh
+        return transfer.spare_engine([buffer], 10, comm) == buffer.fresh and buffer.fresh
 
     assert run_ranks(3, decide) == [True] * 3
     free["a"] = 133

@@ -67,7 +67,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_all(folder: str, model: Model) -> list[Loaded]:
-    """Load into all ranks of a run as a live load does: one pass, into memory apart."""
+    """Load into all ranks of a run as a live load does: one pass."""
     targets = make_targets(model, TARGET)
     index = open_everywhere(folder, targets)
 
@@ -79,7 +79,7 @@ def load_all(folder: str, model: Model) -> list[Loaded]:
 
 def load_rank(index: Any, target: FakeTarget, comm: Comm) -> Loaded:
     loaded = prepare_rank(index, target, comm)
-    loaded.transfer = Transfer(index, loaded.work, comm, UniversalConfig(), apart=True)
+    loaded.transfer = Transfer(index, loaded.work, comm, UniversalConfig())
     loaded.transfer.read()
     loaded.transfer.verify()
     assert loaded.transfer.fill() == []
