@@ -75,8 +75,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with report.phase("verify"):
             report.bytes_read += transfer.verify()
 
-    with transfer.undoing():
-        transfer.persist(read)
+    transfer.persist(read)
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
 
     def restore_others() -> None:

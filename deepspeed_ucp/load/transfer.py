@@ -69,7 +69,7 @@ class Transfer:
             work: calls :meth:`read` and :meth:`verify`.
 
         Raises:
-            UcpError: ``work``'s, the same on every rank.
+            UcpError: ``work``'s, the same on every rank; the engine is as it was.
         """
 
         def attempt(index: AtomicIndex) -> None:
@@ -78,7 +78,8 @@ class Transfer:
                 self.plan, self.reader = self._negotiate()
             work()
 
-        persist(self.index, attempt, self.comm)
+        with self.undoing():
+            persist(self.index, attempt, self.comm)
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""
