@@ -19,6 +19,7 @@ from .carry import collect, hand_out
 from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
+from .io.store import begin_reading, set_storage_options
 from .lifeline import beat
 from .load.direct import guard_engine
 from .load.job import LoadArguments
@@ -60,6 +61,9 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     if options is not None:
         show_decisions()
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
+        if options.storage_options is not None:
+            set_storage_options(options.storage_options)
+        begin_reading(options.also)
         _fit_batch_sizes(config, options)
     original(config)
 

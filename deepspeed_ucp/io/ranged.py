@@ -225,6 +225,8 @@ class RemoteStream(io.RawIOBase):
         """Bytes from ``offset`` on; fewer where the file ends before."""
         low, high = min(offset, self.size), min(offset + nbytes, self.size)
         if low < high:
+            if not self._blocks:  # a header lies at both ends
+                self.read_ahead([(0, _HEAD), (max(self.size - _TAIL, 0), _TAIL)])
             for gap in self._find_gaps(low, high):
                 self._fetch(*self._widen(*gap))
         return b"".join(data[max(low - at, 0) : high - at] for at, data in self._overlapping(low, high))

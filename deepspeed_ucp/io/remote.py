@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..errors import UnsupportedError
 from .attempts import attempt
+from .memory import pause_collection
 from .store import FOLDER, Entry, normalize
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def begin(url: str) -> None:
     """
 
     def work() -> None:
-        with suppress(Exception):
+        with suppress(Exception), pause_collection():
             system, _ = connect(url)
             if is_s3(system):
                 run_request(system, system.set_session)
@@ -93,7 +94,8 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
     with _process.lock:
         if key not in _process.systems:
             try:
-                _process.systems[key] = _open_system(fsspec, *key)
+                with pause_collection():  # a fifth of what the imports take
+                    _process.systems[key] = _open_system(fsspec, *key)
             except (ImportError, ValueError) as error:
                 advice = "pip install 'deepspeed_ucp[s3]' (or [gcs], [abfs]) installs what reads such URLs"
                 raise UnsupportedError(f"{url}: {error}; {advice}.") from error
@@ -198,6 +200,18 @@ def find_entry(url: str) -> Entry | None:
     return entry
 
 
+def is_folder(url: str) -> bool:
+    """As :func:`.store.is_folder`: of S3's one request, as a folder is nothing but the files in it."""
+    system, path = connect(url)
+    if not is_s3(system):
+        found = find_entry(url)
+        return found is not None and found.is_folder
+    with suppress(FileNotFoundError):
+        infos = attempt(lambda: system.ls(path, detail=True), url)
+        return any(info["type"] == "directory" or not _is_marker(info, path) for info in infos)
+    return False
+
+
 def look_up(url: str) -> Entry:
     """What a URL leads to now.
 
@@ -220,6 +234,15 @@ def read_small(url: str) -> bytes:
         OSError: it cannot be read.
     """
     system, path = connect(url)
+
+    async def fetch() -> bytes:  # s3fs would ask for the size first
+        bucket, key, _ = system.split_path(path)
+        answer = await system._call_s3("get_object", Bucket=bucket, Key=key)
+        async with answer["Body"] as body:
+            return bytes(await body.read())
+
+    if is_s3(system):
+        return attempt(lambda: run_request(system, fetch), url)
     return bytes(attempt(lambda: system.cat_file(path), url))
 
 

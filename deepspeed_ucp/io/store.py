@@ -187,8 +187,9 @@ def is_folder(path: str) -> bool:
     """Whether a path leads to a folder."""
     if not is_url(path):
         return os.path.isdir(path)
-    found = find_entry(path)
-    return found is not None and found.is_folder
+    from . import remote
+
+    return remote.is_folder(path)
 
 
 def is_file(path: str) -> bool:

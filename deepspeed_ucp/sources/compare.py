@@ -256,12 +256,10 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
     path = os.path.join(parent, LATEST)
     try:
         told = find_entry(path)
-        if told is None or read_tag(path) != tag:
+        late = [name for changed, name in times if told and changed > told.changed + slack]
+        if not late or len(late) == len(times) or read_tag(path) != tag:
             return []
     except (OSError, CheckpointError):
-        return []
-    late = [name for changed, name in times if changed > told.changed + slack]
-    if not late or len(late) == len(times):
         return []
     text = (
         f"{folder}: {shorten(late)} were written after `{LATEST}`, the other files before it. A save into this tag may "

@@ -245,6 +245,17 @@ def test_a_forked_process_makes_its_own_file_systems(saved: Callable[..., tuple[
     assert remote.connect(URL)[0] is not before
 
 
+def test_a_client_is_made_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what fails there is told where the URL is read."""
+    monkeypatch.setattr(remote._process, "systems", {})
+    store.begin_reading(["/local", "memory://stores/run", "unheard-of://stores"])
+    for thread in [each for each in threading.enumerate() if each.name == "ucp-store"]:
+        thread.join()
+    assert [scheme for scheme, _ in remote._process.systems] == ["memory"]
+    with pytest.raises(UnsupportedError, match="unheard-of"):
+        store.list_folder("unheard-of://stores")
+
+
 def test_neighbours_are_read_by_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     content, url = bytes(range(250)) * 4, "memory://stores/record"
     remote.put_bytes(url, content)

@@ -19,9 +19,11 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import attempts, remote, store
+from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint
+from deepspeed_ucp.stream.samples import check_samples
 from tests.ranks import run_ranks
 from tests.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
 from tests.stores.server import BUCKET, Asked, Server, fail_first, serve
@@ -55,10 +57,14 @@ def small(server: Server, tmp_path_factory: pytest.TempPathFactory) -> State:
 def save(model: Model, folder: Path, name: str) -> State:
     state = random_state(model, 3)
     write_checkpoint(folder, model, state, SOURCE)
+    put(folder, name)
+    return state
+
+
+def put(folder: Path, name: str) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             remote.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
-    return state
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +121,31 @@ def test_a_header_takes_two_requests(server: Server, small: State, large: State)
             assert 1 <= len(gets) <= most and sum(each.nbytes for each in gets) <= 1 << 17
         listings = [each for each in server.asked if each.method == "GET" and each.path == f"/{BUCKET}"]
         assert len(listings) <= 4
+
+
+def test_an_index_takes_few_requests_one_after_the_other(server: Server, large: State) -> None:
+    server.asked.clear()
+    tag = find_tag(f"s3://{BUCKET}/large", None, Comm())
+    open_checkpoint(f"s3://{BUCKET}/large/{tag}", Comm())
+    others = [(each.method, each.path) for each in server.asked if not each.span]
+    listing = ("GET", f"/{BUCKET}")
+    assert others == [
+        ("GET", f"/{BUCKET}/large/latest"),
+        listing,
+        listing,
+        ("HEAD", f"/{BUCKET}/large/latest"),
+    ]
+
+
+def test_masters_and_copies_are_compared_by_few_requests(server: Server, tmp_path: Path) -> None:
+    state = random_state(LARGE, 3, precision="bf16")
+    write_checkpoint(tmp_path, LARGE, state, Topology(1, 2, "bf16"))
+    put(tmp_path, "halves")
+    index = open_checkpoint(find_checkpoint(f"s3://{BUCKET}/halves"), Comm())
+    server.asked.clear()
+    check_samples(index, index.stored.atoms.values(), Comm())
+    assert [len(server.gets(f"rank_{rank}_mp_rank_00_optim_states.pt")) for rank in range(2)] == [16, 16]
+    assert len(server.gets()) == 64
 
 
 @pytest.mark.parametrize(
