@@ -80,7 +80,7 @@ PATIENT = UniversalConfig(threads=1)
 class FakeTarget(Target):
     """One rank of a live engine: sentinel-filled buffers and a real optimizer over them.
 
-    Even ranks' masters are what their copies give back; odd ranks' are not, so that ranks differ in it.
+    The masters of an even number of ranks are what their copies give back; of an odd number nothing is known.
 
     `model` is what this model-parallel rank holds (local shapes), `rank` its data-parallel rank.
     """
@@ -127,7 +127,7 @@ class FakeTarget(Target):
                 holder = holder.view(flat.own[0].shape)
             part = self.own.seat(flat.group, self.kind, self.rank)[0] if self.kind.partitions else 0
             self.add_flat(lay_flat(self.own, self.kind, flat), part, holder.requires_grad_())
-            self.made_from.append([] if kind == "raw" or self.rank % 2 else [self.flats[-1].data.bfloat16()])
+            self.made_from.append([] if kind == "raw" or self.kind.dp % 2 else [self.flats[-1].data.bfloat16()])
             cuts = self.flats[-1].buffer.cuts(part)
             assert cuts == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
 
@@ -288,8 +288,7 @@ def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> Atomic
 class Options:
     """How to load.
 
-    `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`; `share`: of free memory, to fill
-    buffers apart.
+    `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`.
     """
 
     chunk: int = CHUNK
@@ -299,7 +298,6 @@ class Options:
     strict: bool = True
     config: UniversalConfig = PATIENT
     order: tuple[int, ...] | None = None
-    share: float = 0.0
 
     @property
     def sizes(self) -> ReadSizes:
@@ -355,7 +353,7 @@ def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> No
 
 def plan(index: AtomicIndex, rank: Loaded, options: Options) -> Transfer:
     """Have a rank's part of the load planned; collective."""
-    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes, share=options.share)
+    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes)
     return rank.transfer
 
 

@@ -3,10 +3,10 @@
 Every byte that is needed is read once, with its checksum, and a damaged file leaves the engine as it was. What goes to
 memory that is not part of the engine yet (optimizer states of a fresh engine: two thirds of Adam's bytes) is put there.
 What can be made again to the bit, as before the first step masters from their 16-bit copies, is filled in place, and
-made again if anything fails. The rest is filled apart, where there is memory for it, and copied when all ranks have
-agreed that every record is what training wrote (``transfer``). Where there is none, it is only checked, and a second
-pass fills the live buffers, from the page cache that the first one has warmed; should a file fail then for good, the
-engine is marked as one that must not be used.
+made again if anything fails. The rest of an engine that has trained is filled apart, where there is memory for it, and
+copied when all ranks have agreed that every record is what training wrote (``transfer``). Otherwise it is only checked,
+and a second pass fills the live buffers, from the page cache that the first one has warmed; should a file fail then for
+good, the engine is marked as one that must not be used.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
 from ..io.memory import pause_collection
+from ..io.store import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader, refuse_scattered
@@ -64,7 +66,10 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     work, saved = _prepare(job, index, target, with_states=with_states)
     with report.phase("plan"), pause_collection():
         index = work.index
-        transfer = Transfer(index, work, comm, config)
+        # Of a fresh engine nothing is lost that anybody could use, and memory costs more time than a second pass does,
+        # unless that would ask a store for the same bytes again.
+        apart = engine.global_steps > 0 or asks_store(index, comm)
+        transfer = Transfer(index, work, comm, config, apart=apart)
     report.state_bytes = sum(index.stored.atoms[key].nbytes for key in work.touched)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
@@ -113,6 +118,14 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with_scheduler=arguments.load_lr_scheduler_states,
         with_optimizer=arguments.load_optimizer_states,
     )
+
+
+def asks_store(index: AtomicIndex, comm: Comm) -> bool:
+    """Whether some rank reads something of a store; collective where ranks may read in different places."""
+    here = any(is_url(path) for file in index.stored.files for path in (file.places or (file.path,))[:1])
+    if not any(file.places for file in index.stored.files):
+        return here
+    return bool(comm.any_of(np.array([here]))[0])
 
 
 def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:

@@ -36,7 +36,7 @@ class Transfer:
 
     Args:
         sizes: None takes those for the configured window.
-        share: of each machine's free memory that may be used.
+        apart: where live buffers cannot be filled in place, have memory apart rather than a second pass over the files.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Transfer:
         config: UniversalConfig,
         *,
         sizes: ReadSizes | None = None,
-        share: float = SHARE,
+        apart: bool = False,
     ) -> None:
         window = config.window_mb << 20
         self.index, self.work, self.comm, self.config = index, work, comm, config
-        self.two_passes = not spare_engine(work.into.buffers, window, comm, share)
+        self.two_passes = not spare_engine(work.into.buffers, window, comm, apart=apart)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
         self.plan, self.reader = self._negotiate()
@@ -119,11 +119,11 @@ class Transfer:
         return again
 
 
-def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, share: float = SHARE) -> bool:
+def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: bool) -> bool:
     """Choose where live buffers are filled, so that whatever fails while files are read changes no engine; collective.
 
-    What can be made again is filled in place. The rest is filled apart, where every machine has the memory, and reaches
-    the engine by copies of memory when every rank has agreed.
+    What can be made again is filled in place. The rest is filled apart, if that is asked for and every machine has the
+    memory, and reaches the engine by copies of memory when every rank has agreed.
 
     Args:
         buffers: all of this rank's.
@@ -133,28 +133,26 @@ def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, share: floa
         The same on every rank: whether one pass over the files is enough. Otherwise what is left is filled by another.
     """
     others = [buffer for buffer in buffers if buffer.fresh or not buffer.set_in_place()]
-    is_enough = has_memory(others, window, comm, share)
-    for buffer in buffers:
+    if not comm.any_of(np.array([not all(buffer.fresh for buffer in others)]))[0]:
+        return True
+    is_enough = apart and has_memory(others, window, comm)
+    for buffer in others:
         if is_enough and not buffer.fresh:
             buffer.set_apart()
     return is_enough
 
 
-def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm, share: float) -> bool:
+def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     """Whether every machine has memory to fill the live ones of these buffers apart; collective."""
     in_memory = [buffer for buffer in buffers if not buffer.in_file]
     hosted = [buffer for buffer in in_memory if not buffer.fresh or buffer.tensor.device.type == "cpu"]
-    has_live = not all(buffer.fresh for buffer in buffers)
-    need = sum(buffer.tensor.nbytes for buffer in hosted) + window
-    told = comm.gather((identify_host(), need, measure_available(), has_live))
-    if not any(live for *_, live in told):
-        return True
+    told = comm.gather((identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available()))
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
-    for host, nbytes, available, _ in told:
+    for host, nbytes, available in told:
         needed[host] += nbytes
         free[host] = min(available, free.get(host, available))
-    if any(needed[host] > share * free[host] for host in needed):
+    if any(needed[host] > SHARE * free[host] for host in needed):
         if comm.rank == 0:
             logger.info("not enough free memory to fill the engine's buffers apart: they are read in a second pass")
         return False
