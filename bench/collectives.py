@@ -8,9 +8,10 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class ToldComm(Comm):
     Args:
         told: by step what all ranks say, pickled; where nothing is known the others say what this rank says.
         swapped: by step what comes back from each exchange of tables, by what this rank sends.
-        mask: what some rank says yes to, where more than one bit is asked.
+        masks: by step what some rank says yes to.
     """
 
     def __init__(
@@ -54,14 +55,15 @@ class ToldComm(Comm):
         size: int,
         told: dict[str, Sequence[bytes]],
         swapped: Sequence[Callable[[list[Any]], list[Any]]] = (),
-        mask: Any = None,
+        masks: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.rank, self.size, self.told, self.mask = rank, size, told, mask
+        self.rank, self.size, self.told, self.masks = rank, size, told, masks
         self.steps: dict[str, Step] = defaultdict(Step)
         self._swapped = iter(swapped)
 
-    def _note(self, received: int, sent: int) -> None:
-        step = self.steps[find_step()]
+    def note(self, step_name: str, received: int, sent: int) -> None:
+        """Count a collective that this class has no part in."""
+        step = self.steps[step_name]
         step.calls += 1
         step.received += received
         step.sent += sent
@@ -69,25 +71,25 @@ class ToldComm(Comm):
     def gather(self, value: Any) -> list[Any]:
         own = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         blobs = self.told.get(find_step()) or [own] * self.size
-        self._note(self.size * ROW + sum(len(blob) for blob in blobs if len(blob) > ROW - 8), len(own))
+        self.note(find_step(), self.size * ROW + sum(len(blob) for blob in blobs if len(blob) > ROW - 8), len(own))
         return [pickle.loads(blob) for blob in blobs]  # noqa: S301 (of this program)
 
     def once(self, work: Callable[[], Any], src: int = 0) -> Any:
         """Whatever one rank does takes its time on the others too: they wait for it."""
         value = work()
         size = len(pickle.dumps((pickle.dumps(value), None)))
-        self._note(ROW + (size if size > ROW - 8 else 0), 0)
+        self.note(find_step(), ROW + (size if size > ROW - 8 else 0), 0)
         return value
 
     def swap_tables(self, tables: list[Any]) -> list[Any]:
         received = next(self._swapped)(tables)
-        counts = 8 * self.size
-        self._note(counts + sum(table.nbytes for table in received), counts + sum(table.nbytes for table in tables))
+        came, went = (8 * self.size + sum(table.nbytes for table in each) for each in (received, tables))
+        self.note(find_step(), came, went)
         return received
 
     def any_of(self, mask: Any) -> Any:
-        self._note(len(mask), len(mask))
-        return mask if self.mask is None or len(mask) == 1 else self.mask
+        self.note(find_step(), len(mask), len(mask))
+        return self.masks.get(find_step(), mask) if len(mask) > 1 else mask
 
 
 class _Told(Exception):

@@ -15,6 +15,9 @@ from floor import DIRECT, THREADS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+AT_SCALE = ("<!-- at scale: written by bench/scale.py -->", "<!-- end of at scale -->")
+"""What is around that command's part of docs/benchmarks.md."""
+
 MIB = 1 << 20
 WINDOW_MIB = 256  # the plugin's default window_mb
 ALLOWANCE_MIB = 64
@@ -310,6 +313,20 @@ def phases_table(results: Results, cases: Iterable[Case]) -> str:
 def _phase(results: Results, case: Case, phase: str) -> str:
     values = [m.phases[phase] for m in results.of(case.name) if phase in m.phases]
     return f"{median(values):.2f}" if values else ""
+
+
+def find_part(page: str, marks: tuple[str, str]) -> str:
+    """What lies between two marks of a page, with these; empty where they are not there."""
+    _, begin, rest = page.partition(marks[0])
+    inner, end, _ = rest.partition(marks[1])
+    return f"{begin}{inner}{end}" if end else ""
+
+
+def put_part(page: str, marks: tuple[str, str], part: str) -> str:
+    """The page with a part between its marks, at its end where these are not there yet."""
+    marked = f"{marks[0]}\n\n{part.strip()}\n\n{marks[1]}"
+    known = find_part(page, marks)
+    return page.replace(known, marked) if known else f"{page.rstrip()}\n\n{marked}\n"
 
 
 def targets_table(targets: Iterable[Target]) -> str:

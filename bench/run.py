@@ -33,7 +33,19 @@ from offline import Bench as OfflineBench  # noqa: E402
 from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from planning import make_plan_section, measure_plans  # noqa: E402
 from ranks import Body, RankFailed, Ranks  # noqa: E402
-from report import SUMMARY, Measured, Results, describe_machine, explain, make_section, summarise_loads, table  # noqa: E402
+from report import (  # noqa: E402
+    AT_SCALE,
+    SUMMARY,
+    Measured,
+    Results,
+    describe_machine,
+    explain,
+    find_part,
+    make_section,
+    put_part,
+    summarise_loads,
+    table,
+)
 from restart import make_restart_section, measure_restarts  # noqa: E402
 from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
 from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
@@ -333,16 +345,15 @@ def make_page(found: dict[str, Any]) -> str:
 def update_readme(found: dict[str, Any]) -> None:
     """Put the figures between README's marks, where there are any."""
     file = ROOT / "README.md"
-    before, begin, rest = file.read_text().partition(FIGURES[0])
-    _, end, after = rest.partition(FIGURES[1])
-    if not end:
+    page = file.read_text()
+    if not find_part(page, FIGURES):
         return
     rows: list[list[str]] = []
     for suite in (suite for suite in SUITES if suite.name in found):
         rows += summarise_loads(_restore(found[suite.name]), suite.cases, suite.short)
     for offline in (offline for offline in OFFLINE if offline.name in found):
         rows += summarise(restore_runs(found[offline.name]), TITLES, offline.jobs)
-    file.write_text(f"{before}{begin}\n\n{table(SUMMARY, rows)}\n\n{end}{after}")
+    file.write_text(put_part(page, FIGURES, table(SUMMARY, rows)))
 
 
 def _restore(data: dict[str, Any]) -> Results:
@@ -409,6 +420,8 @@ def main() -> None:
         page = make_page(found)
         is_whole = not args.partial and {*found} == {*ALL}
         output = args.output or (ROOT / "docs" if is_whole else out) / "benchmarks.md"
+        if output.exists() and (kept := find_part(output.read_text(), AT_SCALE)):
+            page = f"{page.rstrip()}\n\n{kept}\n"
         output.write_text(page)
         if is_whole and not args.output:
             update_readme(found)

@@ -1,7 +1,7 @@
 """Jobs of thousands of ranks over the real planner: one rank's plan, all ranks' reads, a store in virtual time.
 
     python bench/scale.py --quick     tiny models: does everything run?
-    python bench/scale.py             prints the section of docs/benchmarks.md, draws docs/scale.png
+    python bench/scale.py             writes its section of docs/benchmarks.md, draws docs/scale.png
 
 Each rank's plan is made in a process of its own (`scale_plan.py`); results stay in bench_out/scale.json, so that
 `--jobs` and `--whole` measure some of them anew.
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # the plugin of this checkout, also when it is no
 
 from collectives import AllRanks  # noqa: E402
 from jobs import JOBS, Job  # noqa: E402
-from report import MIB, Target, table, targets_table  # noqa: E402
+from report import AT_SCALE, MIB, Target, put_part, table, targets_table  # noqa: E402
 from scale_plan import FOLDER, SIZES, forecast, stand_in  # noqa: E402
 from storage import STORES, simulate  # noqa: E402
 from whole import count_exchanged, imbalance, plan_all, sum_nodes  # noqa: E402
@@ -37,6 +37,8 @@ WHOLE = ("dense1-1k", "moe-1k", "dense1-10k", "dense3-mid")
 QUICK = ("dense1-quick", "dense3-quick", "moe-quick")
 SECONDS, PEAK_MIB, FACTOR = 5.0, 1024.0, 1.2
 PER_NODE = 8
+BEHIND = ("rounds", "copies", "checks.send_checks", "scale_plan.follow", "scale_plan._exchange", "samples._check_share")
+"""Steps behind the plan."""
 
 
 def say(text: str) -> None:
@@ -108,7 +110,7 @@ def make_scale_section(found: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     plans, whole = list(found["plans"].values()), list(found["whole"].values())
     store = next(iter(STORES.values()))
-    return f"""## Thousands of ranks
+    return f"""## At scale
 
 Written by `{found["command"]}`. Nothing of a network or a store is measured here: the planner is the real one, its
 files, peers and storage are made up. Models: a GPT of 1.01 · 10^12 parameters (128 layers, hidden size 25600; TP8 PP64)
@@ -116,18 +118,21 @@ and a mixture of experts of 1.03 · 10^12 (128 layers of 256 experts, 98,304 par
 own). The headers of the files are in memory, and what a rank hears from the others in each collective is what they
 would say; of their judgement nothing is computed. One rank's plan is everything from the param groups to the finished
 plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`), in seconds of the processor, of some ranks of each job,
-each in a process of its own; the worst counts. *Heard* is what one rank receives in all collectives up to there.
+each in a process of its own; the worst counts. *Heard* is what one rank receives in all collectives up to there, and
+*behind* the seconds of what follows but for reading and copying: checksums and samples that are told and chosen.
 
 {_plans_table(plans)}
 
-### Targets: thousands of ranks
+### Targets: at scale
 
 {targets_table(_make_targets(plans, whole))}
 
 ### What one rank hears, by step
 
 KiB that one rank receives; a step that the ranks do not tell each other much in is left out. Bytes are in proportion
-to files, parameters and ranks, none to a product of these.
+to files, parameters and ranks, none to a product of these. Behind the plan follow, in a fresh engine, *rounds* of
+exchange in both passes with an agreement of one byte each (`scale_plan._exchange`), checksums (`checks.send_checks`),
+and the *copies* in 16 bit that the data-parallel ranks gather from each other, as after every step of training.
 
 {_steps_table(plans)}
 
@@ -164,6 +169,7 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
         "records",
         "atoms",
         "heard",
+        "behind",
         "claims",
         "reads",
     ]
@@ -181,6 +187,7 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
                 f"{worst['records']:,}",
                 f"{worst['atoms']:,}",
                 f"{_heard(worst) / MIB:.1f} MiB",
+                f"{max(each['seconds_behind'] for each in ranks):.2f} s",
                 str(max(each["claims"] for each in ranks)),
                 str(max(each["requests"] for each in ranks)),
             ]
@@ -189,7 +196,8 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
 
 
 def _heard(planned: dict[str, Any]) -> int:
-    return sum(step["received"] for step in planned["steps"].values())
+    """Bytes up to the plan."""
+    return sum(step["received"] for name, step in planned["steps"].items() if name not in BEHIND)
 
 
 def _steps_table(plans: Sequence[dict[str, Any]]) -> str:
@@ -317,8 +325,10 @@ def main() -> None:
     for kind, names in (("plans", plans), ("whole", whole)):
         found[kind] = {name: found[kind][name] for name in names if name in found[kind]}
     section = make_scale_section(found)
-    (out / "scale.md").write_text(section)
-    draw(found, out / "scale.png")
+    folder = out if args.quick or args.out else ROOT / "docs"
+    page = folder / "benchmarks.md"
+    page.write_text(put_part(page.read_text() if page.exists() else "# Benchmarks\n", AT_SCALE, section))
+    draw(found, folder / "scale.png")
     print(section)
 
 

@@ -21,29 +21,34 @@ import numpy as np
 from collectives import AllRanks, ToldComm, count_rows, overhear, silence
 from jobs import JOBS, Job
 from meters import peak_resident_bytes, reset_peak, resident_bytes
-from plan import FakeTarget
 from ranks import release_free_memory
 
-from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex, AtomKey
+from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
+from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.store import Entry
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.census import join_groups, take_census
-from deepspeed_ucp.load.prepare import prepare
+from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import negotiate
 from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.plan import ReadSizes, address_claims
+from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.rounds import MIN_DIRECT
 from deepspeed_ucp.sources import open as opening
 from deepspeed_ucp.sources import places
 from deepspeed_ucp.sources.open import open_checkpoint
+from deepspeed_ucp.stream import samples
+from deepspeed_ucp.stream.checks import find_answering, send_checks
 from deepspeed_ucp.targets.base import Target
 
 FOLDER = "/checkpoints/global_step1000"
+COPY_BYTES = 2
+"""Of an element of a 16-bit copy."""
+
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 SIZES = ReadSizes.within(UniversalConfig().window_mb << 20)
 
@@ -57,7 +62,7 @@ class Script:
         headers: those that the rank may have to read itself, pickled, by file.
         told: by step what all ranks say, pickled.
         tables: by rank the claims on this rank's blocks.
-        mask: which records some rank claims something of.
+        masks: by step what some rank needs: records, atoms.
     """
 
     rank: int
@@ -65,7 +70,7 @@ class Script:
     headers: dict[str, bytes]
     told: dict[str, list[bytes]] = field(default_factory=dict)
     tables: list[Any] = field(default_factory=list)
-    mask: Any = None
+    masks: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -95,8 +100,11 @@ def make_script(job: Job, rank: int) -> Script:
     script.told |= _ask_tellers(job)
     target = forecast(index, job)
     sampler = Sampler(index, target, SIZES)
-    script.mask = np.zeros(len(index.stored.records), np.bool_)
-    script.mask[sampler.touched] = True
+    claimed = np.zeros(len(index.stored.records), np.bool_)
+    claimed[sampler.touched] = True
+    atoms = index.stored.atoms
+    needed = [[state in STATES for state in atoms.list_states()]] * len(atoms.held)
+    script.masks = {"transfer.negotiate": claimed, "prepare._join_touched": np.array(needed, np.bool_).reshape(-1)}
     owned = list(sampler.blocks.owned(rank, sampler.touched))
     claims, one = sampler._claim(owned), replace(sampler.blocks, size=1)  # all of these blocks are this rank's
     script.tables = [address_claims(claims.get(each, ()), one)[0][0] for each in range(job.ranks)]
@@ -117,27 +125,25 @@ def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
 
 def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
     """What the ranks say that speak for their replicas; the others say nothing."""
-    census, groups, shares = silence(job.ranks), silence(job.ranks), [pickle.dumps(([], {}, []))] * job.ranks
+    census, groups = silence(job.ranks), silence(job.ranks)
     for rank in job.tellers:
         target = job.make_target(rank)
         census[rank] = overhear(rank, job.ranks, lambda comm, t=target: take_census(t, [], comm))
         groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: join_groups(t, comm))
-        shares[rank] = pickle.dumps((_list_touched(target), {}, []), pickle.HIGHEST_PROTOCOL)
-    return {"census.take_census": census, "census.join_groups": groups, "prepare._share": shares}
-
-
-def _list_touched(target: Target) -> list[AtomKey]:
-    """What `list_touched` gives, but for a tied module's second instances."""
-    names = [each.name for each in target.held.values()] if isinstance(target, FakeTarget) else target.owned_shapes()
-    return [AtomKey(name, state) for name in names for state in STATES]
+    return {"census.take_census": census, "census.join_groups": groups}
 
 
 @dataclass
 class Planned:
-    """What one rank computed: seconds by phase, most bytes beyond what it began with, its plan, and what it heard."""
+    """What one rank computed: seconds by phase, most bytes beyond what it began with, its plan, and what it heard.
+
+    Attributes:
+        seconds_behind: of what follows the plan, reading and copying left out (:func:`follow`).
+    """
 
     phases: dict[str, float]
     peak_bytes: int
+    seconds_behind: float
     files: int
     headers: int
     most_headers: int
@@ -150,6 +156,37 @@ class Planned:
     claims: int
     judged: int
     steps: dict[str, dict[str, int]]
+
+
+def follow(work: Work, plan: LoadPlan, target: Target, comm: ToldComm) -> None:
+    """What the ranks tell each other behind the plan, in a fresh engine: both passes, checksums, samples, copies.
+
+    Nothing is read. Another rank is taken to have as many checksums for this one as this one has for it.
+    """
+    for fresh in (True, False):
+        _exchange(plan, comm, fresh=fresh)
+        if fresh:
+            read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.requests]
+            send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
+            comm.run(int)
+            with mock.patch.object(samples, "compare_pairs", side_effect=lambda *_: comm.run(int)):
+                atoms = work.index.stored.atoms
+                samples.check_samples(work.index, [atoms[key] for key in work.touched], comm)
+    held = [(flat.buffer.partition, flat.buffer.parts) for flat in target.flats]
+    received = sum(COPY_BYTES * numel * (parts - 1) for numel, parts in held)
+    comm.note("copies", received, sum(COPY_BYTES * numel for numel, _ in held))
+
+
+def _exchange(plan: LoadPlan, comm: ToldComm, *, fresh: bool) -> None:
+    """The agreements and exchanges of a pass, as :class:`~deepspeed_ucp.load.exchange.CollectiveReader` makes them."""
+    comm.run(int)
+    for each in plan.rounds:
+        for step in range(each.steps):
+            comm.run(int)
+            sends, claims = each.pick_step(comm.rank, fresh, step, plan.near)
+            received, sent = (sum(one.nbytes for ones in part for one in ones) for part in (claims, sends))
+            comm.note("rounds", received, sent)
+    comm.run(int)
 
 
 class Planner:
@@ -171,7 +208,7 @@ class Planner:
     def plan(self) -> Planned:
         job, script = self.job, self.script
         target = job.make_target(script.rank)
-        comm = ToldComm(script.rank, job.ranks, script.told, [self._take_tables, self._answer], script.mask)
+        comm = ToldComm(script.rank, job.ranks, script.told, [self._take_tables, self._answer, list], script.masks)
         release_free_memory()
         before = resident_bytes()
         reset_peak()
@@ -187,10 +224,15 @@ class Planner:
             with self.phase("claims, judgement, plan"):
                 fresh = [sink.fresh for sink in work.into.sinks]
                 plan = negotiate(work.wants, fresh, work.index, comm, SIZES)
+            planned_in = dict(self.phases)
+            peak = peak_resident_bytes() - before
+            with self.phase("behind the plan"):
+                follow(work, plan, target, comm)
         told = sum(len(blob) for blobs in script.told.values() for blob in blobs)
         return Planned(
-            self.phases,
-            peak_resident_bytes() - before + told,
+            planned_in,
+            peak + told,
+            self.phases["behind the plan"],
             len(script.entries),
             len(self.read),
             -(-(len(script.entries) - 2) // job.ranks),

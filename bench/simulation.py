@@ -238,8 +238,8 @@ def _make_atoms(shapes: dict[str, Shape]) -> Iterator[UnitedAtom]:
 def _make_index(atoms: Sequence[UnitedAtom], path: str) -> Any:
     """What a reader asks of an index; all records are in one file, which is empty."""
     Path(path).touch()
-    records = tuple(Record(0, 0, atom.nbytes, None) for atom in atoms)
-    return SimpleNamespace(stored=StoredAtoms((FileRef(path, 0),), records, {}))
+    records = [Record(0, 0, atom.nbytes, None) for atom in atoms]
+    return SimpleNamespace(stored=StoredAtoms.of((FileRef(path, 0),), records, ()))
 
 
 @contextmanager

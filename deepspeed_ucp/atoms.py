@@ -6,10 +6,13 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from .errors import CheckpointError
 from .flat import FlatBuffer
@@ -106,6 +109,60 @@ class Record:
     crc: int | None
 
 
+class Records(Sequence[Record]):
+    """Records by number, as columns: there may be a million.
+
+    Attributes:
+        files, offsets, nbytes: of each record; 64-bit integers.
+        crcs: -1 where there is none.
+    """
+
+    __slots__ = ("crcs", "files", "nbytes", "offsets")
+
+    def __init__(self) -> None:
+        self.files, self.offsets, self.nbytes, self.crcs = array("q"), array("q"), array("q"), array("q")
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Records:
+        """Some records as columns; themselves if they are."""
+        if isinstance(records, cls):
+            return records
+        made = cls()
+        for record in records:
+            made.append(record)
+        return made
+
+    def append(self, record: Record) -> None:
+        """Add one."""
+        crc = -1 if record.crc is None else record.crc
+        self.extend((record.file,), (record.offset,), (record.nbytes,), (crc,))
+
+    def extend(self, files: Iterable[int], offsets: Iterable[int], nbytes: Iterable[int], crcs: Iterable[int]) -> None:
+        """Add several, as many of each."""
+        self.files.extend(files)
+        self.offsets.extend(offsets)
+        self.nbytes.extend(nbytes)
+        self.crcs.extend(crcs)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, at: int) -> Record: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Record]: ...
+    def __getitem__(self, at: int | slice) -> Record | list[Record]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        crc = self.crcs[at]
+        return Record(self.files[at], self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """Elements [start, start + numel) of a flattened shard, at byte ``offset`` of record ``record``."""
@@ -117,16 +174,108 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
+class Loose:
+    """One state of one parameter, as fragments in element order."""
+
+    dtype: str
+    fragments: list[Fragment]
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is one fragment, of all elements of a shape; of an empty one, none."""
+        numel, parts = count(shape), self.fragments
+        return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
+
+    def hold(self, place: int) -> tuple[Fragment, ...]:
+        """The fragments of its parameter at a place."""
+        return tuple(self.fragments)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One state of all parameters of a flat buffer, as files hold it: a record for each partition.
+
+    Attributes:
+        buffer: its parameters under the whole model's names.
+        dtype: as stored.
+        records: by partition its record; -1 where no file has it.
+        offsets: by partition the byte of the record at which it begins.
+    """
+
+    buffer: FlatBuffer
+    dtype: str
+    records: Sequence[int]
+    offsets: Sequence[int]
+
+    @cached_property
+    def _is_whole(self) -> bool:
+        return self.buffer.is_whole and len(self.records) == self.buffer.parts and min(self.records) >= 0
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether all partitions are there, and in them every element of each parameter once."""
+        return self._is_whole
+
+    def hold(self, place: int) -> Strip:
+        """The fragments of its parameter at a place."""
+        return Strip(self, place)
+
+
+class Strip(NamedTuple):
+    """The fragments of one parameter of a flat buffer, which are made when they are asked for."""
+
+    spread: Spread
+    place: int
+
+    def find(self, low: int, high: int) -> Iterator[Fragment]:
+        """Those of elements [low, high), and no further elements."""
+        spread, itemsize = self.spread, ITEMSIZE[self.spread.dtype]
+        for part, cut in spread.buffer.find_holders(self.place, low, high):
+            if part < len(spread.records) and (record := spread.records[part]) >= 0:
+                yield Fragment(cut.start, cut.numel, record, spread.offsets[part] + cut.offset * itemsize)
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """What one tensor-parallel rank holds of an atom: its local shape, and fragments in element order."""
 
     shape: tuple[int, ...]
-    fragments: tuple[Fragment, ...]
+    held: tuple[Fragment, ...] | Strip
 
     @property
     def numel(self) -> int:
         """Elements of the shard."""
         return count(self.shape)
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """All of them."""
+        return tuple(self.held.find(0, self.numel)) if isinstance(self.held, Strip) else self.held
+
+    def find(self, low: int, high: int) -> Iterable[Fragment]:
+        """The fragments that hold elements [low, high)."""
+        if isinstance(self.held, Strip):
+            return self.held.find(low, high)
+        first = max(bisect_right(self.held, low, key=lambda fragment: fragment.start) - 1, 0)
+        last = bisect_right(self.held, high - 1, key=lambda fragment: fragment.start)
+        return self.held[first:last]
+
+
+class Holding(NamedTuple):
+    """What files hold of a parameter in one lane.
+
+    Attributes:
+        shape: local.
+        place: of the parameter in what lies there with it.
+        states: by name what lies there.
+    """
+
+    lane: int
+    shape: tuple[int, ...]
+    place: int
+    states: Mapping[str, Spread | Loose]
+
+    def shard(self, state: str) -> Shard:
+        """What it is of an atom."""
+        return Shard(self.shape, self.states[state].hold(self.place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +319,79 @@ class Atom:
         """Bytes that all shards together hold."""
         return self.numel * ITEMSIZE[self.dtype]
 
+    def list_holdings(self) -> Iterator[Holding]:
+        """What holds it, lane by lane."""
+        for lane, shard in enumerate(self.shards):
+            if isinstance(shard.held, Strip):
+                yield Holding(lane, shard.shape, shard.held.place, {self.state: shard.held.spread})
+            else:
+                yield Holding(lane, shard.shape, 0, {self.state: Loose(self.dtype, list(shard.held))})
+
+
+class Atoms(Mapping[AtomKey, Atom]):
+    """Atoms by key, made when they are asked for: of hundreds of thousands one rank looks at few.
+
+    The optimizer's states come first, parameter by parameter, then the model's own tensors in the module's order.
+
+    Args:
+        held: by parameter what holds it, of each state in ascending order of the lanes.
+        module: parameters and buffers of which there are the model's own tensors, in order.
+    """
+
+    __slots__ = ("held", "module")
+
+    def __init__(self, held: Mapping[ParamKey, Sequence[Holding]], module: Iterable[ParamKey]) -> None:
+        self.held, self.module = held, tuple(module)
+
+    @classmethod
+    def of(cls, atoms: Iterable[Atom]) -> Atoms:
+        """Some atoms."""
+        held: dict[ParamKey, list[Holding]] = {}
+        module: dict[ParamKey, None] = {}
+        for atom in atoms:
+            held.setdefault(atom.param, []).extend(atom.list_holdings())
+            module.update({atom.param: None} if atom.state in (COPY, MODULE) else {})
+        return cls(held, module)
+
+    def find_states(self, param: ParamKey) -> dict[str, str]:
+        """The states that a parameter has, with their dtypes."""
+        return {state: what.dtype for each in self.held.get(param, ()) for state, what in each.states.items()}
+
+    def list_states(self) -> list[str]:
+        """The states that there are."""
+        return list(dict.fromkeys(state for held in self.held.values() for each in held for state in each.states))
+
+    def list_names(self, states: Collection[str]) -> set[str]:
+        """Names of the parameters that have one of these states."""
+        return {
+            param.name
+            for param, held in self.held.items()
+            if any(state in each.states for each in held for state in states)
+        }
+
+    def __getitem__(self, key: AtomKey) -> Atom:
+        name, state, instance = key
+        found = [each for each in self.held[ParamKey(name, instance)] if state in each.states]
+        if not found:
+            raise KeyError(key)
+        shards = tuple(each.shard(state) for each in found)
+        return Atom(name, state, found[0].states[state].dtype, shards, instance)
+
+    def __iter__(self) -> Iterator[AtomKey]:
+        for param, held in self.held.items():
+            yield from _list_keys(param, held, of_module=False)
+        for param in self.module:
+            yield from _list_keys(param, self.held[param], of_module=True)
+
+    def __len__(self) -> int:
+        return sum(len({state for each in held for state in each.states}) for held in self.held.values())
+
+
+def _list_keys(param: ParamKey, held: Iterable[Holding], *, of_module: bool) -> Iterator[AtomKey]:
+    for state in dict.fromkeys(state for each in held for state in each.states):
+        if (state in (COPY, MODULE)) == of_module:
+            yield AtomKey(param.name, state, param.instance)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
@@ -197,11 +419,16 @@ class StoredAtoms:
     """
 
     files: tuple[FileRef, ...]
-    records: tuple[Record, ...]
-    atoms: dict[AtomKey, Atom]
+    records: Records
+    atoms: Atoms
     repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
     sight: Sight | None = None
     failed: set[str] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def of(cls, files: Iterable[FileRef], records: Sequence[Record], atoms: Iterable[Atom]) -> StoredAtoms:
+        """From plain sequences."""
+        return cls(tuple(files), Records.of(records), Atoms.of(atoms))
 
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

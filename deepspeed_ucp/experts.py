@@ -125,10 +125,11 @@ def name_experts(name: str, shape: Shape, held: Held) -> dict[str, Shape]:
 
     It is itself; an expert's under the number in the whole layer; or those of several experts, one behind the other.
     """
-    layer = find_layer(name, held)
-    if layer is None:
+    found = _EXPERT.match(name) if held else None
+    layer = found[1] if found else name[: name.rfind(".") + 1]
+    if layer not in held:
         return {name: shape}
-    if found := _EXPERT.match(name):
+    if found:
         return {f"{layer}{held[layer][int(found[2])]}{name[found.end() :]}": shape}
     return {f"{name}.{number}": shape[1:] for number in held[layer]}
 

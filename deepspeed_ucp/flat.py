@@ -147,16 +147,26 @@ class FlatBuffer:
             if begin < end:
                 yield Cut(self.names[place], begin - offset, end - begin, begin - low)
 
-    def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """(partition, first, behind the last) of those that hold elements [low, high) of the parameter at ``place``."""
+    def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, Cut]]:
+        """(partition, what it has) of those that hold elements [low, high) of the parameter at ``place``."""
         begin, whole = self.tensors[place] if self.tensors else (0, prod(self.shapes[place]))
         size = reserve(whole, self.parts) if self.by_parameter else self.partition
-        base = begin if self.by_parameter else self.offsets[place]
+        base, ahead = (begin, self.offsets[place]) if self.by_parameter else (self.offsets[place], 0)
         while low < high and size:
             part = (base + low) // size
             end = min((part + 1) * size - base, high)
-            yield part, low, end
+            yield part, Cut(self.names[place], low, end - low, ahead + base + low - part * size)
             low = end
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the partitions have room for all parameters."""
+        return self.by_parameter or not self.names or self.end <= self.partition * self.parts
+
+    @property
+    def end(self) -> int:
+        """Elements up to the end of the last parameter, where the buffer is cut as a whole."""
+        return self.offsets[-1] + prod(self.shapes[-1])
 
 
 def count_degree(buffers: Iterable[FlatBuffer]) -> int:

@@ -83,8 +83,10 @@ def test_holders_of_elements_are_the_partitions_whose_cuts_have_them(buffer: Fla
     held = {(cut.name, cut.start + at): part for part in parts for cut in buffer.cuts(part) for at in range(cut.numel)}
     for place, numel in enumerate(buffer.numels):
         holders = list(buffer.find_holders(place, numel // 3, numel))
-        assert all(held[buffer.names[place], at] == part for part, low, high in holders for at in range(low, high))
-        assert sum(high - low for _, low, high in holders) == numel - numel // 3
+        spans = [(part, range(cut.start, cut.start + cut.numel)) for part, cut in holders]
+        assert all(held[buffer.names[place], at] == part for part, span in spans for at in span)
+        assert sum(len(span) for _, span in spans) == numel - numel // 3
+        assert all(cut in buffer.cuts(part) for part, cut in buffer.find_holders(place, 0, numel))
 
 
 def test_files_with_fewer_elements_than_the_shapes_have_fewer_cuts() -> None:

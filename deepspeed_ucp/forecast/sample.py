@@ -219,10 +219,10 @@ class Sampler:
         for number, held, place in self.homes[atom.param]:
             if number % tp != tp_rank:
                 continue
-            for part, first, last in held.find_holders(place, low, high):
+            for part, cut in held.find_holders(place, low, high):
                 for dp_rank in held.find_ranks(part, shards):
                     rank = (number // tp * shards + dp_rank) * tp + tp_rank
-                    yield from ((rank, Want(atom, first, last - first, buffer, 0, view)) for view in views)
+                    yield from ((rank, Want(atom, cut.start, cut.numel, buffer, 0, view)) for view in views)
 
 
 def _end(run: Run) -> int:

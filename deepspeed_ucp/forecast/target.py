@@ -19,7 +19,7 @@ from ..plan.foreseen import feed_foreseen
 from ..plan.match import Match, pick_instance
 from ..plan.recast import rename_all
 from ..plan.settling import Shapes, list_weights, settle_index
-from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_states, list_wants
+from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants
 from .degrees import Degrees
 from .experts import Layers, PlannedGroup, plan_groups, spread_layers
 from .split import TIED, Stages, find_layer, place_stages
@@ -159,7 +159,6 @@ def foretell_target(
         weights = {name: sum(atom.nbytes for atom in atoms[ParamKey(name)]) for name in names}
         stages, how = place_stages(index, names, weights, degrees.pp)
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
-    states = list_states(index)
     hypers = [group.hyper for group in index.run.groups] or [{}]
 
     def lay_out(stage: int, lane: int) -> ModelRank:
@@ -169,7 +168,7 @@ def foretell_target(
         grouped = plan_groups(list(zip(held, hypers, strict=True)), layers, shapes, degrees.max_group)
         planned = [(group, find_whole(group, degrees)) for group in grouped]
         flats = [
-            HeldBuffer(flat, 0, lane, degrees.master, join_states(flat, match, states), whole=whole)
+            HeldBuffer(flat, 0, lane, degrees.master, join_states(index, flat, match), whole=whole)
             for group, whole in planned
             for flat in _lay_group(group, shapes, degrees)
         ]

@@ -120,22 +120,23 @@ def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str,
         groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
         return place.pp_rank, groups, target.live_hyper()
 
-    stages: dict[int, tuple[list[Group], list[dict[str, Any]]]] = {}
+    told: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
     for stage, groups, hyper in (each for each in comm.each(tell) if each is not None):
-        if stage in stages:  # the same groups with other experts in them
-            groups = [list(dict.fromkeys(one + more)) for one, more in zip(stages[stage][0], groups, strict=True)]
-        stages[stage] = groups, hyper
+        known, _ = told.setdefault(stage, ([{} for _ in groups], hyper))
+        for one, more in zip(known, groups, strict=True):  # the same groups with other experts in them
+            one.update(dict.fromkeys(more))
+    stages = {stage: ([list(group) for group in groups], hyper) for stage, (groups, hyper) in told.items()}
     if len(stages) == 1:
         return next(iter(stages.values()))
     joined: list[Group] = []
     joined_hyper: list[dict[str, Any]] = []
-    known: dict[tuple[str, int], int] = {}
+    numbers: dict[tuple[str, int], int] = {}
     for groups, hyper in (stages[stage] for stage in sorted(stages)):
         seen: Counter[str] = Counter()
         for group, fields in zip(groups, hyper, strict=False):
             kind = repr(sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING))
             seen[kind] += 1
-            number = known.setdefault((kind, seen[kind]), len(joined))
+            number = numbers.setdefault((kind, seen[kind]), len(joined))
             if number == len(joined):
                 joined.append([])
                 joined_hyper.append(fields)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+
+import numpy as np
 
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
@@ -185,18 +187,30 @@ def _describe_buffer(held: LiveBuffer, lane: int) -> HeldBuffer:
 def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
     index = work.index
-    everyone = comm.gather((work.touched, work.wants.grown, work.match.notes))
-    work.touched = list(dict.fromkeys(key for touched, _, _ in everyone for key in touched))
+    work.touched = _join_touched(index, work.touched, comm)
+    everyone = comm.gather((work.wants.grown, work.match.notes))
     atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
     def tell() -> None:  # rank 0 alone
-        for text in dict.fromkeys(text for _, _, notes in everyone for text in notes):
+        for text in dict.fromkeys(text for _, notes in everyone for text in notes):
             logger.warning("%s", text)
-        _tell(work.match, index.limits.dropped, {item for _, grown, _ in everyone for item in grown.items()})
+        _tell(work.match, index.limits.dropped, {item for grown, _ in everyone for item in grown.items()})
 
     comm.once(tell)
     check_instances(index, census.counts, work.touched, comm)
+
+
+def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
+    """Atoms that some rank needs, in the order of the index, which is the same on every rank; collective."""
+    params, states = index.stored.atoms.held, index.stored.atoms.list_states()
+    places = {param: place for place, param in enumerate(params)}
+    mask = np.zeros((len(places), len(states)), np.bool_)
+    for key in touched:
+        mask[places[key.param], states.index(key.state)] = True
+    needed = comm.any_of(mask.reshape(-1)).reshape(mask.shape)
+    held = list(params)
+    return [AtomKey(held[at].name, states[state], held[at].instance) for at, state in np.argwhere(needed).tolist()]
 
 
 def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -> None:

@@ -13,7 +13,7 @@ from ..atoms import USE_MUON, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
-from ..plan.wants import Home, join_states, list_states
+from ..plan.wants import Home, join_states
 from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
@@ -50,7 +50,6 @@ class OptimizerMatch:
     def __init__(self, index: AtomicIndex, target: Target, match: Match) -> None:
         self.index, self.target, self.match = index, target, match
         self.probes: dict[tuple[int, torch.dtype, int], StateKinds | None] = {}
-        self.states_of = list_states(index)
 
     def saved_params(self, flat: LiveBuffer) -> list[ParamKey]:
         """What a flat buffer's parameters take their state from."""
@@ -58,7 +57,7 @@ class OptimizerMatch:
 
     def saved_states(self, flat: LiveBuffer) -> dict[str, str]:
         """States that the checkpoint has for a flat buffer, with their dtypes."""
-        return join_states(flat.buffer, self.match, self.states_of)
+        return join_states(self.index, flat.buffer, self.match)
 
     def probe(self, flat: LiveBuffer) -> StateKinds | None:
         """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, Records
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
@@ -186,5 +186,5 @@ def negotiate(
     tables, addressed = address_claims(claims, blocks)
     decision = decide(comm.swap_tables(tables), blocks, blocks.owned(comm.rank, touched), sizes, near)
     answers = comm.swap_tables(decision.answers)
-    plan = make_plan(addressed, answers, decision, comm.rank, [record.file for record in records])
+    plan = make_plan(addressed, answers, decision, comm.rank, Records.of(records).files)
     return plan.agree(comm.gather(plan.count_steps(sizes.share)))

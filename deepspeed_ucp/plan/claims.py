@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import Record
+from ..atoms import Record, Records
 from ..sight import Sight
 from .locate import Extent, Want, cut_blocks, locate
 
@@ -176,11 +176,12 @@ class Blocks:
         Args:
             sight: which ranks can read which files.
         """
-        nbytes = np.fromiter((record.nbytes for record in records), np.int64, len(records))
+        records = Records.of(records)
+        nbytes = np.array(records.nbytes, np.int64)
         counts = -(-nbytes // block)
         if sight is None:
             return cls(_number(counts), nbytes, block, size)
-        held = sight.choose([record.file for record in records])
+        held = sight.choose(records.files)
         first = np.zeros(len(records), np.int64)
         for rows in split_groups(held.groups):
             first[rows] = _number(counts[rows])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..atoms import ITEMSIZE, Atom, Fragment
+from ..atoms import ITEMSIZE, Atom, Fragment, Shard
 from ..patterns import Layout, Run, copy_runs, restrict_source
 
 
@@ -86,9 +85,8 @@ def locate(want: Want) -> Iterator[Extent]:
     """The pieces that hold a want, source shard by source shard, in element order."""
     itemsize = ITEMSIZE[want.atom.dtype]
     for shard, runs in _copy_runs(want):
-        fragments = want.atom.shards[shard].fragments
         for run in runs:
-            for fragment, part in _meet(fragments, run):
+            for fragment, part in _meet(want.atom.shards[shard], run):
                 src = part.src - fragment.start + fragment.offset // itemsize
                 dst = part.dst - want.start + want.offset
                 moved = Run(src, dst, part.width, part.count, part.src_step, part.dst_step)
@@ -104,13 +102,10 @@ def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
         yield shard, copy_runs(view.source, shard, view.target, view.rank, want.start, end)
 
 
-def _meet(fragments: tuple[Fragment, ...], run: Run) -> Iterator[tuple[Fragment, Run]]:
+def _meet(shard: Shard, run: Run) -> Iterator[tuple[Fragment, Run]]:
     """The parts of a run by the fragments that hold them."""
     end = run.src + (run.count - 1) * run.src_step + run.width
-    first = bisect_right(fragments, run.src, key=lambda fragment: fragment.start) - 1
-    for fragment in fragments[max(first, 0) :]:
-        if fragment.start >= end:
-            return
+    for fragment in shard.find(run.src, end):
         for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
             yield fragment, part
 

@@ -123,7 +123,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     # Where the optimizer's files are not there, trained parameters have copies alone.
     compared = (MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE)
     matched = match.saved
-    saved = {key.name for key in index.stored.atoms if key.state in compared}
+    saved = index.stored.atoms.list_names(compared)
     # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
     for name in sorted(saved - set(matched.values())):

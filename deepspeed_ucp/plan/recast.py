@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, GroupInfo, ParamKey, Shard
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Atoms, Fragment, GroupInfo, Holding, ParamKey, Shard
 from ..errors import MismatchError, shorten
 from ..flat import Shape
 
@@ -110,16 +110,21 @@ def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] 
         heads[each.blocks[0].name].append(name)
     _check_alike(index, made, used)
     view = _View(used, heads)
-    atoms: dict[AtomKey, Atom] = {}
+    held: dict[ParamKey, list[Holding]] = {}
     repeated: dict[AtomKey, Repeated] = {}
-    for key, atom in index.stored.atoms.items():
-        for name in view.names(key.name):
-            new = key._replace(name=name)
-            atoms[new] = _make_atom(index, new, made[name]) if key.name in used else atom
-            again = _repeat(index, new, made[name]) if key.name in used else index.stored.repeated.get(key, ())
-            repeated.update({new: again} if again else {})
+    for param, holdings in index.stored.atoms.held.items():
+        for new in view.params((param,)):
+            held[new] = list(holdings) if param.name not in used else []
+            for state in index.stored.atoms.find_states(param):
+                key = AtomKey(new.name, state, new.instance)
+                if param.name in used:
+                    held[new] += _make_atom(index, key, made[new.name]).list_holdings()
+                    again = _repeat(index, key, made[new.name])
+                else:
+                    again = index.stored.repeated.get(key, ())
+                repeated.update({key: again} if again else {})
     return index.change(
-        atoms=atoms,
+        atoms=Atoms(held, view.params(index.stored.atoms.module)),
         repeated=repeated,
         scalars=view.move(index.run.scalars),
         groups=tuple(GroupInfo(tuple(view.params(group.members)), group.hyper) for group in index.run.groups),

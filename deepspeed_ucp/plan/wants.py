@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -168,20 +167,17 @@ def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
     return layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1
 
 
-def list_states(index: AtomicIndex) -> dict[ParamKey, dict[str, str]]:
-    """Optimizer states that the checkpoint has of each parameter, with their dtypes."""
-    found: dict[ParamKey, dict[str, str]] = defaultdict(dict)
-    for key, atom in index.stored.atoms.items():
-        if key.state not in (MASTER, MODULE, COPY):
-            found[key.param][key.state] = atom.dtype
-    return {param: dict(sorted(states.items())) for param, states in found.items()}
+def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:
+    """Optimizer states that the checkpoint has of a parameter, with their dtypes."""
+    states = index.stored.atoms.find_states(param)
+    return {state: states[state] for state in sorted(states) if state not in (MASTER, MODULE, COPY)}
 
 
-def join_states(buffer: FlatBuffer, match: Match, states: Mapping[ParamKey, Mapping[str, str]]) -> dict[str, str]:
+def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[str, str]:
     """States that some parameter of a buffer has, with the dtype that the first one has it in."""
     found: dict[str, str] = {}
     for name in reversed(buffer.names):
-        found.update(states.get(match.params[name], {}) if name in match.params else {})
+        found.update(find_states(index, match.params[name]) if name in match.params else {})
     return dict(sorted(found.items()))
 
 

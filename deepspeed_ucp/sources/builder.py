@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, Atom, AtomKey, FileRef, Fragment, ParamKey, Record, Shard, check_coverage
+from ..atoms import (
+    COPY,
+    ITEMSIZE,
+    MODULE,
+    Atom,
+    AtomKey,
+    Atoms,
+    FileRef,
+    Fragment,
+    Holding,
+    Loose,
+    ParamKey,
+    Record,
+    Records,
+    Spread,
+    check_coverage,
+    count,
+)
 from ..errors import CheckpointError
-from ..flat import Cut
+from ..flat import Cut, FlatBuffer
 from ..sight import Sight
 from ..torchsave.records import FileRecord
+from .alike import CRC, NBYTES, OFFSET, Batch, Batches
 from .files import Listing
 from .headers import FileHeader, Piece, Shape, TensorStates
 from .ranks import SavedRank
@@ -42,19 +61,20 @@ class Builder:
     def __init__(self, save: Save, tp: int = 1) -> None:
         self.save, self.tp = save, tp
         self.ranks: list[SavedRank] = []
+        self.batches = Batches(())
         self.instances: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
         self.files: list[FileRef] = []
-        self.records: list[Record] = []
+        self.records = Records()
         self.scalars: dict[ParamKey, dict[str, Any]] = {}
         self.scalar_dtypes: dict[str, str] = {}
         self.irregular: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
-        self._parts: dict[AtomKey, list[list[Fragment]]] = {}
-        self._shapes: dict[AtomKey, list[Shape | None]] = {}
-        self._dtypes: dict[AtomKey, str] = {}
+        self._held: dict[ParamKey, list[Holding]] = {}
+        self._lanes: dict[ParamKey, int] = {}
+        self._module: dict[ParamKey, None] = {}
         self._repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
         for header in save.headers:
             self._file(header)
@@ -71,6 +91,16 @@ class Builder:
         if found is None:
             found = self._record_ids[file, record] = len(self.records)
             self.records.append(Record(file, record.offset, record.nbytes, record.crc))
+        return found
+
+    def number_records(self, batch: Batch, piece: int) -> int:
+        """Number of the first file's record with a piece; those of the batch's other files follow."""
+        first = batch.form.firsts[piece]
+        found = batch.records.get(first)
+        if found is None:
+            found = batch.records[first] = len(self.records)
+            batch.numbers = batch.numbers or array("q", map(self._file, batch.files))
+            self.records.extend(batch.numbers, *(batch.column(first, which) for which in (OFFSET, NBYTES, CRC)))
         return found
 
     def _file(self, header: FileHeader) -> int:
@@ -119,14 +149,59 @@ class Builder:
             if state != COPY:  # copies are looked at, never loaded
                 self.unreadable.update({f"{rank.param(cut.name)} ({state})": piece.fault for cut in cuts})
             return
-        record, offset, itemsize = self.record(header, piece.record), piece.offset, ITEMSIZE[piece.dtype]
+        record = self.record(header, piece.record) if any(cut.numel for cut in cuts) else -1
+        offset, itemsize = piece.offset, ITEMSIZE[piece.dtype]
         shapes = rank.shapes if shapes is None else shapes
         for cut in cuts:
-            name, numel = cut.name, cut.numel
-            place = rank.find_lane(name, self.tp)
-            parts = self._find_parts(rank.key(name, state), place, shapes[name], piece.dtype, header)
-            if numel:
-                parts.append(Fragment(cut.start, numel, record, offset + cut.offset * itemsize))
+            parts = self._find_parts(rank, cut.name, state, shapes[cut.name], piece.dtype, header)
+            if cut.numel:
+                parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
+
+    def add_buffer(self, rank: SavedRank, buffer: FlatBuffer, states: Mapping[str, Spread], header: FileHeader) -> None:
+        """Add what lies in a flat buffer, but for parameters without elements.
+
+        Args:
+            rank: whose it is.
+            buffer: its parameters by the rank's own names.
+            states: of all of them.
+            header: of one of its files.
+
+        Raises:
+            CheckpointError: files disagree about a dtype or shape.
+        """
+        for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
+            if count(shape):
+                self._hold(rank, name, shape, place, states, header)
+
+    def _hold(
+        self,
+        rank: SavedRank,
+        name: str,
+        shape: Shape,
+        place: int,
+        states: Mapping[str, Spread | Loose],
+        header: FileHeader,
+    ) -> None:
+        param, (lane, lanes) = rank.param(name), rank.find_lane(name, self.tp)
+        known = self._held.get(param)
+        if known is None:
+            self._held[param] = [Holding(lane, shape, place, states)]
+            self._lanes[param] = lanes
+            return
+        for each in known:
+            for state in states.keys() & each.states.keys():
+                told, mine = each.states[state].dtype, states[state].dtype
+                if told != mine or (lane == each.lane and shape != each.shape):
+                    self._refuse_other(header, param, state, (mine, shape), (told, each.shape))
+        known.append(Holding(lane, shape, place, states))
+
+    def _refuse_other(
+        self, header: FileHeader, param: ParamKey, state: str, found: tuple[str, Shape], known: tuple[str, Shape]
+    ) -> None:
+        raise CheckpointError(
+            f"{self.save.path(header)}: {param} ({state}) is {found[0]} of shape {found[1]}; other files hold it "
+            f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves."
+        )
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
         """Add parts of a flat buffer that other ranks' files hold as well; arguments as of :meth:`add_cuts`."""
@@ -141,24 +216,19 @@ class Builder:
         return {key: tuple(parts) for key, parts in self._repeated.items()}
 
     def _find_parts(
-        self, key: AtomKey, place: tuple[int, int], shape: Shape, dtype: str, header: FileHeader
+        self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
-        """The fragments of an atom's lane, which ``place`` tells with the number of lanes."""
-        lane, lanes = place
-        shapes = self._shapes.get(key)
-        if shapes is None:
-            shapes = self._shapes[key] = [None] * lanes
-            self._dtypes[key] = dtype
-            self._parts[key] = [[] for _ in range(lanes)]
-        known = shapes[lane]
-        if known is None:
-            shapes[lane] = known = shape
-        if known != shape or self._dtypes[key] != dtype:
-            raise CheckpointError(
-                f"{self.save.path(header)}: {key.param} ({key.state}) is {dtype} of shape {shape}; other files hold it "
-                f"as {self._dtypes[key]} of shape {known}. The folder mixes files of several saves."
-            )
-        return self._parts[key][lane]
+        """The fragments of one state of a parameter that lie alone."""
+        param, (lane, _) = rank.param(name), rank.find_lane(name, self.tp)
+        for each in self._held.get(param, ()):
+            held = each.states.get(state)
+            if isinstance(held, Loose) and each.lane == lane and (held.dtype, each.shape) == (dtype, shape):
+                return held.fragments
+        if state in (COPY, MODULE):
+            self._module[param] = None
+        made = Loose(dtype, [])
+        self._hold(rank, name, shape, 0, {state: made}, header)
+        return made.fragments
 
     def add_states(
         self, rank: SavedRank, cuts: Sequence[Cut], held: TensorStates, numel: int, header: FileHeader
@@ -172,8 +242,21 @@ class Builder:
             numel: elements that a state must have to be element-wise.
             header: of the file where they lie.
         """
+        params = [rank.param(cut.name) for cut in cuts]
+        for state, piece in self.sort_states(params, held, numel, header).items():
+            self.add_cuts(rank, state, cuts, header, piece)
+
+    def sort_states(
+        self, params: Iterable[ParamKey], held: TensorStates, numel: int, header: FileHeader
+    ) -> dict[str, Piece]:
+        """Note what of a tensor's states is not element-wise; those that are.
+
+        Args:
+            params: the parameters in the tensor.
+            held, numel, header: as of :meth:`add_states`.
+        """
         scalars = {n: value for n, value in held.single.items() if numel != 1 or n == "step"} | held.scalars
-        odd = dict(held.other)
+        odd, found = dict(held.other), {}
         for state, piece in held.states.items():
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
@@ -183,14 +266,15 @@ class Builder:
                 expected = f"shape {piece.shape} where the parameter's part has {numel} elements"
                 odd[state] = piece.fault or expected
             else:
-                self.add_cuts(rank, state, cuts, header, piece)
+                found[state] = piece
         for scalar, piece in held.zero_dim.items():
             if scalar in held.scalars:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
-        for param in [rank.param(cut.name) for cut in cuts]:
+        for param in params:
             for state, what in odd.items():  # cannot be cut element by element
                 self.irregular.setdefault(f"{param}.{state}", what)
             self.add_scalars(param, scalars, header)
+        return found
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
         """Add the optimizer's scalars of a parameter; one that every rank counts for itself cannot be cut.
@@ -213,40 +297,68 @@ class Builder:
                     f"{known[key]}. The file belongs to another step or run; put the right one back."
                 )
 
-    def finish_atoms(self) -> dict[AtomKey, Atom]:
+    def finish_atoms(self) -> Atoms:
         """All atoms, coverage checked; of faults each is told on a line of its own.
 
         Raises:
             CheckpointError: a gap, an overlap, or a tensor-parallel rank without its shard.
         """
-        atoms, faults = {}, []
+        faults: list[str] = []
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
-        for key in self._parts:
-            try:
-                atoms[key] = self._finish_atom(key, empty)
-            except CheckpointError as error:
-                faults.append(str(error))
+        for param, held in self._held.items():
+            if not _is_sound(held, self._lanes[param]):
+                self._held[param] = self._join(param, empty, faults)
         if faults:
             more = [f"… and {len(faults) - TOLD} more atoms."] if len(faults) > TOLD else []
             raise CheckpointError(*faults[:TOLD], *more)
-        return atoms
+        return Atoms(self._held, self._module)
 
-    def _finish_atom(self, key: AtomKey, empty: Mapping[tuple[ParamKey, int], Shape]) -> Atom:
-        held, shapes = self._parts[key], self._shapes[key]
-        if None in shapes:
-            shapes = [empty.get((key.param, tp)) if s is None else s for tp, s in enumerate(shapes)]
-        if None in shapes:
-            path = next((self._path_of(fragments[0]) for fragments in held if fragments), self.save.listing.folder)
-            raise CheckpointError(
-                f"{path}: holds {key.param} ({key.state}), the files of tensor-parallel rank {shapes.index(None)} do "
-                "not. The folder mixes files of several saves, or lacks files."
-            )
-        for fragments in held:
+    def _join(self, param: ParamKey, empty: Mapping[tuple[ParamKey, int], Shape], faults: list[str]) -> list[Holding]:
+        """What holds a parameter, of each state one holding in each lane; notes what is not covered."""
+        found: list[Holding] = []
+        for state in dict.fromkeys(state for each in self._held[param] for state in each.states):
+            try:
+                found += self._join_state(param, state, empty)
+            except CheckpointError as error:
+                faults.append(str(error))
+        return found
+
+    def _join_state(self, param: ParamKey, state: str, empty: Mapping[tuple[ParamKey, int], Shape]) -> list[Holding]:
+        held = [each for each in self._held[param] if state in each.states and _has_any(each, state)]
+        if not held:
+            return []
+        dtype, joined = held[0].states[state].dtype, list[Holding]()
+        for lane in range(self._lanes[param]):
+            mine = [each for each in held if each.lane == lane]
+            shape = mine[0].shape if mine else empty.get((param, lane))
+            if shape is None:
+                path = next((self._path_of(part) for each in held for part in each.shard(state).fragments), None)
+                raise CheckpointError(
+                    f"{path or self.save.listing.folder}: holds {param} ({state}), the files of tensor-parallel rank "
+                    f"{lane} do not. The folder mixes files of several saves, or lacks files."
+                )
+            fragments = [part for each in mine for part in each.shard(state).fragments]
             fragments.sort(key=attrgetter("start"))
-        shards = tuple(Shard(shape, tuple(part)) for shape, part in zip(shapes, held, strict=True) if shape is not None)
-        atom = Atom(key.name, key.state, self._dtypes[key], shards, key.instance)
+            joined.append(Holding(lane, shape, 0, {state: Loose(dtype, fragments)}))
+        atom = Atom(param.name, state, dtype, tuple(each.shard(state) for each in joined), param.instance)
         check_coverage(atom, self._path_of)
-        return atom
+        return joined
 
     def _path_of(self, fragment: Fragment) -> str:
-        return self.files[self.records[fragment.record].file].path
+        return self.files[self.records.files[fragment.record]].path
+
+
+def _has_any(held: Holding, state: str) -> bool:
+    """Whether a file has some of a state; some files of a flat buffer may lack it."""
+    return isinstance(held.states[state], Loose) or bool(held.shard(state).fragments)
+
+
+def _is_sound(held: Sequence[Holding], lanes: int) -> bool:
+    """Whether each state of a parameter is there once in each lane, in their order, and all of it."""
+    seen: dict[str, int] = {}
+    for lane, shape, _, states in held:
+        for state, what in states.items():
+            if seen.get(state, 0) != lane or not what.covers(shape):
+                return False
+            seen[state] = lane + 1
+    return all(count == lanes for count in seen.values())

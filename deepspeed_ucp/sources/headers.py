@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,8 +106,8 @@ class OptimHeader:
 
     kind: str
     stage: int
-    masters: tuple[Piece, ...]
-    tensors: tuple[TensorStates, ...]
+    masters: Sequence[Piece]
+    tensors: Sequence[TensorStates]
     owners: tuple[int, ...]
     groups: tuple[dict[str, Any], ...]
     slices: tuple[tuple[tuple[str, int, int], ...], ...] = ()
@@ -191,3 +192,7 @@ class FileHeader:
     layer: dict[str, Piece] | None = None
     folding: tuple[int, int] | None = None
     swap: Piece | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As :meth:`Piece.__reduce__`."""
+        return FileHeader, tuple(getattr(self, name) for name in self.__slots__)

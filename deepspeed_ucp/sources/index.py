@@ -13,6 +13,7 @@ from ..atoms import (
     Atom,
     AtomicIndex,
     AtomKey,
+    Atoms,
     GroupInfo,
     Limits,
     ModelInfo,
@@ -84,7 +85,7 @@ def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> 
 
 def make_index(
     builder: Builder,
-    atoms: dict[AtomKey, Atom],
+    atoms: Atoms,
     optim: OptimHeader | None,
     topology: Topology,
     groups: tuple[GroupInfo, ...],
@@ -108,7 +109,7 @@ def make_index(
     client = tuple(builder.record(save.main, each) for each in model.others)
     return AtomicIndex(
         stored=StoredAtoms(
-            tuple(builder.files), tuple(builder.records), atoms, builder.finish_repeated(), builder.find_sight()
+            tuple(builder.files), builder.records, atoms, builder.finish_repeated(), builder.find_sight()
         ),
         run=RunState(
             scalars=builder.scalars,
@@ -141,7 +142,7 @@ def make_index(
     )
 
 
-def _find_unnoticed(builder: Builder, topology: Topology, atoms: Mapping[AtomKey, Atom]) -> Iterator[str]:
+def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
     if any(strip_writer(name) != name for name in (os.path.basename(file.path) for file in builder.files)):
         yield "files of DeepSpeed's fast writer, whose names its own load does not know"
     if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
@@ -149,13 +150,12 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Mapping[AtomKey
     if any(map(is_expert, builder.aliases)):
         yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
     if topology.wrapper in ("zero12", "bf16") and any(
-        "expert" in key.name and _lacks_copy(key, atoms) for key in atoms
+        "expert" in param.name
+        and not any(COPY in each.states for each in held)
+        and any(MASTER in each.states for each in held)
+        for param, held in atoms.held.items()
     ):
         yield "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for experts"
-
-
-def _lacks_copy(key: AtomKey, atoms: Mapping[AtomKey, Atom]) -> bool:
-    return key.state == MASTER and key._replace(state=COPY) not in atoms
 
 
 def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:

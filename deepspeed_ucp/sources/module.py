@@ -104,13 +104,14 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
     save = builder.save
     seen: dict[str, Piece] = {}
     for (_, expert, mp), header in save.experts.items():
+        folded = set(header.layer or ()) if save.folds_experts else set()
+        rank = SavedRank(mp // save.tp, mp % save.tp, folded=folded)
         for name, piece in (header.layer or {}).items():
             if find_number(name) != expert:
                 raise CheckpointError(
                     f"{save.path(header)}: holds {name}, which is not of expert {expert}. The file "
                     "belongs to another expert or run; put the right one back."
                 )
-            rank = SavedRank(mp // save.tp, mp % save.tp, folded={name} if save.folds_experts else set())
             state = COPY if name in optimized else MODULE
             first = seen.setdefault(name, piece) if save.folds_experts else piece
             if first is piece:

@@ -14,6 +14,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from ..io.read import sum_range
 from ..io.store import choose_map, open_stored
+from .alike import Short, Shortening
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
 from .files import SEAL, Listing, holds_atoms, read_model_rank, sort_files, strip_writer
@@ -501,12 +502,16 @@ def _read_rest(
     names = [name for name in expected if name in listing.sizes and name not in known]
     further = {name for (_, rank), name in listing.model_zero3.items() if rank}
     reader = f" (looked at by rank {comm.rank})" if comm.size > 1 else ""
+    shortening = Shortening(first[-1])
 
-    def read(name: str) -> FileHeader | Finding:
+    def read(name: str) -> FileHeader | Short | Finding:
         look = _read_header(where, name, reader)
-        return look if isinstance(look, Finding) else _slim(look, first[0], repeats=name in further)
+        return look if isinstance(look, Finding) else shortening.cut(_slim(look, first[0], repeats=name in further))
 
-    looks = where.share(names, read, comm, choose_map(listing.folder))
+    looks = [
+        shortening.restore(look) if isinstance(look, Short) else look
+        for look in where.share(names, read, comm, choose_map(listing.folder))
+    ]
     headers = [look for look in looks if isinstance(look, FileHeader)]
     return [*first, *headers], [look for look in looks if isinstance(look, Finding)]
 

@@ -364,9 +364,7 @@ def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
     fields = ("masters", "tensors", "groups", "slices", "partition_count", "paddings", "alignment")
     rows = {field: getattr(optim, field) for field in fields}
     moved: dict[str, Any] = {
-        field: type(row)(row[group] for group in order)
-        for field, row in rows.items()
-        if isinstance(row, (list, tuple)) and len(row) == len(order)
+        field: tuple(row[group] for group in order) for field, row in rows.items() if len(row) == len(order)
     }
     return replace(header, optim=replace(optim, **moved))
 

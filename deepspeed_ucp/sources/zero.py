@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, count, strip_compiled
+from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, Spread, count, strip_compiled
 from ..errors import CheckpointError, shorten
 from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
+from .alike import NUMEL, START, Batches, Run
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors
 from .ranks import SavedRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload
+
+Slices = tuple[tuple[str, int, int], ...]
+"""Parts of parameters in a partition: name, first element of the partition, elements."""
 
 
 def build_zero(builder: Builder) -> None:
@@ -31,6 +36,7 @@ def build_zero(builder: Builder) -> None:
     dealt = [deal_parameters(save, mp) for mp in range(len(save.models))]
     names = [[name for part in chain(*groups) for name in part.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
+    builder.batches = Batches(chain(*save.shards))
     optimized = {name for held in names for name in held}
     for mp, rank in enumerate(builder.ranks):
         _add_rank(builder, rank, dealt[mp], _get_optim(save.shards[mp][0]))
@@ -61,11 +67,6 @@ class HeldParameters:
     def shapes(self) -> dict[str, Shape]:
         """The whole model's parameters."""
         return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
-
-    @cached_property
-    def owners(self) -> dict[str, str]:
-        """The ranks' own name for each of these."""
-        return {strip_compiled(name): strip_compiled(own) for own, held in self.parts.items() for name in held}
 
 
 def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
@@ -159,43 +160,73 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[HeldPa
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(map(drop_fixed, first.groups)) if save.is_sharded else []
+    holders: dict[range, _Holders] = {}
     for index, parts in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
+        own: _Own | None = None
         for place, held in enumerate(parts):
-            shards = [save.shard(rank.pp, each) for each in held.ranks]
+            held_by = holders.get(held.ranks) or holders.setdefault(held.ranks, _find_files(builder, rank, held.ranks))
+            shards = held_by.shards
             rank.shapes.update(held.shapes)
             rank.folded.update(held.shapes if held.folded else ())
             if save.is_sharded:
                 _check_holders(save, rank.pp, index, place, held)
-                buffer = join_reserved(owner or 0, tuple(held.own), tuple(held.own.values()), len(held.ranks))
-            else:
-                buffer = _join_group(builder, shards, index, held.own)
-            buffer = buffer.split(held.parts)
+            own = _lay_own(builder, shards, index, held, owner or 0, own)
+            buffer = own.buffer.split(held.parts)
             if held.folded:
                 _check_folding(save, shards, held.ranks, place)
             if not (held.folded and rank.tp):
-                _add_parts(builder, rank, shards, index, replace(buffer, names=tuple(held.shapes)), held)
+                _Adder(builder, rank, held_by, index, own, replace(buffer, names=tuple(held.shapes))).add()
             members[buffer.group] += map(rank.param, held.shapes)
             flats.append(replace(buffer, ranks=held.ranks if held.named else None))
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
 
 
-def _add_parts(
-    builder: Builder,
-    rank: SavedRank,
-    shards: Sequence[FileHeader],
-    index: int,
-    buffer: FlatBuffer,
-    held: HeldParameters,
-) -> None:
-    """What the ranks of ``shards`` together hold of a flat buffer."""
-    if not buffer.by_parameter:
-        _add_empty(builder, rank, shards[0], index, held.shapes)
-    for place, shard in enumerate(shards):
-        _add_part(_Part(builder, rank, shard, index, buffer, place, buffer.cuts(place)), held.owners)
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """The files of ranks that hold the same parameters, and what these files have alike."""
+
+    shards: list[FileHeader]
+    runs: list[Run]
+
+
+def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
+    shards = [builder.save.shard(rank.pp, each) for each in ranks]
+    return _Holders(shards, builder.batches.list_runs(shards))
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A flat buffer by the ranks' own names for its parameters, which is the same of all expert-parallel ranks."""
+
+    buffer: FlatBuffer
+
+    @cached_property
+    def slices(self) -> list[Slices]:
+        """By partition what DeepSpeed tells of it: (name, first element of the partition, elements)."""
+        cuts = map(self.buffer.cuts, range(self.buffer.parts))
+        return [tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts]
+
+
+def _lay_own(
+    builder: Builder, shards: Sequence[FileHeader], index: int, held: HeldParameters, owner: int, known: _Own | None
+) -> _Own:
+    """The flat buffer of ranks; ``known`` is that of other ranks, which is mostly the same.
+
+    ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
+    """
+    if builder.save.is_sharded:
+        return known or _Own(join_reserved(owner, tuple(held.own), tuple(held.own.values()), len(shards)))
+    partition = _count_elements(builder, shards[0], index)
+    if known and (known.buffer.partition, known.buffer.parts) == (partition, len(shards)):
+        return known
+    alignment = _get_optim(shards[0]).alignment
+    gaps = alignment[index] if alignment else ()
+    names, shapes = tuple(held.own), tuple(held.own.values())
+    return _Own(join_parameters(index, names, shapes, parts=len(shards), partition=partition, gaps=gaps))
 
 
 def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
@@ -219,11 +250,11 @@ def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldPa
     Raises:
         CheckpointError: they are others, or of another expert-parallel rank.
     """
+    ranks = tuple(each + stage * save.dp * save.tp for each in parts.ranks)
     for rank in parts.ranks:
         shard = save.shard(stage, rank)
         header = save.models[stage * save.tp + rank % save.tp][rank // save.tp]
         held, model = _get_optim(shard).partition_ranks, header.model
-        ranks = tuple(each + stage * save.dp * save.tp for each in parts.ranks)
         if held and held[group : group + 1] != (ranks,):
             raise CheckpointError(
                 f"{save.path(shard)}: sub-group {group} is cut over other ranks than {shorten(ranks)}, as the degrees "
@@ -236,154 +267,205 @@ def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldPa
             )
 
 
-def _join_group(builder: Builder, shards: Sequence[FileHeader], group: int, shapes: Mapping[str, Shape]) -> FlatBuffer:
-    """ZeRO 1/2 and BF16_Optimizer: equal partitions of one flat buffer per param group."""
-    alignment = _get_optim(shards[0]).alignment
-    partition = _count_elements(builder, shards[0], group)
-    gaps = alignment[group] if alignment else ()
-    return join_parameters(
-        group, tuple(shapes), tuple(shapes.values()), parts=len(shards), partition=partition, gaps=gaps
-    )
-
-
-def _add_empty(builder: Builder, rank: SavedRank, shard: FileHeader, group: int, shapes: Mapping[str, Shape]) -> None:
-    """Parameters without elements, which older releases keep in the groups."""
-    nothing = _get_optim(shard).masters[group].narrow(0, 0)
-    for name, shape in shapes.items():
-        if not count(shape):
-            builder.add(rank, name, MASTER, shard, replace(nothing, shape=shape))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one data-parallel rank's file holds of a flat buffer.
+@dataclass
+class _Adder:
+    """Adds what the files of some ranks hold of a flat buffer.
 
     Attributes:
-        index: which flat buffer of the file it is.
-        place: which part of the buffer.
-        cuts: of the part.
+        index: which flat buffer of each file it is.
+        own: the buffer under the ranks' own names.
+        buffer: the same under the whole model's.
+        found: by state its dtype, and by partition the record, and the byte of it at which the partition begins.
     """
 
     builder: Builder
     rank: SavedRank
-    shard: FileHeader
+    held_by: _Holders
     index: int
+    own: _Own
     buffer: FlatBuffer
-    place: int
-    cuts: Sequence[Cut]
+    found: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
 
-    @property
-    def optim(self) -> OptimHeader:
-        return _get_optim(self.shard)
+    def add(self) -> None:
+        builder, shards = self.builder, self.held_by.shards
+        if not self.buffer.by_parameter:
+            self._add_empty(shards[0])
+        apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, _get_optim(shards[0]), self.index)
+        for alike in self.held_by.runs:
+            for run in alike.split() if apart else (alike,):
+                self._add_run(run)
+        if spreads := {state: Spread(self.buffer, *told) for state, told in self.found.items()}:
+            builder.add_buffer(self.rank, self.buffer, spreads, shards[0])
 
-    @property
-    def path(self) -> str:
-        return self.builder.save.path(self.shard)
+    def _add_empty(self, shard: FileHeader) -> None:
+        """Parameters without elements, which older releases keep in the groups."""
+        empty = [each for each in zip(self.buffer.names, self.buffer.shapes, strict=True) if not count(each[1])]
+        for name, shape in empty:
+            nothing = _get_optim(shard).masters[self.index].narrow(0, 0)
+            self.builder.add(self.rank, name, MASTER, shard, replace(nothing, shape=shape))
 
-    def add_cuts(self, state: str, cuts: Sequence[Cut], piece: Piece) -> None:
-        self.builder.add_cuts(self.rank, state, cuts, self.shard, piece)
+    def _add_run(self, run: Run) -> None:
+        """The masters, and the optimizer's states.
 
+        Of a sub-group that is swapped only what is in no swap file, as a step, is taken from the state file.
+        """
+        first = self.held_by.shards[run.parts[0]]
+        swaps = self.builder.save.swaps.get((first.name, self.index), {})
+        for state, header in swaps.items():
+            if header.swap is not None:
+                record = self.builder.record(header, header.swap.record)
+                self._put(state, header.swap, run.parts, [record], [header.swap.offset])
+        if not swaps:
+            self._check_masters(run)
+            self._put_pieces(MASTER, self.index, run)
+        if self.index < len(run.batch.form.starts) - 1:
+            for same in self._split(run):
+                self._add_states(same, swaps)
 
-def _add_part(part: _Part, owners: Mapping[str, str]) -> None:
-    """The master, and the optimizer's states.
+    def _split(self, run: Run) -> Iterable[Run]:
+        """The files apart where their states are of different sizes."""
+        form = run.batch.form
+        pieces = [self.index, *form.list_states(self.index)] if form.optim.elastic else form.list_states(self.index)
+        sizes = set(zip(*(run.pick(piece, NUMEL) for piece in pieces), strict=True))
+        return run.split() if len(sizes) > 1 else (run,)
 
-    Of a sub-group that is swapped only what is in no swap file, as a step, is taken from the state file.
-    """
-    swaps = part.builder.save.swaps.get((part.shard.name, part.index), {})
-    for state, header in swaps.items():
-        if header.swap is not None:
-            replace(part, shard=header).add_cuts(state, part.cuts, header.swap)
-    if not swaps:
-        _add_master(part, owners)
-    _add_states(part, swaps)
+    def _check_masters(self, run: Run) -> None:
+        """Whether the files' partitions are as large as they have to be, and of the parameters that they have to be.
 
+        Raises:
+            CheckpointError: naming a file that is of another run.
+        """
+        partition, shards = self.buffer.partition, self.held_by.shards
+        if self.index < len(run.batch.form.optim.masters):
+            sizes = zip(run.pick(self.index, NUMEL), run.pick_padding(self.index), strict=True)
+            found = [size + padding for size, padding in sizes]
+        else:
+            found = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
+        for part, size in zip(run.parts, found, strict=True) if found.count(partition) < len(found) else ():
+            if size != partition:
+                what = "sub-group" if self.buffer.by_parameter else "partition"
+                raise CheckpointError(
+                    f"{self._path(shards[part])}: {what} {self.index} has {size} elements, {partition} are expected. "
+                    "The file belongs to another run or world size; put the right one back."
+                )
+        if not self.buffer.by_parameter:
+            self._check_slices(run)
 
-def _add_master(part: _Part, owners: Mapping[str, str]) -> None:
-    buffer, index = part.buffer, part.index
-    found = _count_elements(part.builder, part.shard, index)
-    if found != buffer.partition:
-        what = "sub-group" if buffer.by_parameter else "partition"
+    def _check_slices(self, run: Run) -> None:
+        """``param_slice_mappings`` tell a shard of another rank or run; their names are right without round robin.
+
+        Raises:
+            CheckpointError: naming a file with other parameters, or with fewer elements than they have.
+        """
+        shards, index = self.held_by.shards, self.index
+        zero = shards[run.parts[0]].config.get("zero_optimization") or {}
+        for part, numel in zip(run.parts, run.pick(index, NUMEL), strict=True):
+            slices, expected = _get_optim(shards[part]).slices, self.own.slices[part]
+            held = slices[index] if index < len(slices) else ()
+            if held != expected and not zero.get("round_robin_gradients"):
+                self._compare_slices(shards[part], held, expected)
+            if expected and expected[-1][1] + expected[-1][2] > numel:
+                self._refuse_short(part, numel)
+
+    def _refuse_short(self, part: int, numel: int) -> None:
+        cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
         raise CheckpointError(
-            f"{part.path}: {what} {index} has {found} elements, {buffer.partition} are expected. The file belongs to "
-            "another run or world size; put the right one back."
+            f"{self._path(self.held_by.shards[part])}: {cut.name} ends beyond the fp32 partition of group {self.index} "
+            f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run."
         )
-    if not buffer.by_parameter:
-        _check_slices(part, owners)
-    master = part.optim.masters[index]
-    for cut in part.cuts:
-        if cut.offset + cut.numel > master.numel:
+
+    def _compare_slices(self, shard: FileHeader, held: Slices, expected: Slices) -> None:
+        found, wanted = (
+            sorted((strip_compiled(name), start, numel) for name, start, numel in each) for each in (held, expected)
+        )
+        if found != wanted:
+            odd = sorted(set(found) ^ set(wanted))[0]
             raise CheckpointError(
-                f"{part.path}: {cut.name} ends beyond the fp32 partition of group {index} "
-                f"({cut.offset + cut.numel} > {master.numel} elements). The file belongs to another rank or run."
+                f"{self._path(shard)}: holds other parts of group {self.index} than this rank's file of this "
+                f"checkpoint has to (first difference: {odd[0]}, elements [{odd[1]}, {odd[1] + odd[2]}) of its "
+                "partition). The file belongs to another rank, run or world size; put the right one back."
             )
-    part.add_cuts(MASTER, part.cuts, master)
 
+    def _add_states(self, run: Run, swapped: Container[str]) -> None:
+        """The optimizer's states in files that have them in the same sizes."""
+        shard = self.held_by.shards[run.parts[0]]
+        optim, form = _get_optim(shard), run.batch.form
+        held = optim.tensors[self.index]
+        pieces = dict(zip(held.states, form.list_states(self.index), strict=False))
+        states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
+        if _keeps_whole_momentum(self.builder.save, optim, self.index):
+            states = self._add_momentum(shard, run.parts[0], states)
+        stored = optim.masters[self.index].numel if optim.elastic else self.buffer.partition
+        params = list(map(self.rank.param, self._list_names(run)))
+        for state in self.builder.sort_states(params, states, stored, shard):
+            self._put_pieces(state, pieces[state], run)
 
-def _add_states(part: _Part, swapped: Container[str]) -> None:
-    optim, index = part.optim, part.index
-    if index >= len(optim.tensors):
-        return
-    held = optim.tensors[index]
-    states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
-    if _keeps_whole_momentum(part.builder.save, optim, index):
-        states = _add_momentum(part, states)
-    stored = optim.masters[index].numel if optim.elastic else part.buffer.partition
-    part.builder.add_states(part.rank, part.cuts, states, stored, part.shard)
+    def _list_names(self, run: Run) -> Iterable[str]:
+        """The parameters of which files have some elements."""
+        if len(run.parts) == self.buffer.parts:
+            return [name for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True) if count(shape)]
+        return dict.fromkeys(cut.name for part in run.parts for cut in self.buffer.cuts(part))
+
+    def _put_pieces(self, state: str, piece: int, run: Run) -> None:
+        """Note where files have a state."""
+        first = run.batch.make_piece(piece, run.files[0])
+        if first.fault:
+            told = (f"{self.rank.param(name)} ({state})" for name in self._list_names(run))
+            self.builder.unreadable.update(dict.fromkeys(told, first.fault))
+            return
+        base = self.builder.number_records(run.batch, piece)
+        self._put(state, first, run.parts, [base + file for file in run.files], run.pick(piece, START))
+
+    def _put(
+        self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
+    ) -> None:
+        nowhere = array("q", [-1]) * self.buffer.parts
+        dtype, held, begins = self.found.setdefault(state, (piece.dtype, nowhere, nowhere[:]))
+        if dtype != piece.dtype:
+            self._refuse_dtype(state, piece.dtype, dtype, parts[0])
+        for part, record, offset in zip(parts, records, offsets, strict=True):
+            held[part], begins[part] = record, offset
+
+    def _refuse_dtype(self, state: str, found: str, known: str, part: int) -> None:
+        cut = self.buffer.cuts(part)[0]
+        shape = self.rank.shapes[cut.name]
+        raise CheckpointError(
+            f"{self._path(self.held_by.shards[part])}: {self.rank.param(cut.name)} ({state}) is {found} of shape "
+            f"{shape}; other files hold it as {known} of shape {shape}. The folder mixes files of several saves."
+        )
+
+    def _add_momentum(self, shard: FileHeader, part: int, held: TensorStates) -> TensorStates:
+        """Add the momentum of the parameters that a partition touches; what else there is of states.
+
+        Each rank's own elements make up the atom; those beyond a border of its partition are other ranks' own.
+        """
+        states, touched = dict(held.states), self.buffer.join_touched(part)
+        piece = states.pop(MOMENTUM, None)
+        if piece is None or piece.fault:
+            return held
+        if piece.numel != touched.partition:
+            what = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
+            return replace(held, states=states, other={**held.other, MOMENTUM: what})
+        own, beyond = [], []
+        cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
+        for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
+            cut = cuts.get(name, Cut(name, 0, 0, 0))  # of an expert that lies in one tensor with those that are held
+            if cut.numel:
+                own.append(replace(cut, offset=place + cut.start))
+            rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
+            beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
+        self.builder.add_cuts(self.rank, MOMENTUM, own, shard, piece)
+        self.builder.add_repeated(self.rank, MOMENTUM, beyond, shard, piece)
+        return replace(held, states=states)
+
+    def _path(self, shard: FileHeader) -> str:
+        return self.builder.save.path(shard)
 
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     """ZeRO 1 and 2 keep Muon's momentum of whole parameters, unless the optimizer is offloaded."""
     is_muon = bool(optim.groups[optim.owners[index]].get(USE_MUON))
     return is_muon and optim.kind == "zero12" and describe_offload(save.zero).startswith("none/")
-
-
-def _add_momentum(part: _Part, held: TensorStates) -> TensorStates:
-    """Add the momentum of the parameters that a partition touches; what else there is of states.
-
-    Each rank's own elements make up the atom; those beyond a border of its partition are other ranks' own.
-    """
-    states, touched = dict(held.states), part.buffer.join_touched(part.place)
-    piece = states.pop(MOMENTUM, None)
-    if piece is None or piece.fault:
-        return held
-    if piece.numel != touched.partition:
-        what = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
-        return replace(held, states=states, other={**held.other, MOMENTUM: what})
-    own, beyond = [], []
-    cuts = {cut.name: cut for cut in part.cuts}
-    for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
-        cut = cuts.get(name, Cut(name, 0, 0, 0))  # of an expert that lies in one tensor with those that are held
-        if cut.numel:
-            own.append(replace(cut, offset=place + cut.start))
-        rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
-        beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
-    part.add_cuts(MOMENTUM, own, piece)
-    part.builder.add_repeated(part.rank, MOMENTUM, beyond, part.shard, piece)
-    return replace(held, states=states)
-
-
-def _check_slices(part: _Part, owners: Mapping[str, str]) -> None:
-    """The names in ``param_slice_mappings`` tell a shard of another rank or run; without round robin they are right.
-
-    Args:
-        owners: the rank's own name for each parameter; experts that lie in one parameter follow each other.
-    """
-    if (part.shard.config.get("zero_optimization") or {}).get("round_robin_gradients"):
-        return
-    slices, group = part.optim.slices, part.index
-    parts: dict[str, list[Cut]] = defaultdict(list)
-    for cut in part.cuts:
-        parts[owners[cut.name]].append(cut)
-    expected = [(own, each[0].offset, sum(cut.numel for cut in each)) for own, each in parts.items()]
-    held = slices[group] if group < len(slices) else ()
-    found = [(strip_compiled(name), start, numel) for name, start, numel in held]
-    if sorted(found) != sorted(expected):
-        odd = sorted(set(found) ^ set(expected))[0]
-        raise CheckpointError(
-            f"{part.path}: holds other parts of group {group} than this rank's file of this checkpoint has to (first "
-            f"difference: {odd[0]}, elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to "
-            "another rank, run or world size; put the right one back."
-        )
 
 
 def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:

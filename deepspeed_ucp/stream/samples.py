@@ -59,7 +59,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> 
 
 def _cut_repeated(atom: Atom, lane: int, again: Fragment) -> Iterator[tuple[Elements, Elements]]:
     """What lies in a file a second time, and where it lies first, in chunks."""
-    shards = tuple(replace(shard, fragments=(again,)) for shard in atom.shards)
+    shards = tuple(replace(shard, held=(again,)) for shard in atom.shards)
     step, end = _CHUNK // ITEMSIZE[atom.dtype], again.start + again.numel
     for low in range(again.start, end, step):
         high = min(low + step, end)

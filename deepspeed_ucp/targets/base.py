@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ..atoms import AtomicIndex, ParamKey, count, strip_compiled
 from ..errors import UnsupportedError
 from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
-from ..plan.wants import list_states
+from ..plan.wants import find_states
 from ..topology import Topology
 from .coverage import name_device
 from .optimizer import find_other_kind, to_plain
@@ -424,14 +425,15 @@ class Target(ABC):
 
     def _find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
         """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
-        states = list_states(index)
+        irregular: dict[ParamKey, set[str]] = defaultdict(set)
         for name in index.limits.irregular:
             param, _, state = name.rpartition(".")
-            states.setdefault(ParamKey(param), {})[state] = "of no known dtype"
+            irregular[ParamKey(param)].add(state)
         groups = {param: group.hyper for group in index.run.groups for param in group.members}
         for flat in self.flats:
             params = [ParamKey(index.resolve(name)) for name in flat.names]
-            saved = set().union(*(states.get(param, ()) for param in params))
+            saved = set().union(*(irregular.get(param, ()) for param in params))
+            saved = saved.union(*(find_states(index, param) for param in params))
             hyper = next((groups[param] for param in params if param in groups), {})
             if flat.holder is not None and saved:
                 scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))

@@ -24,7 +24,7 @@ def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtyp
 def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 1, **fields: Any) -> AtomicIndex:
     """An index of these atoms alone; `fields` are those of any of its parts."""
     run = RunState(Topology(1, "zero12", "float32", tp=tp), "tag/mp_rank_00_model_states.pt")
-    stored = StoredAtoms((), tuple(records), {atom.key: atom for atom in atoms})
+    stored = StoredAtoms.of((), records, atoms)
     return AtomicIndex(stored, run).change(**fields)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deepspeed_ucp.atoms import MASTER
+from deepspeed_ucp.atoms import MASTER, Atoms
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.patterns import from_config, list_renames, parse_renames
 from deepspeed_ucp.plan.feeds import feed
@@ -80,6 +81,6 @@ def test_a_rule_that_matches_scalars_too() -> None:
 def test_copies_alone_are_renamed_too() -> None:
     """Where the optimizer's files are not wanted."""
     index, _ = make_index({"2.w": (3,)})
-    atoms = {key._replace(state="copy"): atom for key, atom in index.stored.atoms.items() if key.state == MASTER}
+    atoms = Atoms.of(replace(atom, state="copy") for atom in index.stored.atoms.values() if atom.state == MASTER)
     renames = parse_renames([{"from": r"2\.w", "to": "h.w"}])
     assert feed(index.change(atoms=atoms), {"h.w": ((3,),)}, renames).renamed == {"h.w": "2.w"}

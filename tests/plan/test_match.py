@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, GroupInfo, ParamKey, Shard
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, GroupInfo, ParamKey, Shard
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.plan.match import Live, Match, match_groups, match_parameters, pick_instance, pick_weight
 from tests.plan import planning
@@ -146,7 +146,7 @@ def test_weights_alone_come_from_the_module(name: str, wants_master: bool, with_
 
 def test_a_copy_is_no_master() -> None:
     index = make_index({"a": (2,)})
-    del index.stored.atoms[AtomKey("a", MASTER)]
+    index = index.change(atoms=Atoms.of(atom for atom in index.stored.atoms.values() if atom.state != MASTER))
     assert pick_weight(index, ParamKey("a"), True, True) is None
 
 
@@ -181,7 +181,7 @@ def test_live_groups_that_join_saved_ones_of_different_steps_are_refused() -> No
 def test_what_the_model_lacks_is_found_where_the_files_hold_copies_alone() -> None:
     """A folder without the optimizer's files, of which the weights are loaded."""
     index = make_index({"a": (2,), "gone": (1,)})
-    index = index.change(atoms={key: atom for key, atom in index.stored.atoms.items() if key.state == COPY})
+    index = index.change(atoms=Atoms.of(atom for atom in index.stored.atoms.values() if atom.state == COPY))
     with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
         match(index, {"a": (2,)}, {}, with_states=False)
 

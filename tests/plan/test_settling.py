@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Atoms, Fragment, Record, Shard
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import Replicate, ShardV, from_config
 from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
@@ -85,5 +85,5 @@ def test_a_master_is_a_parameters_weight_and_the_modules_tensor_where_there_is_n
     atoms = [Atom("a", state, "float32", shard) for state in ("exp_avg", MODULE, MASTER)]
     atoms += [Atom("b", state, "float32", shard) for state in ("exp_avg", MODULE)]
     index = make_index([7])
-    index.stored.atoms.update({atom.key: atom for atom in atoms})
+    index = index.change(atoms=Atoms.of([*index.stored.atoms.values(), *atoms]))
     assert {name: atom.state for name, atom in list_weights(index).items()} == {"a": MASTER, "b": MODULE}

@@ -90,7 +90,6 @@ def test_experts_that_lie_in_one_parameter_are_taken_apart() -> None:
         {"m.experts.w1.3": (3,), "m.experts.w1.0": (3,)},
         {"m.experts.w1.1": (3,), "m.experts.w1.2": (3,)},
     ]
-    assert set(experts[0].owners.values()) == {"m.experts.w1"}
     assert [list(part.ranks) for part in experts] == [[0, 2], [1, 3]]
     assert list(dense.ranks) == [0, 1, 2, 3]
 

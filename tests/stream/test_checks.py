@@ -35,7 +35,7 @@ def record_of(low: int, high: int) -> Record:
 
 
 def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
-    return SimpleNamespace(stored=StoredAtoms((file,), tuple(records), {}))
+    return SimpleNamespace(stored=StoredAtoms.of((file,), records, ()))
 
 
 def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex, AtomKey
+from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex, AtomKey, Atoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
@@ -223,5 +223,5 @@ def test_a_copy_stays_where_there_is_no_master(tmp_path: Path) -> None:
     copies = {key for key in with_masters.stored.atoms if key.state == COPY}
     assert copies
     assert not copies & unite_atoms(with_masters).atoms.keys()
-    kept = {key: atom for key, atom in with_masters.stored.atoms.items() if key.state != MASTER}
+    kept = Atoms.of(atom for key, atom in with_masters.stored.atoms.items() if key.state != MASTER)
     assert copies <= unite_atoms(with_masters.change(atoms=kept)).atoms.keys()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ...atoms import (
     Atom,
     AtomicIndex,
-    AtomKey,
     FileRef,
     Fragment,
     Limits,
@@ -169,22 +168,17 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, also: Sequen
     ]
     numbers = {name: number for number, name in enumerate(sizes)}
     records: list[Record] = []
-    atoms: dict[AtomKey, Atom] = {}
+    atoms: list[Atom] = []
     for each in manifest.atoms:
         held = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
         records.append(Record(numbers[each.file], each.offset, each.nbytes, each.crc))
-        atom = Atom(each.name, each.state, each.dtype, (Shard(each.shape, held),), each.instance)
-        atoms[atom.key] = atom
+        atoms.append(Atom(each.name, each.state, each.dtype, (Shard(each.shape, held),), each.instance))
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[manifest.state_file], blob.offset, blob.nbytes, blob.crc) for blob in others]
     topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
     index = AtomicIndex(
-        stored=StoredAtoms(
-            files=tuple(files),
-            records=tuple(records),
-            atoms=atoms,
-        ),
+        stored=StoredAtoms.of(files, records, atoms),
         run=RunState(
             scalars=manifest.scalars,
             groups=manifest.groups,

@@ -86,11 +86,7 @@ def test_what_is_not_plain_is_named() -> None:
 
 
 INDEX = AtomicIndex(
-    stored=StoredAtoms(
-        files=(FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)),
-        records=(),
-        atoms={},
-    ),
+    stored=StoredAtoms.of((FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)), (), ()),
     run=RunState(
         scalars={ParamKey("w"): {"step": 3.0}, ParamKey("w", 1): {"step": 2.0}},
         groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),

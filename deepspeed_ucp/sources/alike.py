@@ -1,0 +1,298 @@
+"""Optimizer files that say the same but for places: the headers of thousands, as numbers beside one of them.
+
+A rank's file differs from the first one's in where its pieces lie, how long they are, which parameters are in them,
+and the padding. So a header travels as that; the rest is made of the first one's when it is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any, TypeVar, overload
+
+from ..torchsave.records import FileRecord
+from .headers import FileHeader, OptimHeader, Piece, TensorStates
+
+T = TypeVar("T")
+
+OFFSET, NBYTES, CRC, START, NUMEL = range(5)
+"""Numbers of a piece: its record's first byte, bytes and checksum (-1: none), its first byte there, its elements."""
+
+WIDTH = 5
+
+
+def list_pieces(optim: OptimHeader) -> list[Piece]:
+    """All pieces of a header: masters, then of each tensor its states."""
+    return [*optim.masters, *chain(*map(_list_states, optim.tensors))]
+
+
+def _list_states(held: TensorStates) -> list[Piece]:
+    return [*held.states.values(), *held.zero_dim.values()]
+
+
+def number_pieces(optim: OptimHeader) -> array[int]:
+    """The numbers of all pieces, one piece's behind the other's, and the groups' paddings."""
+    found = array("q")
+    for piece in list_pieces(optim):
+        record = piece.record
+        crc = -1 if record.crc is None else record.crc
+        found.extend((record.offset, record.nbytes, crc, piece.offset, piece.numel))
+    found.extend(optim.paddings)
+    return found
+
+
+def _blank(optim: OptimHeader) -> OptimHeader:
+    """A header without what is a file's own; of pieces it remains which of them share a record."""
+    numbers: dict[FileRecord, int] = {}
+
+    def clear(piece: Piece) -> Piece:
+        number = numbers.setdefault(piece.record, len(numbers))
+        shape = (-1,) if len(piece.shape) == 1 else piece.shape
+        return Piece(FileRecord("", number, 0, None), 0, shape, piece.dtype, piece.fault)
+
+    def clear_all(held: dict[str, Piece]) -> dict[str, Piece]:
+        return {name: clear(piece) for name, piece in held.items()}
+
+    masters = tuple(map(clear, optim.masters))
+    tensors = tuple(
+        replace(held, states=clear_all(held.states), zero_dim=clear_all(held.zero_dim)) for held in optim.tensors
+    )
+    return replace(optim, masters=masters, tensors=tensors, slices=(), paddings=(0,) * len(optim.paddings))
+
+
+class Form:
+    """An optimizer file's header, which others are like.
+
+    Attributes:
+        optim: that header.
+        starts: the number of each tensor's first piece.
+    """
+
+    def __init__(self, optim: OptimHeader) -> None:
+        self.optim, self._blank = optim, _blank(optim)
+        counts = [len(_list_states(held)) for held in optim.tensors]
+        self.starts = list(accumulate(counts, initial=len(optim.masters)))
+        self._pieces = list_pieces(optim)
+        shared = [piece.record.offset for piece in list_pieces(self._blank)]
+        self.firsts = [shared.index(number) for number in shared]
+        """Of each piece the first one that lies in the same record."""
+
+    def fits(self, optim: OptimHeader) -> bool:
+        """Whether a header says the same but for places."""
+        return _blank(optim) == self._blank
+
+    def list_states(self, tensor: int) -> range:
+        """The numbers of a tensor's pieces."""
+        return range(self.starts[tensor], self.starts[tensor + 1])
+
+    def fill(self, numbers: array[int], slices: Any) -> OptimHeader:
+        """A header of this form, from what is its own."""
+        masters, tensors = _Masters(self, numbers), _Tensors(self, numbers)
+        paddings = tuple(numbers[len(self._pieces) * WIDTH :])
+        return replace(self.optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
+
+    def make_piece(self, number: int, numbers: array[int]) -> Piece:
+        """A piece of a file by its number."""
+        like = self._pieces[number]
+        offset, nbytes, crc, start, numel = numbers[number * WIDTH : (number + 1) * WIDTH]
+        record = FileRecord(like.record.name, offset, nbytes, None if crc < 0 else crc)
+        return Piece(record, start, (numel,) if len(like.shape) == 1 else like.shape, like.dtype, like.fault)
+
+    def make_states(self, tensor: int, numbers: array[int]) -> TensorStates:
+        """What a file has of a tensor."""
+        like = self.optim.tensors[tensor]
+        made = iter([self.make_piece(number, numbers) for number in self.list_states(tensor)])
+        states = {name: next(made) for name in like.states}
+        return replace(like, states=states, zero_dim={name: next(made) for name in like.zero_dim})
+
+
+class _Made(Sequence[T]):
+    """Parts of a header, made when they are asked for."""
+
+    __slots__ = ("form", "numbers")
+
+    def __init__(self, form: Form, numbers: array[int]) -> None:
+        self.form, self.numbers = form, numbers
+
+    def _make(self, at: int) -> T:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
+        found = range(len(self))[at]
+        return self._make(found) if isinstance(found, int) else tuple(map(self._make, found))
+
+
+class _Masters(_Made[Piece]):
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return len(self.form.optim.masters)
+
+    def _make(self, at: int) -> Piece:
+        return self.form.make_piece(at, self.numbers)
+
+
+class _Tensors(_Made[TensorStates]):
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return len(self.form.optim.tensors)
+
+    def _make(self, at: int) -> TensorStates:
+        return self.form.make_states(at, self.numbers)
+
+
+class Batch:
+    """Files of one form, and the numbers of their pieces as columns.
+
+    Attributes:
+        numbers: of the files in the index, once they have some.
+        records: by piece the number of the first file's record there; the other files' follow.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form, self.files, self.numbers = form, list[FileHeader](), array("q")
+        self.records: dict[int, int] = {}
+        self._numbers = array("q")
+        self._columns: dict[int, array[int]] = {}
+
+    def add(self, header: FileHeader, numbers: array[int]) -> None:
+        """Add a file."""
+        self.files.append(header)
+        self._numbers.extend(numbers)
+
+    def column(self, piece: int, which: int) -> array[int]:
+        """One of the numbers of a piece, by file."""
+        return self._column(piece * WIDTH + which)
+
+    def padding(self, group: int) -> array[int]:
+        """Elements of padding at the end of a group's partition, by file; empty where files do not tell."""
+        optim = self.form.optim
+        told = optim.kind == "zero12" and group < len(optim.paddings)
+        return self._column(self.form.starts[-1] * WIDTH + group) if told else array("q")
+
+    def _column(self, at: int) -> array[int]:
+        found = self._columns.get(at)
+        if found is None:
+            width = len(self._numbers) // len(self.files)
+            found = self._columns[at] = self._numbers[at::width]
+        return found
+
+    def make_piece(self, piece: int, file: int) -> Piece:
+        """A piece of one of the files."""
+        width = len(self._numbers) // len(self.files)
+        return self.form.make_piece(piece, self._numbers[file * width : (file + 1) * width])
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Some of a batch's files: which they are in it, and which partitions of a flat buffer they hold."""
+
+    batch: Batch
+    files: list[int]
+    parts: list[int]
+
+    def pick(self, piece: int, which: int) -> list[int]:
+        """One of the numbers of a piece, by file."""
+        column = self.batch.column(piece, which)
+        return [column[file] for file in self.files]
+
+    def pick_padding(self, group: int) -> list[int]:
+        """The groups' paddings, by file."""
+        column = self.batch.padding(group)
+        return [column[file] for file in self.files] if column else [0] * len(self.files)
+
+    def split(self) -> Iterator[Run]:
+        """Each file for itself."""
+        for file, part in zip(self.files, self.parts, strict=True):
+            yield Run(self.batch, [file], [part])
+
+
+class Batches:
+    """All optimizer files of a save, by form."""
+
+    def __init__(self, headers: Iterable[FileHeader]) -> None:
+        self._batches: dict[int, Batch] = {}
+        self._places: dict[str, tuple[Batch, int]] = {}
+        for header in headers:
+            self._add(header)
+
+    def _add(self, header: FileHeader) -> None:
+        optim = header.optim
+        if optim is None:
+            return
+        form = optim.masters.form if isinstance(optim.masters, _Made) else None
+        key = id(form.optim if form else optim)
+        batch = self._batches.get(key)
+        if batch is None:
+            batch = self._batches[key] = Batch(form or Form(optim))
+        self._places[header.name] = batch, len(batch.files)
+        batch.add(header, optim.masters.numbers if isinstance(optim.masters, _Made) else number_pieces(optim))
+
+    def list_runs(self, headers: Iterable[FileHeader]) -> list[Run]:
+        """The files that hold a flat buffer, partition by partition."""
+        found: dict[int, Run] = {}
+        for part, header in enumerate(headers):
+            batch, file = self._places[header.name]
+            run = found.setdefault(id(batch), Run(batch, [], []))
+            run.files.append(file)
+            run.parts.append(part)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """A header as it travels: what it has otherwise than the first rank's."""
+
+    name: str
+    size: int
+    crc: int | None
+    folding: tuple[int, int] | None
+    numbers: array[int]
+    slices: tuple[tuple[tuple[str, int, int], ...], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Short, tuple(getattr(self, name) for name in self.__slots__)
+
+
+class Shortening:
+    """Headers against the first rank's, which every rank has."""
+
+    def __init__(self, first: FileHeader) -> None:
+        self.first = first
+        self.form = Form(first.optim) if first.optim else None
+
+    def cut(self, header: FileHeader) -> FileHeader | Short:
+        """What travels of a header."""
+        optim, first = header.optim, self.first
+        told = header.globals, header.config, header.marks
+        if optim is None or self.form is None or told != (first.globals, first.config, first.marks):
+            return header
+        if not self.form.fits(optim):
+            return header
+        return Short(header.name, header.size, header.crc, header.folding, number_pieces(optim), optim.slices)
+
+    def restore(self, short: Short) -> FileHeader:
+        """The header that was cut."""
+        first, form = self.first, self.form
+        if form is None:
+            raise ValueError("there is no header that it is like")
+        optim = form.fill(short.numbers, short.slices)
+        return FileHeader(
+            short.name,
+            short.size,
+            short.crc,
+            first.globals,
+            first.config,
+            first.marks,
+            None,
+            optim,
+            None,
+            short.folding,
+        )
