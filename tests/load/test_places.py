@@ -523,7 +523,7 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(StoredFile, "read", fail)
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
     monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", lambda *_: None)
-    stored = StoredAtoms((FileRef(paths[0], 100, None, tuple(paths)),), (Record(0, 0, 100, None),), {})
+    stored = StoredAtoms.of((FileRef(paths[0], 100, None, tuple(paths)),), (Record(0, 0, 100, None),), ())
     into = bytearray(100)
     requests = [Request(0, low, 50, (Part(50, 0, low),)) for low in (0, 50)]
     with CopyReader(stored) as reader:
