@@ -474,7 +474,8 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         assert same if told == [None, None] else told == [str(result) for result in results]
         marked += not same
     check_loaded(targets, state)
-    assert number > 8 and (marked == 0) == much
+    few = 0 if trained else sum(len(target.extras()) for target in targets)  # nothing makes those again
+    assert number > 8 and (marked <= few) == much
 
 
 def test_what_fails_for_a_moment_in_the_second_pass_is_read_again(
