@@ -57,7 +57,11 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     Raises:
         CheckpointError: the client state holds classes that are not known to be harmless, or is damaged.
     """
-    file = read_header(path)
+    return make_objects(read_header(path), trust_pickle=trust_pickle, checked=checked)
+
+
+def make_objects(file: TorchFile, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
+    """The same of a file whose header has been read."""
     if not checked:
         file = replace(file, storages={key: record._replace(crc=None) for key, record in file.storages.items()})
     kept = _select_client(file)
@@ -65,7 +69,7 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     if not trust_pickle:
         allowed = {**_list_allowed(), GETATTR: _get_member}
         names = dict.fromkeys(file.tell_use(value) for value in walk(kept) if isinstance(value, Global))
-        _refuse_unknown(path, [name for name in names if not _allow(name, allowed)])
+        _refuse_unknown(file.path, [name for name in names if not _allow(name, allowed)])
         calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
         _check_copies(file, calls)
         _check_keys(file, calls)

@@ -38,7 +38,8 @@ from ..targets.finish import (
     restore_scaler,
 )
 from ..targets.guard import BROKEN, HALF_STATES, release, seal
-from .client import EXTRA_STATES, read_objects
+from ..torchsave.torchfile import read_header
+from .client import EXTRA_STATES, make_objects, read_objects
 from .custom import run_custom_load
 from .job import LoadArguments, LoadJob
 from .prepare import Work, prepare
@@ -273,12 +274,13 @@ def _ask_for(index: AtomicIndex, own: str | None, options: Mapping[str, Any], co
 
 
 def _read_objects(index: AtomicIndex, path: str, **options: Any) -> dict[str, Any]:
-    """What is in a state file, from a place where it can be opened."""
+    """What is in a state file, from a place where its header can be read."""
     numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
-    if numbers:
-        with CopyReader(index.stored) as reader:
-            path = reader.take_file(numbers[0]).path
-    return read_objects(path, **options)
+    if not numbers:
+        return read_objects(path, **options)
+    with CopyReader(index.stored) as reader:
+        header = reader.persist(numbers[0], lambda file: read_header(file.path))
+    return make_objects(header, **options)
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ..atoms import AtomicIndex, FileRef, StoredAtoms
 from ..errors import CheckpointError, UnsupportedError
@@ -15,6 +15,8 @@ from ..plan.claims import Request
 from ..torchsave.records import sum_directory
 
 logger = logging.getLogger("deepspeed_ucp")
+
+T = TypeVar("T")
 
 
 def refuse_scattered(index: AtomicIndex, why: str) -> None:
@@ -88,10 +90,18 @@ class CopyReader(RecordReader):
         Raises:
             CheckpointError: no place of it can be read; the last one's error.
         """
+        return self.persist(number, lambda file: self.fetch_from(file, group, sinks, scratch))
+
+    def persist(self, number: int, work: Callable[[Stored], T]) -> T:
+        """Read something of a file, from another place where that fails.
+
+        Raises:
+            CheckpointError: no place of it can be read; the last one's error.
+        """
         while True:
             file = self.take_file(number)
             try:
-                return self.fetch_from(file, group, sinks, scratch)
+                return work(file)
             except CheckpointError as error:
                 if set(self._list_left(self.files[number])) <= {file.path}:
                     self.failed.add(file.path)

@@ -109,15 +109,15 @@ def pass_over_damaged(index: AtomicIndex, damaged: Iterable[int], comm: Comm) ->
     doubted = {stored.records[number].file for number in records}
     files = doubted.union(*(lost for _, lost in told))
     here = _find_copies(stored, files, comm.rank)
-    seen = comm.gather({copy: path in stored.failed for copy, path in here.items()})
+    seen = comm.gather({copy: not stored.failed.isdisjoint(paths) for copy, paths in here.items()})
     copies = _Copies(seen, {copy for each in seen for copy, failed in each.items() if failed})
     if any(len(copies.list_left(file)) < 2 for file in doubted):
         return None
     tests = [copy for copy, rank in copies.share(doubted).items() if rank == comm.rank]
-    found = comm.each(lambda: {copy: _find_fault(here[copy], stored, copy.file, records) for copy in tests})
+    found = comm.each(lambda: {copy: _find_fault(here[copy][0], stored, copy.file, records) for copy in tests})
     faults = {copy: text for part in found for copy, text in part.items() if text}
     copies.failed.update(faults)
-    stored.failed.update(path for copy, path in here.items() if copy in faults)
+    stored.failed.update(path for copy in faults for path in here.get(copy, ()))
     if faults and comm.rank == 0:
         logger.warning("files are taken from other places: %s", shorten(sorted(faults.values())))
     blind = copies.list_blind()
@@ -133,11 +133,14 @@ def _list_lost(stored: StoredAtoms, rank: int) -> set[int]:
     return failed if stored.sight is None else {number for number in failed if stored.sight.can_read(rank)[number]}
 
 
-def _find_copies(stored: StoredAtoms, files: Iterable[int], rank: int) -> dict[_Copy, str]:
-    """The copies of some files that this rank sees, with the paths that lead there."""
+def _find_copies(stored: StoredAtoms, files: Iterable[int], rank: int) -> dict[_Copy, list[str]]:
+    """The copies of some files that this rank sees, with the paths that lead there: hard links are one copy."""
     sees = [True] * len(stored.files) if stored.sight is None else stored.sight.can_read(rank).tolist()
-    pairs = [(number, path) for number in files if sees[number] for path in list_copies(stored.files[number])]
-    return {_Copy(number, identify_file(path)): path for number, path in reversed(pairs)}
+    found = defaultdict[_Copy, list[str]](list)
+    for number in (number for number in files if sees[number]):
+        for path in list_copies(stored.files[number]):
+            found[_Copy(number, identify_file(path))].append(path)
+    return found
 
 
 def _find_fault(path: str, stored: StoredAtoms, number: int, records: Iterable[int]) -> str:

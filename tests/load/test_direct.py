@@ -19,7 +19,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import exchange, transfer
-from deepspeed_ucp.load.destinations import Destinations
+from deepspeed_ucp.load.census import join_groups
+from deepspeed_ucp.load.destinations import Buffer, Destinations
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader, default_threads
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
@@ -640,6 +641,27 @@ def test_one_rank_without_memory_for_its_buffers_ends_all_ranks(
     assert "must not be used" in str(results[0])
 
 
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_rank_without_memory_to_look_at_its_buffers_ends_all_ranks(
+    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 3))
+    index, look = open_for(path, targets[0]), Buffer.set_in_place
+
+    def fail(self: Buffer) -> bool:
+        if self.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
+            raise MemoryError
+        return look(self)
+
+    monkeypatch.setattr(Buffer, "set_in_place", fail)
+    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert len({(type(result), str(result)) for result in results}) == 1
+    assert f"[rank {culprit}] out of memory" in str(results[0])
+    for target in targets:
+        check_untouched(target)
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -756,3 +778,22 @@ def test_copies_changed_on_purpose_load_without_checks(tmp_path: Path) -> None:
         run_load(open_for(path, target), target)
     run_load(open_for(path, target), target, config=UniversalConfig(verify="off"))
     check_loaded([target], state)
+
+
+@pytest.mark.parametrize("spoiled", ["pickle", "tensor"])
+def test_a_damaged_state_file_is_read_in_the_next_place(spoiled: str, tmp_path: Path) -> None:
+    """Its header has been read in the first place, its objects are read in the nearest."""
+    run = Run(client_state={"rng": torch.arange(100), "mine": "a long text of the client"})
+    path, state = write(tmp_path / "first", Topology(1, 3), run=run)
+    near = tmp_path / "near"
+    shutil.copytree(path, near)
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    index = open_checkpoint(str(path), Comm(), *join_groups(rank, Comm())[:1], also=[str(near)])
+    files = tuple(replace(file, places=file.places[::-1]) for file in index.stored.files)
+    index = index.change(files=files)
+    (number,) = index.run.client_records
+    file = near / Path(index.run.state_file).name
+    flip(file, file.read_bytes().index(b"a long text") if spoiled == "pickle" else index.stored.records[number].offset)
+    _, _, client = run_load(index, rank)
+    assert client["mine"] == "a long text of the client" and client["rng"].equal(torch.arange(100))
+    check_loaded([rank], state)

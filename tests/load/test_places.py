@@ -403,6 +403,16 @@ def test_of_several_places_each_may_have_one_damaged_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("near")
+def test_a_damaged_file_is_left_out_by_every_path_that_leads_to_it(tmp_path: Path) -> None:
+    """Backups by hard links are one file; a copy that is right comes after them."""
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    linked = tmp_path / "nvme-linked"
+    shutil.copytree(nvme, linked, copy_function=os.link)
+    flip(nvme / shard(1))
+    check_twice(load_scattered([save], MODEL, Topology(3, 2), nvme, linked), saved)
+
+
+@pytest.mark.usefixtures("near")
 def test_damage_in_all_places_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 2))
     for path in (save / shard(1), nvme / shard(1)):
