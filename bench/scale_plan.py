@@ -170,8 +170,7 @@ def follow(work: Work, plan: LoadPlan, target: Target, comm: ToldComm) -> None:
             send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
             comm.run(int)
             with mock.patch.object(samples, "compare_pairs", side_effect=lambda *_: comm.run(int)):
-                atoms = work.index.stored.atoms
-                samples.check_samples(work.index, [atoms[key] for key in work.touched], comm)
+                samples.check_samples(work.index, work.touched, comm)
     held = [(flat.buffer.partition, flat.buffer.parts) for flat in target.flats]
     received = sum(COPY_BYTES * numel * (parts - 1) for numel, parts in held)
     comm.note("copies", received, sum(COPY_BYTES * numel for numel, _ in held))

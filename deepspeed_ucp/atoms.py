@@ -189,6 +189,14 @@ class Loose:
         """The fragments of its parameter at a place."""
         return tuple(self.fragments)
 
+    def list_records(self) -> Iterable[tuple[int, int]]:
+        """Its parts, and the record that each lies in."""
+        return enumerate(fragment.record for fragment in self.fragments)
+
+    def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
+        """What is in a part: places of parameters, and the fragment of each."""
+        return [(0, self.fragments[part])]
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -217,6 +225,20 @@ class Spread:
     def hold(self, place: int) -> Strip:
         """The fragments of its parameter at a place."""
         return Strip(self, place)
+
+    def list_records(self) -> Iterable[tuple[int, int]]:
+        """Its parts, and the record that each lies in."""
+        return ((part, record) for part, record in enumerate(self.records) if record >= 0)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.buffer.names)}
+
+    def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
+        """What is in a part: places of parameters, and the fragment of each."""
+        record, begin, itemsize = self.records[part], self.offsets[part], ITEMSIZE[self.dtype]
+        for cut in self.buffer.cuts(part):
+            yield self._places[cut.name], Fragment(cut.start, cut.numel, record, begin + cut.offset * itemsize)
 
 
 class Strip(NamedTuple):
@@ -356,6 +378,11 @@ class Atoms(Mapping[AtomKey, Atom]):
     def find_states(self, param: ParamKey) -> dict[str, str]:
         """The states that a parameter has, with their dtypes."""
         return {state: what.dtype for each in self.held.get(param, ()) for state, what in each.states.items()}
+
+    def count_bytes(self, keys: Iterable[AtomKey]) -> int:
+        """Bytes of some atoms."""
+        held = ((each, key.state) for key in keys for each in self.held[key.param] if key.state in each.states)
+        return sum(count(each.shape) * ITEMSIZE[each.states[state].dtype] for each, state in held)
 
     def list_states(self) -> list[str]:
         """The states that there are."""

@@ -304,7 +304,7 @@ def _convert(work: _Conversion) -> None:
         if work.options.verify:
             checks.add(known)
             nbytes += checks.verify(work.index, comm, threads=report.workers)
-            check_samples(work.index, [atom.atom for atom in work.united.atoms.values()], comm)
+            check_samples(work.index, [united.atom.key for united in work.united.atoms.values()], comm)
     _finish(work, written)
     report.bytes_read = sum(comm.gather(nbytes))
     report.tensors, report.state_bytes = len(work.files), sum(file.atom.nbytes for file in work.files)

@@ -406,7 +406,7 @@ def _compare_own_manifest(
 def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
     """Whether masters and the model's own copies are of one step; collective."""
     try:
-        check_samples(index, index.stored.atoms.values(), comm)
+        check_samples(index, index.stored.atoms, comm)
     except UcpError as error:
         return [replace(each, kind="foreign") for each in from_error(folder, error)]
     return []

@@ -62,7 +62,7 @@ class Export:
             CheckpointError: the source is damaged, or of several runs; the same on every rank.
         """
         nbytes = again + checks.nbytes + checks.verify(self.index, self.comm, threads=self.report.workers)
-        check_samples(self.index, [tensor.united.atom for tensor in tensors], self.comm)
+        check_samples(self.index, [tensor.united.atom.key for tensor in tensors], self.comm)
         self.report.bytes_read = sum(self.comm.gather(nbytes))
 
 

@@ -99,7 +99,7 @@ class Transfer:
         nbytes = reader.checks.verify(index, comm, threads=reader.threads) if reader.checksum else 0
         check_replicas([index.stored.atoms[key] for key in self.work.replicated], index, comm)
         if reader.checksum:
-            check_samples(index, [index.stored.atoms[key] for key in self.work.touched], comm)
+            check_samples(index, self.work.touched, comm)
         return nbytes
 
     @contextmanager

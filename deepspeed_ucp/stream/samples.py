@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, Fragment
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, Loose, ParamKey, Spread
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..flat import Span
@@ -25,11 +25,11 @@ _TOLERATED = 0.1
 _TOLERATED_STAGE0 = 0.75
 """The FP16 wrappers take an optimizer step at construction that weight decay feels, and their copies do not."""
 
-_Sample = tuple[Atom, Atom, int, Fragment]
-"""A master, the atom that holds the model's own copy, and of which shard which fragment is compared."""
+_Sample = tuple[ParamKey, int, Fragment]
+"""A parameter, and of which shard of its master which fragment is compared."""
 
 
-def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare ``cast(master)`` with the copy in the model states at some elements of each shard; collective.
 
     Training keeps them equal (the copies are made from the masters after each step), so a shard whose elements differ
@@ -40,15 +40,17 @@ def check_samples(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> No
     Raises:
         CheckpointError: a shard of another run or step.
     """
-    atoms = list(touched)
-    _check_share(index, atoms, comm)
-    _check_repeated(index, atoms, comm)
+    keys = list(touched)
+    _check_share(index, keys, comm)
+    _check_repeated(index, keys, comm)
 
 
-def _check_repeated(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare this rank's share of what lies in the files a second time; collective."""
-    parts = [(atom, *each) for atom in touched for each in index.stored.repeated.get(atom.key, ())]
-    pairs = [pair for part in parts[comm.rank :: comm.size] for pair in _cut_repeated(*part)]
+    atoms, repeated = index.stored.atoms, index.stored.repeated
+    parts = [(key, *each) for key in touched for each in repeated.get(key, ())] if repeated else []
+    mine = parts[comm.rank :: comm.size]
+    pairs = [pair for key, lane, again in mine for pair in _cut_repeated(atoms[key], lane, again)]
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
@@ -75,26 +77,60 @@ def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
     )
 
 
-def _check_share(index: AtomicIndex, touched: Iterable[Atom], comm: Comm) -> None:
+def _check_share(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare what lies in this rank's files; collective."""
-    by_file: dict[int, list[_Sample]] = {}
-    for atom in touched:
-        twin = index.find(atom.name, COPY, atom.instance) if atom.state == MASTER else None
-        if twin is None or index.run.topology.wrapper == "torch":
-            continue
-        for rank, shard in enumerate(atom.shards):
-            for fragment in shard.fragments:
-                file = index.stored.records[fragment.record].file
-                by_file.setdefault(file, []).append((atom, twin, rank, fragment))
-    files = sorted(by_file)[comm.rank :: comm.size]
-    counts = {file: _Count() for file in files}
-    places = [(counts[file], sample, *span) for file in files for sample, span in _spread(by_file[file])]
-    pairs = [
-        (Elements(master, shard, low, high), Elements(twin, shard, low, high))
-        for _, (master, twin, shard, _), low, high in places
-    ]
-    compare_pairs(index, pairs, lambda number, *values: places[number][0].add(*pairs[number], *values), comm)
+    found = _find_samples(index, touched, comm)
+    counts = {file: _Count() for file in found}
+    places = [(file, *place) for file, samples in found.items() for place in _spread(samples)]
+    pairs = [(_pick(index, MASTER, sample, span), _pick(index, COPY, sample, span)) for _, sample, span in places]
+    compare_pairs(index, pairs, lambda number, *values: counts[places[number][0]].add(*pairs[number], *values), comm)
     comm.run(lambda: _refuse_strangers(index, counts))
+
+
+def _pick(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Elements:
+    param, shard, _ = sample
+    return Elements(index.stored.atoms[AtomKey(param.name, state, param.instance)], shard, *span)
+
+
+def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> dict[int, list[_Sample]]:
+    """By file of this rank's share the masters in it that have copies.
+
+    One rank of thousands has few files, so that nothing is made of what lies in the others.
+    """
+    parts: dict[int, list[tuple[_Masters, int]]] = {}
+    for masters in _find_masters(index, touched):
+        for part, record in masters.held.list_records():
+            parts.setdefault(index.stored.records.files[record], []).append((masters, part))
+    return {
+        file: [sample for masters, part in parts[file] for sample in masters.list_part(part)]
+        for file in sorted(parts)[comm.rank :: comm.size]
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Masters:
+    """Masters that lie together: what holds them, and by place in it the parameter and its shard."""
+
+    held: Spread | Loose
+    owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
+
+    def list_part(self, part: int) -> Iterator[_Sample]:
+        for place, fragment in self.held.list_part(part):
+            if place in self.owners:
+                yield *self.owners[place], fragment
+
+
+def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
+    """Those of some atoms that have copies which training keeps equal."""
+    found: dict[int, _Masters] = {}
+    held = index.stored.atoms.held if index.run.topology.wrapper != "torch" else {}
+    for param in [key.param for key in touched if key.state == MASTER]:
+        holdings = held.get(param, ())
+        if any(COPY in each.states for each in holdings):
+            for lane, _, place, states in holdings:
+                if master := states.get(MASTER):
+                    found.setdefault(id(master), _Masters(master)).owners[place] = param, lane
+    return found.values()
 
 
 @dataclass(slots=True)

@@ -182,4 +182,4 @@ def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path) -> No
 
 def open_and_compare(path: Path) -> None:
     index = open_checkpoint(str(path), Comm())
-    check_samples(index, index.stored.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms, Comm())

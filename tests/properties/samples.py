@@ -203,5 +203,5 @@ def load_folder(folder: Path, source: Source) -> Verdict:
 def load_targets(folder: Path, source: Source) -> None:
     targets = make_targets(source.model, Topology(2, 2))
     index = open_for(folder, targets[0])
-    check_samples(index, index.stored.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms, Comm())
     check_content(load(index, targets), source.state())

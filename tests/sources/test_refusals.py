@@ -186,24 +186,24 @@ def test_a_shard_of_another_run_at_the_same_step_is_told_by_its_values(
     tmp_path: Path, topology: Topology, rank: int
 ) -> None:
     index = open_files(tmp_path / "whole", make_files(topology))
-    check_samples(index, index.stored.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms, Comm())
     index = open_files(tmp_path / "mixed", mix(topology, make_files(topology, seed=1), rank))
     with pytest.raises(CheckpointError, match=f"rank_{rank}_.*: its fp32 weights are not those of the model states"):
-        check_samples(index, index.stored.atoms.values(), Comm())
+        check_samples(index, index.stored.atoms, Comm())
 
 
 def test_model_states_of_another_run_are_told_by_their_values(tmp_path: Path) -> None:
     files = {**make_files(Topology(1, 2)), STATES: make_files(Topology(1, 2), seed=1)[STATES]}
     index = open_files(tmp_path, files)
     with pytest.raises(CheckpointError, match="another run or step"):
-        check_samples(index, index.stored.atoms.values(), Comm())
+        check_samples(index, index.stored.atoms, Comm())
 
 
 def test_a_few_edited_weights_are_let_through(tmp_path: Path) -> None:
     files = make_files(Topology(1, 2))
     files[STATES]["module"]["a"].detach()[0, 0] += 1
     index = open_files(tmp_path, files)
-    check_samples(index, index.stored.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms, Comm())
 
 
 # -- more files than there should be ----------------------------------------------------------------------------------

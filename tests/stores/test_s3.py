@@ -143,7 +143,7 @@ def test_masters_and_copies_are_compared_by_few_requests(server: Server, tmp_pat
     put(tmp_path, "halves")
     index = open_checkpoint(find_checkpoint(f"s3://{BUCKET}/halves"), Comm())
     server.asked.clear()
-    check_samples(index, index.stored.atoms.values(), Comm())
+    check_samples(index, index.stored.atoms, Comm())
     assert [len(server.gets(f"rank_{rank}_mp_rank_00_optim_states.pt")) for rank in range(2)] == [16, 16]
     assert len(server.gets()) == 64
 

@@ -1,0 +1,44 @@
+"""What of masters and copies each rank holds against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from deepspeed_ucp.atoms import MASTER, AtomicIndex, Atoms
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream import samples
+from deepspeed_ucp.stream.pairs import Pair
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model(tuple(Param(f"w{number}", (7, 5)) for number in range(24)))
+
+
+def list_pairs(index: AtomicIndex, monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> list[Pair]:
+    """The masters and copies that a rank compares."""
+    found: list[Pair] = []
+    comm = mock.Mock(rank=rank, size=size, run=lambda work: work())
+    monkeypatch.setattr(samples, "compare_pairs", lambda _, pairs, *others: found.extend(pairs))
+    samples.check_samples(index, index.stored.atoms, comm)
+    return found
+
+
+def test_each_rank_compares_what_lies_in_its_files_and_makes_no_other_atoms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0, precision="bf16"), Topology(1, 6, "bf16"))
+    index = open_checkpoint(str(folder), Comm())
+    whole, compared, make = list_pairs(index, monkeypatch), list[Pair](), Atoms.__getitem__
+    for rank in range(4):
+        with mock.patch.object(Atoms, "__getitem__", autospec=True, side_effect=make) as made:
+            pairs = list_pairs(index, monkeypatch, rank, 4)
+        assert {key.param for (_, key), _ in made.call_args_list} == {here.atom.param for here, _ in pairs}
+        assert len({here.atom.param for here, _ in pairs}) < len(MODEL.params) / 2
+        parted = [part for each, _ in pairs for part in each.atom.shards[0].find(each.low, each.high)]
+        assert len({index.stored.records.files[part.record] for part in parted}) == (2 if rank < 2 else 1)
+        assert all(here.atom.state == MASTER and here[1:] == there[1:] for here, there in pairs)
+        compared += pairs
+    assert sorted(map(str, compared)) == sorted(map(str, whole))
