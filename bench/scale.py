@@ -53,11 +53,11 @@ def choose_ranks(job: Job, count: int) -> list[int]:
 def plan_job(name: str, count: int, folder: Path) -> dict[str, Any]:
     """Plans of some ranks, each in a process of its own."""
     job = JOBS[name]()
-    found = []
-    for rank in choose_ranks(job, count):
-        options = ["--job", name, "--rank", str(rank), "--script", str(folder / f"{name}.pickle")]
-        _call([*options, "--make"])
-        found.append(json.loads(_call(options)))
+    ranks, found = list(map(str, choose_ranks(job, count))), []
+    options = ["--job", name, "--script", str(folder / f"{name}.pickle")]
+    _call([*options, "--make", *ranks])
+    for rank in ranks:
+        found.append(json.loads(_call([*options, "--rank", rank])))
         say(f"{job.title}: rank {rank} plans in {_seconds(found[-1]):.2f} s, {found[-1]['peak_bytes'] / MIB:.0f} MiB")
     (folder / f"{name}.pickle").unlink()
     return {"title": job.title, "parameters": job.parameters, "ranks": found}

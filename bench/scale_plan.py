@@ -1,7 +1,7 @@
 """One rank of thousands, up to its plan, on the load's own path: headers, index, match, wants, claims, judgement.
 
-python bench/scale_plan.py --job moe-10k --script FILE --make     works out what the rank is told
-python bench/scale_plan.py --job moe-10k --script FILE            plans, and prints measurements as JSON
+python bench/scale_plan.py --job moe-10k --script FILE --make 0 8191     works out what these ranks are told
+python bench/scale_plan.py --job moe-10k --script FILE --rank 8191       plans, and prints measurements as JSON
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -55,21 +55,20 @@ SIZES = ReadSizes.within(UniversalConfig().window_mb << 20)
 
 @dataclass
 class Script:
-    """What one rank is told by the others.
+    """What ranks are told by the others, most of which is the same for all.
 
     Attributes:
         entries: sizes of the folder's files.
-        headers: those that the rank may have to read itself, pickled, by file.
+        headers: by file, pickled, as a rank may have to read any.
         told: by step what all ranks say, pickled.
-        tables: by rank the claims on this rank's blocks.
+        tables: of each rank that plans, by rank the claims on its blocks.
         masks: by step what some rank needs: records, atoms.
     """
 
-    rank: int
     entries: dict[str, int]
     headers: dict[str, bytes]
     told: dict[str, list[bytes]] = field(default_factory=dict)
-    tables: list[Any] = field(default_factory=list)
+    tables: dict[int, list[Any]] = field(default_factory=dict)
     masks: dict[str, Any] = field(default_factory=dict)
 
 
@@ -87,15 +86,14 @@ def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
         yield
 
 
-def make_script(job: Job, rank: int) -> Script:
-    """What a rank of a job is told."""
+def make_script(job: Job, ranks: Iterable[int]) -> Script:
+    """What some ranks of a job are told."""
     headers = {header.name: header for header in job.source.headers()}
     entries = {name: header.size for name, header in headers.items()}
-    everyone = AllRanks(rank, job.ranks)
+    everyone = AllRanks(0, job.ranks)
     with stand_in(entries, headers.__getitem__), pause_collection():
         index = open_checkpoint(FOLDER, everyone)
-    names = _find_own(job, rank, list(headers))
-    script = Script(rank, entries, {name: pickle.dumps(headers[name]) for name in names}, everyone.shared)
+    script = Script(entries, {name: pickle.dumps(header) for name, header in headers.items()}, everyone.shared)
     del headers
     script.told |= _ask_tellers(job)
     target = forecast(index, job)
@@ -105,18 +103,15 @@ def make_script(job: Job, rank: int) -> Script:
     atoms = index.stored.atoms
     needed = [[state in STATES for state in atoms.list_states()]] * len(atoms.held)
     script.masks = {"transfer.negotiate": claimed, "prepare._join_touched": np.array(needed, np.bool_).reshape(-1)}
-    owned = list(sampler.blocks.owned(rank, sampler.touched))
-    claims, one = sampler._claim(owned), replace(sampler.blocks, size=1)  # all of these blocks are this rank's
-    script.tables = [address_claims(claims.get(each, ()), one)[0][0] for each in range(job.ranks)]
+    script.tables = {rank: _list_tables(sampler, rank, job.ranks) for rank in ranks}
     return script
 
 
-def _find_own(job: Job, rank: int, names: list[str]) -> list[str]:
-    """Files whose headers a rank may read: those that all learn from, and its share (in any order of the files)."""
-    first = [name for name in names if "optim_states" in name][:1] + [
-        name for name in names if "mp_rank_00_model" in name
-    ]
-    return list(dict.fromkeys([*first[:2], *names]))
+def _list_tables(sampler: Sampler, rank: int, ranks: int) -> list[Any]:
+    """By rank the claims on a rank's blocks."""
+    owned = list(sampler.blocks.owned(rank, sampler.touched))
+    claims, one = sampler._claim(owned), replace(sampler.blocks, size=1)  # all of these blocks are this rank's
+    return [address_claims(claims.get(each, ()), one)[0][0] for each in range(ranks)]
 
 
 def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
@@ -191,8 +186,8 @@ def _exchange(plan: LoadPlan, comm: ToldComm, *, fresh: bool) -> None:
 class Planner:
     """The steps of a load up to the plan."""
 
-    def __init__(self, job: Job, script: Script) -> None:
-        self.job, self.script = job, script
+    def __init__(self, job: Job, script: Script, rank: int) -> None:
+        self.job, self.script, self.rank = job, script, rank
         self.phases: dict[str, float] = {}
         self.read: set[str] = set()
         self.claims = 0
@@ -206,8 +201,8 @@ class Planner:
 
     def plan(self) -> Planned:
         job, script = self.job, self.script
-        target = job.make_target(script.rank)
-        comm = ToldComm(script.rank, job.ranks, script.told, [self._take_tables, self._answer, list], script.masks)
+        target = job.make_target(self.rank)
+        comm = ToldComm(self.rank, job.ranks, script.told, [self._take_tables, self._answer, list], script.masks)
         release_free_memory()
         before = resident_bytes()
         reset_peak()
@@ -242,7 +237,7 @@ class Planner:
             len(plan.requests),
             len(plan.rounds),
             self.claims,
-            count_rows(script.tables),
+            count_rows(script.tables[self.rank]),
             {name: asdict(step) for name, step in comm.steps.items()},
         )
 
@@ -253,14 +248,14 @@ class Planner:
     def _take_tables(self, tables: list[Any]) -> list[Any]:
         self.claims = count_rows(tables)
         self._granted = [(table[:, 4] == 1) & (table[:, 2] >= MIN_DIRECT) for table in tables]
-        return self.script.tables
+        return self.script.tables[self.rank]
 
     def _answer(self, answers: list[Any]) -> list[Any]:
         """Other owners grant long claims and serve short ones in the first round, as nearly all would."""
         told = [
             np.stack([np.where(each, GRANTED, 0), np.zeros_like(each)], 1).astype(np.int64) for each in self._granted
         ]
-        return [answers[rank] if rank == self.script.rank else each for rank, each in enumerate(told)]
+        return [answers[rank] if rank == self.rank else each for rank, each in enumerate(told)]
 
 
 def main() -> None:
@@ -268,13 +263,14 @@ def main() -> None:
     parser.add_argument("--job", choices=JOBS, required=True)
     parser.add_argument("--script", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--make", action="store_true")
+    parser.add_argument("--make", type=int, nargs="+", metavar="RANK")
     args = parser.parse_args()
     job = JOBS[args.job]()
     if args.make:
-        args.script.write_bytes(pickle.dumps(make_script(job, args.rank)))
+        args.script.write_bytes(pickle.dumps(make_script(job, args.make)))
         return
-    planned = Planner(job, pickle.loads(args.script.read_bytes())).plan()  # noqa: S301 (of this program)
+    script = pickle.loads(args.script.read_bytes())  # noqa: S301 (of this program)
+    planned = Planner(job, script, args.rank).plan()
     print(json.dumps({"title": job.title, "ranks": job.ranks, "rank": args.rank, **asdict(planned)}))
 
 

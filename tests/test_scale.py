@@ -31,8 +31,8 @@ def make_job(bench: Any, kind: str, times: int) -> Any:
 
 def hear(bench: Any, job: Any) -> dict[str, int]:
     """Bytes that a rank receives, by step, but for the model's own."""
-    script = bench.scale_plan.make_script(job, 5)
-    steps = bench.scale_plan.Planner(job, script).plan().steps
+    script = bench.scale_plan.make_script(job, [5])
+    steps = bench.scale_plan.Planner(job, script, 5).plan().steps
     return {name: step["received"] for name, step in steps.items() if name not in ("rounds", "copies")}
 
 
