@@ -41,16 +41,17 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     return tensors
 
 
-def run_custom_load(job: LoadJob, index: AtomicIndex, target: Target, *, masters_follow: bool) -> None:
+def run_custom_load(job: LoadJob, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
     """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
 
     Args:
+        source: the whole saved module.
         masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
     """
-    source = job.comm.run(lambda: assemble_module(index, job.config))
     load_fn = job.arguments.custom_load_fn
-    if load_fn is not None:
-        with target.whole_parameters():
-            job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
-    if masters_follow:
-        target.refresh_masters()
+    with job.report.phase("custom"):
+        if load_fn is not None:
+            with target.whole_parameters():
+                job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
+        if masters_follow:
+            target.refresh_masters()

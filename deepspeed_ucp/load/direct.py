@@ -40,8 +40,8 @@ from ..targets.finish import (
 from ..targets.guard import BROKEN, HALF_STATES, release, seal
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects, read_objects
-from .custom import run_custom_load
-from .job import LoadArguments, LoadJob
+from .custom import assemble_module, run_custom_load
+from .job import LoadArguments, LoadJob, LoadReport
 from .prepare import Work, prepare
 from .states import attach_states
 from .transfer import Transfer
@@ -63,7 +63,6 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     """
     engine, comm, config, arguments, report = job.engine, job.comm, job.config, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
-    custom = arguments.custom_load_fn is not None
     work, saved = _prepare(job, index, target, with_states=with_states)
     with report.phase("plan"), pause_collection():
         index = work.index
@@ -82,6 +81,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
             report.bytes_read += transfer.verify()
 
     transfer.persist(read)
+    source = _assemble(transfer, report) if arguments.custom_load_fn is not None else None
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
 
     def restore_others() -> None:
@@ -98,9 +98,9 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     with guard_engine(engine, with_states=with_states):
         with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
             comm.run(restore_others)
-        if custom:
-            with report.phase("custom"):
-                run_custom_load(job, index, target, masters_follow=not work.touched)
+        if source is not None:
+            run_custom_load(job, source, target, masters_follow=not work.touched)
+            source = None  # as large as the model
         with report.phase("fill"):
             again = transfer.fill()
             comm.run(target.swaps.commit)
@@ -119,6 +119,17 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         with_scheduler=arguments.load_lr_scheduler_states,
         with_optimizer=arguments.load_optimizer_states,
     )
+
+
+def _assemble(transfer: Transfer, report: LoadReport) -> dict[str, torch.Tensor]:
+    """The whole saved module; collective.
+
+    Raises:
+        CheckpointError: a file is damaged, of which no other copy is left; the engine is as it was.
+    """
+    comm, config = transfer.comm, transfer.config
+    with transfer.undoing(), report.phase("custom"):
+        return persist(transfer.index, lambda left: comm.run(lambda: assemble_module(left, config)), comm)
 
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:

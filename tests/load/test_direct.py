@@ -327,6 +327,30 @@ def test_a_damaged_record_leaves_live_states_as_they_were(tmp_path: Path) -> Non
     assert all(left.equal(flat.data) for left, flat in zip(masters, rank.flats, strict=True))
 
 
+@pytest.mark.parametrize("places", [1, 2])
+def test_a_damaged_copy_of_the_module_is_found_before_the_engine_changes(places: int, tmp_path: Path) -> None:
+    """``custom_load_fn`` alone is given it; of two places the next one's is taken."""
+    path, state = write(tmp_path / "first", Topology(1, 3, "bf16"))
+    shutil.copytree(path, tmp_path / "second")
+    rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
+    also = [str(tmp_path / "second")] * (places - 1)
+    index = open_checkpoint(str(path), Comm(), *join_groups(rank, Comm())[:1], also=also)
+    damage(index, "a", "copy")
+    engine = FakeEngine(rank)
+
+    def load() -> None:
+        run_load(index, rank, engine=engine, custom_load_fn=lambda src, dst: given.update(src))
+
+    if places == 1:
+        with pytest.raises(CheckpointError, match="Nothing was changed"):
+            load()
+        assert not given and getattr(engine, BROKEN, None) is None
+        check_untouched(rank)
+    else:
+        load()
+        assert given["a"].equal(state.atoms["a"]["fp32"].bfloat16())
+
+
 def test_a_foreign_shard_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 2))
     other = write_checkpoint(tmp_path / "other", PLAIN, random_state(PLAIN, 5), Topology(1, 2))
