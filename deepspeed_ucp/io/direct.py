@@ -1,10 +1,12 @@
-"""Reading past the page cache, where the file system is a disk's and the cache does not hold the bytes.
+"""Reading past the page cache, where a disk is not read ahead far enough and the cache does not hold the bytes.
 
 A buffered read of what is cold costs a page of the cache for every page read, a copy out of it, and, when memory is
 full, somebody else's page: on the machine of docs/benchmarks.md 0.3 to 1.4 s of processor time a GiB. With ``O_DIRECT``
 the disk writes into memory that a thread uses again and again (0.05 s), where its checksum is formed, and one copy
 brings it to its place. What the cache holds is taken from there: a save of a moment ago, what another rank reads as
-well, and what is read twice on purpose.
+well, and what is read twice on purpose. So is everything of a disk that the system reads ahead of as far as one of our
+reads, as it does where an administrator or a cloud has set it so: then the disk is kept busy while threads work on what
+they have, which is worth more than the copy.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import errno
 import functools
 import mmap
 import os
+from pathlib import Path
 
 from .disk import load_libc
 from .filesystems import DISK, find_kind
@@ -21,6 +24,10 @@ from .filesystems import DISK, find_kind
 ALIGNMENT = 4096
 """Bytes of which addresses, offsets and sizes have to be multiples: no block of a disk is larger."""
 
+_FAR = 4 << 20
+"""Bytes of readahead that keep a disk busy: those of a read."""
+
+_DEVICES = Path("/sys/class/bdi")
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -34,12 +41,21 @@ def _load_libc() -> ctypes.CDLL:
     return libc
 
 
-def is_on_disk(fd: int) -> bool:
-    """Whether a file's system is one whose buffered reads gain nothing from the cache but a second copy.
+def is_worth_passing(fd: int) -> bool:
+    """Whether buffered reads of a file would gain nothing from the cache but a second copy.
 
-    Those over a network read ahead and share what nodes have read; those in memory have nothing to read past.
+    File systems over a network read ahead and share what nodes have read; those in memory have nothing to read past.
     """
-    return find_kind(fd) == DISK
+    return find_kind(fd) == DISK and find_readahead(os.fstat(fd).st_dev) < _FAR
+
+
+def find_readahead(device: int) -> int:
+    """Bytes that the system reads ahead on a device; 0 where it does not tell, as of several disks in one."""
+    try:
+        told = (_DEVICES / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb").read_text()
+    except OSError:
+        return 0
+    return int(told) << 10
 
 
 def reopen(fd: int) -> int | None:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from ..errors import CheckpointError
-from .direct import ALIGNMENT, align, is_cached, is_on_disk, is_refusal, reopen
+from .direct import ALIGNMENT, align, is_cached, is_worth_passing, is_refusal, reopen
 from .disk import write_atomically
 from .memory import Scratch, drop_front
 from .threads import map_threads
@@ -381,7 +381,7 @@ class StoredFile:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror or error}).") from error
         if advice != os.POSIX_FADV_NORMAL:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
-        self._direct = reopen(self._file.fileno()) if is_on_disk(self._file.fileno()) else None
+        self._direct = reopen(self._file.fileno()) if is_worth_passing(self._file.fileno()) else None
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         """As :meth:`Stored.fetch`: past the page cache, unless it holds the bytes or cannot be passed by."""

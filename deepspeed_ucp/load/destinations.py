@@ -78,7 +78,7 @@ class Buffer:
     def undo(self) -> None:
         """Give back the values that were filled over in place."""
         for values, origin in _pair(self.tensor, self._origin):
-            values.copy_(origin)
+            values.copy_(origin.to(values.device))  # what travels is of 16 bits
 
     def set_apart(self) -> None:
         """Fill other memory, of the host, instead of the tensor's own."""
@@ -203,8 +203,8 @@ class Destinations:
                 self.buffers[number].memory[low:high].zero_()
 
     def undo(self) -> None:
-        """Give back what was filled in place."""
-        for buffer in self.buffers:
+        """Give back what was filled in place; a view of another buffer, if any, was looked at after it."""
+        for buffer in reversed(self.buffers):
             buffer.undo()
 
     def commit(self) -> None:

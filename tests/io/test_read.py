@@ -194,7 +194,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile
     """A file that is read past the cache, wherever tests are run."""
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
-    monkeypatch.setattr(store, "is_on_disk", lambda fd: True)
+    monkeypatch.setattr(store, "is_worth_passing", lambda fd: True)
     monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
     with StoredFile(str(path)) as stored:
         if stored._direct is None:
@@ -265,3 +265,23 @@ def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
         os.pread(file.fileno(), 40 << 12, 0)
         assert direct.is_cached(file.fileno(), 0, 40 << 12)
         assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "readahead", "passes"),
+    [("disk", "128", True), ("disk", "4096", False), ("disk", "", True), ("network", "128", False)],
+)
+def test_a_disk_that_is_read_ahead_of_far_is_not_read_past_the_cache(
+    kind: str, readahead: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    device = file.stat().st_dev
+    told = tmp_path / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb"
+    if readahead:
+        told.parent.mkdir()
+        told.write_text(readahead + "\n")
+    monkeypatch.setattr(direct, "_DEVICES", tmp_path)
+    monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
+    with file.open() as opened:
+        assert direct.is_worth_passing(opened.fileno()) == passes
