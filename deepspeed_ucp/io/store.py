@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from ..errors import CheckpointError
-from .direct import ALIGNMENT, align, is_cached, is_worth_passing, is_refusal, reopen
+from .direct import ALIGNMENT, align, is_cached, is_refusal, is_worth_passing, reopen
 from .disk import write_atomically
 from .memory import Scratch, drop_front
 from .threads import map_threads
