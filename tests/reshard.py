@@ -80,7 +80,7 @@ PATIENT = UniversalConfig(threads=1)
 class FakeTarget(Target):
     """One rank of a live engine: sentinel-filled buffers and a real optimizer over them.
 
-    The masters of an even number of ranks are what their copies give back; of an odd number nothing is known.
+    Masters are what their copies give back, where there are copies.
 
     `model` is what this model-parallel rank holds (local shapes), `rank` its data-parallel rank.
     """
@@ -127,7 +127,7 @@ class FakeTarget(Target):
                 holder = holder.view(flat.own[0].shape)
             part = self.own.seat(flat.group, self.kind, self.rank)[0] if self.kind.partitions else 0
             self.add_flat(lay_flat(self.own, self.kind, flat), part, holder.requires_grad_())
-            self.made_from.append([] if kind == "raw" or self.kind.dp % 2 else [self.flats[-1].data.bfloat16()])
+            self.made_from.append([] if kind == "raw" else [self.flats[-1].data.bfloat16()])
             cuts = self.flats[-1].buffer.cuts(part)
             assert cuts == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
 
@@ -288,7 +288,8 @@ def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> Atomic
 class Options:
     """How to load.
 
-    `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`.
+    `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`; `in_place`: masters are known to
+    be what their copies give back.
     """
 
     chunk: int = CHUNK
@@ -298,6 +299,7 @@ class Options:
     strict: bool = True
     config: UniversalConfig = PATIENT
     order: tuple[int, ...] | None = None
+    in_place: bool = True
 
     @property
     def sizes(self) -> ReadSizes:
@@ -307,6 +309,8 @@ class Options:
 def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
     """What one rank has to do; collective."""
     options = options or Options()
+    if not options.in_place:
+        target.made_from = [[] for _ in target.flats]
     with_states = options.with_states and has_masters(target, comm)
     work = prepare(index, target, comm, options.config, strict=options.strict, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm)

@@ -96,7 +96,10 @@ class ForecastTarget:
             [replace(each, part=each.buffer.find_part(dp_rank)) for each in buffers if each.buffer.is_on(dp_rank)]
             for buffers in (held.layout.flats, held.layout.tensors)
         )
-        return list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
+        wants = list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
+        if self.degrees.wrapper != "torch":  # a fresh engine's masters can be made again: they are filled at once
+            wants.buffers = [replace(each, fresh=each.fresh or each.home[0] == MASTER) for each in wants.buffers]
+        return wants
 
     def count_needed(self) -> int:
         """Bytes of the checkpoint that all ranks together hold afterwards, replicas included."""

@@ -72,12 +72,12 @@ def resume(case: Case, target: Topology, folder: Path, **options: Any) -> tuple[
 
 
 @examples(350)
-@given(case=cases(), target=topologies(), chunk=st.sampled_from((16, 64, 1000)))
-def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: int) -> None:
+@given(case=cases(), target=topologies(), chunk=st.sampled_from((16, 64, 1000)), in_place=st.booleans())
+def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: int, in_place: bool) -> None:
     """Coverage, fill, read once, bounded requests: ``check_content`` and ``check_reads`` say what that means."""
     note(f"{case.topology.label}→{target.label}")
     with temporary_folder() as folder:
-        resume(case, target, folder, chunk=chunk)
+        resume(case, target, folder, chunk=chunk, in_place=in_place)
 
 
 def pair_id(pair: tuple[Topology, ...]) -> str:
