@@ -169,7 +169,8 @@ class Bench:
         except RankFailed as error:
             if not is_upstream:
                 raise
-            return Measured(case, round_, 0.0, 0, fault=_tell_failure(error))
+            told_here = _tell_failure(error).replace(f"{self.folder.parent}/", "")  # without the machine's own folders
+            return Measured(case, round_, 0.0, 0, fault=told_here)
         return self._judge(case, round_, told)
 
     def _judge(self, case: str, round_: int, told: Sequence[dict[str, Any]]) -> Measured:
