@@ -70,10 +70,9 @@ class CollectiveReader:
         # that staging and a store's client have their room.
         self.joined = max(min(JOINED, window // (4 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
-        self.two_passes = self.checksum and not all(sink.fresh for sink in into.sinks)
         self.uploads = choose_uploads(into.sinks, self.threads)
         staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
-        self.staged_again = {(request.record, request.offset) for request in staged} if self.two_passes else set()
+        self.staged_again = {(request.record, request.offset) for request in staged} if self.checksum else set()
         self.checks = Checks()
         self.files: dict[str, tuple[int, float]] = {}
 
@@ -160,7 +159,7 @@ class CollectiveReader:
 
     def _is_read_again(self, request: Request) -> bool:
         """Whether pass 2 reads some of it as well: live buffers', or what is staged for some rank's."""
-        return self.two_passes and (
+        return self.checksum and (
             self._feeds(request, fresh=False) or (request.record, request.offset) in self.staged_again
         )
 

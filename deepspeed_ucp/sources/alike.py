@@ -7,7 +7,7 @@ and the padding. So a header travels as that; the rest is made of the first one'
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, TypeVar, overload
@@ -89,7 +89,8 @@ class Form:
 
     def fill(self, numbers: array[int], slices: Any) -> OptimHeader:
         """A header of this form, from what is its own."""
-        masters, tensors = _Masters(self, numbers), _Tensors(self, numbers)
+        masters = _Made(self, numbers, len(self.optim.masters), self.make_piece)
+        tensors = _Made(self, numbers, len(self.optim.tensors), self.make_states)
         paddings = tuple(numbers[len(self._pieces) * WIDTH :])
         return replace(self.optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
 
@@ -109,43 +110,25 @@ class Form:
 
 
 class _Made(Sequence[T]):
-    """Parts of a header, made when they are asked for."""
+    """Parts of a header, made when they are asked for: by ``make``, of their number and the file's numbers."""
 
-    __slots__ = ("form", "numbers")
+    __slots__ = ("form", "make", "most", "numbers")
 
-    def __init__(self, form: Form, numbers: array[int]) -> None:
-        self.form, self.numbers = form, numbers
+    def __init__(self, form: Form, numbers: array[int], most: int, make: Callable[[int, array[int]], T]) -> None:
+        self.form, self.numbers, self.most, self.make = form, numbers, most, make
 
-    def _make(self, at: int) -> T:
-        raise NotImplementedError
+    def __len__(self) -> int:
+        return self.most
 
     @overload
     def __getitem__(self, at: int) -> T: ...
     @overload
     def __getitem__(self, at: slice) -> tuple[T, ...]: ...
     def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
-        found = range(len(self))[at]
-        return self._make(found) if isinstance(found, int) else tuple(map(self._make, found))
-
-
-class _Masters(_Made[Piece]):
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        return len(self.form.optim.masters)
-
-    def _make(self, at: int) -> Piece:
-        return self.form.make_piece(at, self.numbers)
-
-
-class _Tensors(_Made[TensorStates]):
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        return len(self.form.optim.tensors)
-
-    def _make(self, at: int) -> TensorStates:
-        return self.form.make_states(at, self.numbers)
+        found = range(self.most)[at]
+        if isinstance(found, int):
+            return self.make(found, self.numbers)
+        return tuple(self.make(number, self.numbers) for number in found)
 
 
 class Batch:
@@ -180,14 +163,18 @@ class Batch:
     def _column(self, at: int) -> array[int]:
         found = self._columns.get(at)
         if found is None:
-            width = len(self._numbers) // len(self.files)
-            found = self._columns[at] = self._numbers[at::width]
+            found = self._columns[at] = self._numbers[at :: self._width]
         return found
 
     def make_piece(self, piece: int, file: int) -> Piece:
         """A piece of one of the files."""
-        width = len(self._numbers) // len(self.files)
-        return self.form.make_piece(piece, self._numbers[file * width : (file + 1) * width])
+        begin = file * self._width
+        return self.form.make_piece(piece, self._numbers[begin : begin + self._width])
+
+    @property
+    def _width(self) -> int:
+        """Numbers of a file."""
+        return len(self._numbers) // len(self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,15 +271,5 @@ class Shortening:
         if form is None:
             raise ValueError("there is no header that it is like")
         optim = form.fill(short.numbers, short.slices)
-        return FileHeader(
-            short.name,
-            short.size,
-            short.crc,
-            first.globals,
-            first.config,
-            first.marks,
-            None,
-            optim,
-            None,
-            short.folding,
-        )
+        size, crc, folding = short.size, short.crc, short.folding
+        return replace(first, name=short.name, size=size, crc=crc, optim=optim, folding=folding)

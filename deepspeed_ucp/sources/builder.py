@@ -192,12 +192,17 @@ class Builder:
             for state in states.keys() & each.states.keys():
                 told, mine = each.states[state].dtype, states[state].dtype
                 if told != mine or (lane == each.lane and shape != each.shape):
-                    self._refuse_other(header, param, state, (mine, shape), (told, each.shape))
+                    self.refuse_other(header, param, state, (mine, shape), (told, each.shape))
         known.append(Holding(lane, shape, place, states))
 
-    def _refuse_other(
+    def refuse_other(
         self, header: FileHeader, param: ParamKey, state: str, found: tuple[str, Shape], known: tuple[str, Shape]
     ) -> None:
+        """Tell that a file holds something of another dtype or shape than others do.
+
+        Raises:
+            CheckpointError: always.
+        """
         raise CheckpointError(
             f"{self.save.path(header)}: {param} ({state}) is {found[0]} of shape {found[1]}; other files hold it "
             f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves."

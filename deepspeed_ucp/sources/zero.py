@@ -427,12 +427,9 @@ class _Adder:
             held[part], begins[part] = record, offset
 
     def _refuse_dtype(self, state: str, found: str, known: str, part: int) -> None:
-        cut = self.buffer.cuts(part)[0]
-        shape = self.rank.shapes[cut.name]
-        raise CheckpointError(
-            f"{self._path(self.held_by.shards[part])}: {self.rank.param(cut.name)} ({state}) is {found} of shape "
-            f"{shape}; other files hold it as {known} of shape {shape}. The folder mixes files of several saves."
-        )
+        name = self.buffer.cuts(part)[0].name
+        shape, shard = self.rank.shapes[name], self.held_by.shards[part]
+        self.builder.refuse_other(shard, self.rank.param(name), state, (found, shape), (known, shape))
 
     def _add_momentum(self, shard: FileHeader, part: int, held: TensorStates) -> TensorStates:
         """Add the momentum of the parameters that a partition touches; what else there is of states.
