@@ -134,8 +134,10 @@ class Records(Sequence[Record]):
 
     def append(self, record: Record) -> None:
         """Add one."""
-        crc = -1 if record.crc is None else record.crc
-        self.extend((record.file,), (record.offset,), (record.nbytes,), (crc,))
+        self.files.append(record.file)
+        self.offsets.append(record.offset)
+        self.nbytes.append(record.nbytes)
+        self.crcs.append(-1 if record.crc is None else record.crc)
 
     def extend(self, files: Iterable[int], offsets: Iterable[int], nbytes: Iterable[int], crcs: Iterable[int]) -> None:
         """Add several, as many of each."""

@@ -121,7 +121,16 @@ class Builder:
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
-        self.add_cuts(rank, state, (Cut(name, 0, piece.numel, 0),), header, piece, {name: piece.shape})
+        if piece.fault:
+            self._note_fault(rank, [name], state, piece.fault)
+            return
+        parts, numel = self._find_parts(rank, name, state, piece.shape, piece.dtype, header), piece.numel
+        if numel:
+            parts.append(Fragment(0, numel, self.record(header, piece.record), piece.offset))
+
+    def _note_fault(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
+        if state != COPY:  # copies are looked at, never loaded
+            self.unreadable.update({f"{rank.param(name)} ({state})": fault for name in names})
 
     def add_cuts(
         self,
@@ -146,8 +155,7 @@ class Builder:
             CheckpointError: files disagree about a dtype or shape.
         """
         if piece.fault:
-            if state != COPY:  # copies are looked at, never loaded
-                self.unreadable.update({f"{rank.param(cut.name)} ({state})": piece.fault for cut in cuts})
+            self._note_fault(rank, (cut.name for cut in cuts), state, piece.fault)
             return
         record = self.record(header, piece.record) if any(cut.numel for cut in cuts) else -1
         offset, itemsize = piece.offset, ITEMSIZE[piece.dtype]
@@ -171,29 +179,22 @@ class Builder:
         """
         for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
             if count(shape):
-                self._hold(rank, name, shape, place, states, header)
+                lane, lanes = rank.find_lane(name, self.tp)
+                self._hold(rank.param(name), Holding(lane, shape, place, states), lanes, header)
 
-    def _hold(
-        self,
-        rank: SavedRank,
-        name: str,
-        shape: Shape,
-        place: int,
-        states: Mapping[str, Spread | Loose],
-        header: FileHeader,
-    ) -> None:
-        param, (lane, lanes) = rank.param(name), rank.find_lane(name, self.tp)
+    def _hold(self, param: ParamKey, held: Holding, lanes: int, header: FileHeader) -> None:
         known = self._held.get(param)
         if known is None:
-            self._held[param] = [Holding(lane, shape, place, states)]
+            self._held[param] = [held]
             self._lanes[param] = lanes
             return
+        lane, shape, _, states = held
         for each in known:
             for state in states.keys() & each.states.keys():
                 told, mine = each.states[state].dtype, states[state].dtype
                 if told != mine or (lane == each.lane and shape != each.shape):
                     self.refuse_other(header, param, state, (mine, shape), (told, each.shape))
-        known.append(Holding(lane, shape, place, states))
+        known.append(held)
 
     def refuse_other(
         self, header: FileHeader, param: ParamKey, state: str, found: tuple[str, Shape], known: tuple[str, Shape]
@@ -224,7 +225,7 @@ class Builder:
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
         """The fragments of one state of a parameter that lie alone."""
-        param, (lane, _) = rank.param(name), rank.find_lane(name, self.tp)
+        param, (lane, lanes) = rank.param(name), rank.find_lane(name, self.tp)
         for each in self._held.get(param, ()):
             held = each.states.get(state)
             if isinstance(held, Loose) and each.lane == lane and (held.dtype, each.shape) == (dtype, shape):
@@ -232,7 +233,7 @@ class Builder:
         if state in (COPY, MODULE):
             self._module[param] = None
         made = Loose(dtype, [])
-        self._hold(rank, name, shape, 0, {state: made}, header)
+        self._hold(param, Holding(lane, shape, 0, {state: made}), lanes, header)
         return made.fragments
 
     def add_states(

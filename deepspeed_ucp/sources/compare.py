@@ -196,7 +196,7 @@ def _compare(
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    return bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself
+    return one is other or bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself
 
 
 def _tell_stranger(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:

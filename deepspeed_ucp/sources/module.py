@@ -103,9 +103,10 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
     """
     save = builder.save
     seen: dict[str, Piece] = {}
+    ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in save.experts}
     for (_, expert, mp), header in save.experts.items():
-        folded = set(header.layer or ()) if save.folds_experts else set()
-        rank = SavedRank(mp // save.tp, mp % save.tp, folded=folded)
+        rank = ranks[mp]
+        rank.folded.update((header.layer or ()) if save.folds_experts else ())
         for name, piece in (header.layer or {}).items():
             if find_number(name) != expert:
                 raise CheckpointError(
