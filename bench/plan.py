@@ -43,7 +43,7 @@ from deepspeed_ucp.plan import Blocks, ReadSizes, Want, address_claims, locate, 
 from deepspeed_ucp.plan.claims import GRANTED
 from deepspeed_ucp.plan.feeds import feed
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance
-from deepspeed_ucp.plan.rounds import BLOCK, MIN_DIRECT
+from deepspeed_ucp.plan.rounds import BLOCK, MIN_DIRECT, Near
 from deepspeed_ucp.sources.files import sort_files
 from deepspeed_ucp.sources.index import build_index
 from deepspeed_ucp.sources.naming import Naming
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 FOLDER = "/checkpoints/global_step1000"
 WINDOW = 256 << 20
 SUB_GROUP = 1_000_000_000  # ZeRO 3's default sub_group_size
+PER_NODE = 8
 Layouts = dict[str, tuple["Layout", "Layout"]]
 Answer = Callable[[Any], list[Any]]
 
@@ -273,6 +274,11 @@ class Planner:
         return match, settle_layouts(index, live, match, rules, tell=False)
 
 
+def find_near(rank: int, ranks: int) -> Near:
+    """The ranks of one rank's machine, which see its staging memory."""
+    return np.arange(ranks) // PER_NODE == rank // PER_NODE
+
+
 def list_targets(grid: Grid, kind: type[FakeTarget] = FakeTarget) -> Callable[[int], FakeTarget]:
     stages = grid.sizes.stages(grid.pp)
     return lambda rank: kind(grid, rank, stages[grid.place(rank).pp_rank])
@@ -353,7 +359,7 @@ class Peers:
         optimizer = OptimizerMatch(self.index, target, self.match_for(target))
         wants = make_work(optimizer, [], self.layouts, with_states=True).wants
         pieces = [piece for want in wants.wants for part in self._narrow(want) for piece in locate(part)]
-        claims = make_claims(pieces, wants.is_fresh, BLOCK)
+        claims = make_claims(pieces, lambda _: True, BLOCK)
         return address_claims(claims, self.blocks)[0][self.owner]
 
     def match_for(self, target: FakeTarget) -> Match:
@@ -419,8 +425,9 @@ def plan_one(script: Script) -> Planned:
         with planner.phase("wants"):
             work = make_work(OptimizerMatch(index, target, match), [], layouts, with_states=True)
         with planner.phase("claims, judgement, plan"):
-            fresh = [sink.fresh for sink in work.into.sinks]
-            plan = negotiate(work.wants, fresh, index, answers.comm(), ReadSizes.within(WINDOW))
+            fresh = [True] * len(work.into.sinks)  # a fresh engine's masters are what their copies make
+            near = find_near(rank, grid.ranks)
+            plan = negotiate(work.wants, fresh, index, answers.comm(), ReadSizes.within(WINDOW), near)
     peak, busy = peak_resident_bytes() - before, time.process_time() - began
     gathered = sum(map(len, script.headers)) + sum(map(len, script.returns))
     return Planned(

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # the plugin of this checkout, also when it is no
 
 from collectives import AllRanks  # noqa: E402
 from jobs import JOBS, Job  # noqa: E402
+from plan import PER_NODE  # noqa: E402
 from report import AT_SCALE, MIB, Target, put_part, table, targets_table  # noqa: E402
 from scale_plan import FOLDER, SIZES, forecast, stand_in  # noqa: E402
 from storage import STORES, simulate  # noqa: E402
@@ -36,7 +37,6 @@ PLANNED = ("dense1-1k", "dense3-1k", "moe-1k", "dense1-10k", "dense3-10k", "moe-
 WHOLE = ("dense1-1k", "moe-1k", "dense1-10k", "dense3-mid")
 QUICK = ("dense1-quick", "dense3-quick", "moe-quick")
 SECONDS, PEAK_MIB, FACTOR = 5.0, 1024.0, 1.2
-PER_NODE = 8
 BEHIND = ("rounds", "copies", "checks.send_checks", "scale_plan.follow", "scale_plan._exchange", "samples._check_share")
 """Steps behind the plan."""
 
@@ -87,7 +87,7 @@ def load_job(name: str) -> dict[str, Any]:
     for title, store in STORES.items():
         servers = min(store.servers, max(job.ranks // PER_NODE, 2))
         scaled = replace(store, servers=servers, slow_servers=tuple(each % servers for each in store.slow_servers))
-        stores[title] = {**asdict(simulate(plans, scaled)), "servers": servers}
+        stores[title] = {**asdict(simulate(plans, scaled, SIZES.share)), "servers": servers}
         say(f"{job.title}: {title}: {stores[title]['seconds']:.2f} s, limit {stores[title]['limit']:.2f} s")
     return {
         "title": job.title,
@@ -130,9 +130,10 @@ each in a process of its own; the worst counts. *Heard* is what one rank receive
 ### What one rank hears, by step
 
 KiB that one rank receives; a step that the ranks do not tell each other much in is left out. Bytes are in proportion
-to files, parameters and ranks, none to a product of these. Behind the plan follow, in a fresh engine, *rounds* of
-exchange in both passes with an agreement of one byte each (`scale_plan._exchange`), checksums (`checks.send_checks`),
-and the *copies* in 16 bit that the data-parallel ranks gather from each other, as after every step of training.
+to files, parameters and ranks, none to a product of these. Behind the plan follow, in the one pass over the files that
+fills a fresh engine, *rounds* of exchange between machines with an agreement of one byte each
+(`scale_plan._exchange`), checksums (`checks.send_checks`), and the *copies* in 16 bit that the data-parallel ranks
+gather from each other, as after every step of training.
 
 {_steps_table(plans)}
 

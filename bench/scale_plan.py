@@ -21,6 +21,7 @@ import numpy as np
 from collectives import AllRanks, ToldComm, count_rows, overhear, silence
 from jobs import JOBS, Job
 from meters import peak_resident_bytes, reset_peak, resident_bytes
+from plan import find_near
 from ranks import release_free_memory
 
 from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
@@ -32,8 +33,9 @@ from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.store import Entry
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.census import join_groups, take_census
+from deepspeed_ucp.load.destinations import Buffer
 from deepspeed_ucp.load.prepare import Work, prepare
-from deepspeed_ucp.load.transfer import negotiate
+from deepspeed_ucp.load.transfer import negotiate, spare_engine
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import GRANTED
@@ -50,7 +52,8 @@ COPY_BYTES = 2
 """Of an element of a 16-bit copy."""
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-SIZES = ReadSizes.within(UniversalConfig().window_mb << 20)
+WINDOW = UniversalConfig().window_mb << 20
+SIZES = ReadSizes.within(WINDOW)
 
 
 @dataclass
@@ -81,9 +84,16 @@ def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
             (places, "list_entries", lambda folder: listing),
             (opening, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # which reads some elements
+            (Buffer, "set_in_place", _fill_in_place),  # which looks at memory that there is none of
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def _fill_in_place(buffer: Buffer) -> bool:
+    """As before the first step, when masters are what their copies make."""
+    buffer.fresh = True
+    return True
 
 
 def make_script(job: Job, ranks: Iterable[int]) -> Script:
@@ -154,30 +164,28 @@ class Planned:
 
 
 def follow(work: Work, plan: LoadPlan, target: Target, comm: ToldComm) -> None:
-    """What the ranks tell each other behind the plan, in a fresh engine: both passes, checksums, samples, copies.
+    """What the ranks tell each other behind the plan of a fresh engine: its one pass, checksums, samples, copies.
 
     Nothing is read. Another rank is taken to have as many checksums for this one as this one has for it.
     """
-    for fresh in (True, False):
-        _exchange(plan, comm, fresh=fresh)
-        if fresh:
-            read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.requests]
-            send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
-            comm.run(int)
-            with mock.patch.object(samples, "compare_pairs", side_effect=lambda *_: comm.run(int)):
-                samples.check_samples(work.index, work.touched, comm)
+    _exchange(plan, comm)
+    read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.requests]
+    send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
+    comm.run(int)
+    with mock.patch.object(samples, "compare_pairs", side_effect=lambda *_: comm.run(int)):
+        samples.check_samples(work.index, work.touched, comm)
     held = [(flat.buffer.partition, flat.buffer.parts) for flat in target.flats]
     received = sum(COPY_BYTES * numel * (parts - 1) for numel, parts in held)
     comm.note("copies", received, sum(COPY_BYTES * numel for numel, _ in held))
 
 
-def _exchange(plan: LoadPlan, comm: ToldComm, *, fresh: bool) -> None:
+def _exchange(plan: LoadPlan, comm: ToldComm) -> None:
     """The agreements and exchanges of a pass, as :class:`~deepspeed_ucp.load.exchange.CollectiveReader` makes them."""
     comm.run(int)
     for each in plan.rounds:
         for step in range(each.steps):
             comm.run(int)
-            sends, claims = each.pick_step(comm.rank, fresh, step, plan.near)
+            sends, claims = each.pick_step(comm.rank, True, step, plan.near)
             received, sent = (sum(one.nbytes for ones in part for one in ones) for part in (claims, sends))
             comm.note("rounds", received, sent)
     comm.run(int)
@@ -216,8 +224,10 @@ class Planner:
                     index, target, comm, UniversalConfig(patterns=job.patterns), strict=True, with_states=True
                 )
             with self.phase("claims, judgement, plan"):
+                spare_engine(work.into.buffers, WINDOW, comm, apart=False)
                 fresh = [sink.fresh for sink in work.into.sinks]
-                plan = negotiate(work.wants, fresh, work.index, comm, SIZES)
+                near = find_near(self.rank, job.ranks)
+                plan = negotiate(work.wants, fresh, work.index, comm, SIZES, near)
             planned_in = dict(self.phases)
             peak = peak_resident_bytes() - before
             with self.phase("behind the plan"):

@@ -2,8 +2,9 @@
 
 A file lies on one server, or its stripes on several in turn. A server serves its reads one after the other; besides,
 a read takes the store's latency and what one stream can move, and passes its node's link. Each rank has some threads,
-of which each takes the rank's next read, as the reader's do. A round of exchange begins when all ranks have read what
-they stage in it, and ends when the busiest node has sent and received its bytes.
+of which each takes the rank's next read, as the reader's do. As in `load/exchange.py` a rank reads, turn by turn, what
+it stages in a round and a share of what it reads for itself; an exchange begins when all ranks have, and ends when the
+busiest node has sent and received its bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from whole import RankPlan, Read, sum_nodes
+from whole import RankPlan, Read, count_steps, sum_moved, sum_nodes
 
 GB = 1e9
 
@@ -136,17 +137,18 @@ class _Run:
         return file, server, max(self.servers[server], self.links[node], alone) + store.latency
 
 
-def simulate(plans: Sequence[RankPlan], store: Store) -> Simulated:
-    """A load's first pass: direct reads, then round after round."""
-    run = _Run(store, len(plans))
-    ends = run.read_all([plan.direct for plan in plans], 0.0)
-    now, exchange = max(ends), 0.0
-    for number in range(max(len(plan.rounds) for plan in plans)):
-        lists = [plan.rounds[number] if number < len(plan.rounds) else [] for plan in plans]
-        now = max(run.read_all(lists, now))
-        seconds = _exchange(plans, number, store)
+def simulate(plans: Sequence[RankPlan], store: Store, share: int) -> Simulated:
+    """A load's one pass; ``share`` as of :class:`~deepspeed_ucp.plan.ReadSizes`."""
+    run, now, exchange = _Run(store, len(plans)), 0.0, 0.0
+    steps = count_steps(plans, share, store.per_node)
+    turns = [(number, step) for number, count in enumerate(steps) for step in range(count)]
+    for turn, (number, step) in enumerate(turns):
+        lists = [plan.pick(None if step else number, turn, len(turns) + 1) for plan in plans]
+        seconds = _exchange(plans, number, store) / steps[number] + store.latency
+        now = max(run.read_all(lists, now)) + seconds
         exchange += seconds
-        now += seconds
+    ends = run.read_all([plan.pick(None, len(turns), len(turns) + 1) for plan in plans], now)
+    now = max(ends)
     limit, bound = find_limit(plans, store)
     total = sum(read[2] for plan in plans for read in plan.reads)
     busy = total / (now * sum(run.rates))
@@ -157,15 +159,8 @@ def simulate(plans: Sequence[RankPlan], store: Store) -> Simulated:
 
 def _exchange(plans: Sequence[RankPlan], number: int, store: Store) -> float:
     """Seconds of a round's exchange: what stays in a node does not pass its link."""
-    moved: Counter[tuple[int, bool]] = Counter()
-    for rank, plan in enumerate(plans):
-        node = rank // store.per_node
-        for to, nbytes in (plan.sent[number] if number < len(plan.sent) else {}).items():
-            if to // store.per_node != node:
-                moved[node, True] += nbytes
-                moved[to // store.per_node, False] += nbytes
-    longest = max((nbytes / store.pass_on(node) for (node, _), nbytes in moved.items()), default=0.0)
-    return longest + store.latency
+    moved = sum_moved(plans, number, store.per_node, lambda rank: rank // store.per_node)
+    return max((nbytes / store.pass_on(node) for (node, _), nbytes in moved.items()), default=0.0)
 
 
 STORES: Mapping[str, Store] = {

@@ -6,11 +6,13 @@ is handed on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from plan import PER_NODE
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.forecast.target import ForecastTarget
@@ -38,6 +40,12 @@ class RankPlan:
     direct: list[Read] = field(default_factory=list)
     rounds: list[list[Read]] = field(default_factory=list)
     sent: list[dict[int, int]] = field(default_factory=list)
+
+    def pick(self, number: int | None, turn: int, turns: int) -> list[Read]:
+        """What is staged in a round, and a share of the direct reads."""
+        staged = self.rounds[number] if number is not None and number < len(self.rounds) else []
+        low, high = (len(self.direct) * each // turns for each in (turn, turn + 1))
+        return staged + self.direct[low:high]
 
     @property
     def reads(self) -> list[Read]:
@@ -108,7 +116,8 @@ def _decide_one(
     """Let one owner decide, and tell the ranks; those that claim nothing of it are left out."""
     ranks, begins = np.unique(claims[:, 0], return_index=True)
     tables = np.split(claims[:, 1:], begins[1:]) if len(ranks) else []
-    decision = decide(tables, blocks, owned, sizes)
+    near = ranks // PER_NODE == owner // PER_NODE
+    decision = decide(tables, blocks, owned, sizes, near, owner - owner % PER_NODE)
     for rank, table, told in zip(ranks.tolist(), tables, decision.answers, strict=True):
         for record, offset, run, *_ in table[told[:, 0] == GRANTED].tolist():
             granted[rank].append(Request(record, offset, run, _NONE))
@@ -139,6 +148,27 @@ def count_exchanged(plans: Sequence[RankPlan], per_node: int) -> tuple[int, int,
                 else:
                     outside += nbytes
     return own, inside, outside
+
+
+def count_steps(plans: Sequence[RankPlan], share: int, per_node: int) -> list[int]:
+    """In how many exchanges the bytes of each round travel, as `LoadPlan.agree` has it."""
+    return [
+        max(-(-max(sum_moved(plans, number, per_node, lambda rank: rank).values(), default=0) // share), 1)
+        for number in range(max(len(plan.rounds) for plan in plans))
+    ]
+
+
+def sum_moved(
+    plans: Sequence[RankPlan], number: int, per_node: int, key: Callable[[int], int]
+) -> Counter[tuple[int, bool]]:
+    """Bytes that leave (True) and reach nodes in a round, by a key of the rank."""
+    moved: Counter[tuple[int, bool]] = Counter()
+    for rank, plan in enumerate(plans):
+        for to, nbytes in (plan.sent[number] if number < len(plan.sent) else {}).items():
+            if to // per_node != rank // per_node:
+                moved[key(rank), True] += nbytes
+                moved[key(to), False] += nbytes
+    return moved
 
 
 def sum_nodes(values: Sequence[int], per_node: int) -> list[int]:

@@ -57,5 +57,5 @@ def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, 
     touched = {f.record for atom in states for shard in atom.shards for f in shard.fragments}
     assert sum(read[2] for read in reads) == sum(index.stored.records[record].nbytes for record in touched)
     for store in bench.storage.STORES.values():
-        found = bench.storage.simulate(plans, store)
+        found = bench.storage.simulate(plans, store, planning.SIZES.share)
         assert found.seconds >= found.limit * 0.999

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey
+from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, Fragment, ParamKey
 from ..flat import FlatBuffer
 from ..patterns import Run, copy_runs
 from ..plan import OwnerPlan, ReadSizes, Request, Round, decide
@@ -64,12 +64,13 @@ class Sampler:
         held: dict[int, list[tuple[int, int, Atom, int, Fragment, int]]] = defaultdict(list)
         for param in self.homes:
             for number, atom in enumerate(self.target.atoms[param]):
+                at_once = atom.state == MASTER and self.target.fills_in_place
                 for shard in self._find_shards(atom):
                     for fragment in atom.shards[shard].fragments:
                         if self._is_dropped(atom, shard, fragment):
                             continue
                         end = fragment.offset + fragment.numel * ITEMSIZE[atom.dtype]
-                        entry = (fragment.offset, end, atom, shard, fragment, FRESH if number else LIVE)
+                        entry = (fragment.offset, end, atom, shard, fragment, FRESH if number or at_once else LIVE)
                         held[fragment.record].append(entry)
         for entries in held.values():
             entries.sort(key=lambda entry: entry[:2])

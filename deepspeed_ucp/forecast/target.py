@@ -78,6 +78,11 @@ class ForecastTarget:
         """World size."""
         return self.degrees.world
 
+    @property
+    def fills_in_place(self) -> bool:
+        """Whether a fresh engine's masters can be made again, of their copies, so that they are filled at once."""
+        return self.degrees.wrapper != "torch"
+
     def place(self, rank: int) -> tuple[int, int, int]:
         """(pipeline stage, rank among those that ZeRO partitions over, tensor-parallel rank)."""
         rest, tp_rank = divmod(rank, self.degrees.tp)
@@ -97,7 +102,7 @@ class ForecastTarget:
             for buffers in (held.layout.flats, held.layout.tensors)
         )
         wants = list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
-        if self.degrees.wrapper != "torch":  # a fresh engine's masters can be made again: they are filled at once
+        if self.fills_in_place:
             wants.buffers = [replace(each, fresh=each.fresh or each.home[0] == MASTER) for each in wants.buffers]
         return wants
 
