@@ -70,7 +70,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
         # unless that would ask a store for the same bytes again.
         apart = engine.global_steps > 0 or asks_store(index, comm)
         transfer = Transfer(index, work, comm, config, apart=apart)
-    report.state_bytes = index.stored.atoms.count_bytes(work.touched)
+    report.state_bytes = work.state_bytes
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
 

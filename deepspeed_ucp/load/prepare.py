@@ -49,6 +49,7 @@ class Work:
         match: this rank's names.
         touched: atoms that some rank needs, the same list on every rank.
         replicated: those of which the source holds replicas that have to be equal.
+        state_bytes: of all that is touched.
     """
 
     index: AtomicIndex
@@ -58,6 +59,7 @@ class Work:
     match: Match = field(default_factory=Match)
     touched: list[AtomKey] = field(default_factory=list)
     replicated: list[AtomKey] = field(default_factory=list)
+    state_bytes: int = 0
 
 
 def prepare(
@@ -188,14 +190,16 @@ def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
     index = work.index
     work.touched = _join_touched(index, work.touched, comm)
-    everyone = comm.gather((work.wants.grown, work.match.notes))
     atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
+    counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # of thousands of ranks each counts little
+    everyone = comm.gather((work.wants.grown, work.match.notes, counted))
+    work.state_bytes = sum(counted for _, _, counted in everyone)
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
     def tell() -> None:  # rank 0 alone
-        for text in dict.fromkeys(text for _, notes in everyone for text in notes):
+        for text in dict.fromkeys(text for _, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
-        _tell(work.match, index.limits.dropped, {item for grown, _ in everyone for item in grown.items()})
+        _tell(work.match, index.limits.dropped, {item for grown, *_ in everyone for item in grown.items()})
 
     comm.once(tell)
     check_instances(index, census.counts, work.touched, comm)

@@ -200,6 +200,13 @@ class OwnerPlan:
         for (rank, number, _), place in zip(claims, places, strict=True):
             self.answers[rank][number] = len(self.rounds) - 1, place
 
+    def turn(self, place: int) -> None:
+        """Let the rounds begin at a place of their own, and wrap around."""
+        first, count = _find_begin(len(self.rounds), place), len(self.rounds)
+        self.rounds = self.rounds[first:] + self.rounds[:first]
+        for told in self.answers:
+            told[:, 0] = np.where(told[:, 0] == GRANTED, GRANTED, (told[:, 0] - first) % max(count, 1))
+
 
 def decide(
     tables: Sequence[Table],
@@ -207,6 +214,7 @@ def decide(
     owned: Iterable[tuple[int, int]],
     sizes: ReadSizes,
     near: Near | None = None,
+    place: int = 0,
 ) -> OwnerPlan:
     """Decide about blocks.
 
@@ -214,6 +222,8 @@ def decide(
         tables: per rank its claims on them, in the order of records and offsets, so that they are sent in it.
         owned: (record, block of it) of these blocks, ascending.
         near: of this owner.
+        place: a number of the owner's machine. Were all machines to stage the same part of the files in a round, they
+            would wait for the storage that holds it; ranks of one machine read neighbouring blocks.
     """
     decision = OwnerPlan([np.full((len(table), 2), (GRANTED, 0), np.int64) for table in tables], near)
     claimed = _group(tables, blocks.block)
@@ -227,6 +237,7 @@ def decide(
             decision.serve(record, gaps, served, sizes.share)
         else:
             decision.unclaimed += [_read(record, *gap, DISCARD, 0) for gap in gaps]
+    decision.turn(place)
     return decision
 
 
@@ -352,8 +363,13 @@ def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int) -> li
     """
     ordered = sorted(reads, key=lambda request: (files[request.record], request.record, request.offset))
     ends = list(accumulate(request.nbytes for request in ordered))
-    first = bisect_right(ends, (ends[-1] * (rank * _GOLDEN % (1 << 32))) >> 32) if ends else 0
+    first = bisect_right(ends, _find_begin(ends[-1], rank)) if ends else 0
     return ordered[first:] + ordered[:first]
+
+
+def _find_begin(total: int, place: int) -> int:
+    """A place in [0, total), 0 of the first; such places are spread evenly, of however many that follow each other."""
+    return (total * (place * _GOLDEN % (1 << 32))) >> 32
 
 
 def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
@@ -386,6 +402,7 @@ def plan_ranks(
             blocks.owned(owner, touched),
             sizes,
             np.arange(len(claims)) == owner,
+            owner,
         )
         for owner in ranks
     ]

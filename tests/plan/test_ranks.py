@@ -162,14 +162,17 @@ def test_a_part_that_is_granted_is_not_staged() -> None:
 
 
 def test_owners_send_at_the_same_time_and_what_is_received_comes_in_steps() -> None:
-    """Eight blocks of 16 bytes for four ranks, in rounds of 32 bytes: 48 are sent and received in each."""
+    """Eight blocks of 16 bytes for four ranks, in rounds of 32 bytes: 48 are sent and received in each.
+
+    The ranks are on machines of their own, and do not all begin with the first blocks.
+    """
     atom = make_atom("w", 32, (0, 32, 0, 0))
     plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, [Record(0, 0, 128, 0)], block=16, window=32).plans
     assert [[[request.offset for request in each.reads] for each in plan.rounds] for plan in plans] == [
         [[0], [64]],
-        [[16], [80]],
+        [[80], [16]],
         [[32], [96]],
-        [[48], [112]],
+        [[112], [48]],
     ]
     assert {each.steps for plan in plans for each in plan.rounds} == {2}
     assert sum(plan.nbytes for plan in plans) == 128

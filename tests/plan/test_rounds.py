@@ -16,12 +16,12 @@ Row = tuple[int, int, int, int, int]
 
 
 def judge(
-    *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000
+    *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000, place: int = 0
 ) -> OwnerPlan:
     """What rank 0 decides about blocks that are all its own."""
     arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
-    return decide(arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct))
+    return decide(arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct), place=place)
 
 
 def plain(offset: int, nbytes: int) -> Row:
@@ -65,6 +65,22 @@ def test_short_runs_of_several_ranks_are_served() -> None:
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 100, 0)]
     assert [len(sends) for sends in served.sends] == [1, 1]
+
+
+def test_machines_begin_with_different_rounds() -> None:
+    """Two ranks want all of five blocks, of which each is a round; a third has one to itself."""
+    both, third = [plain(offset, 20) for offset in range(0, 100, 20)], plain(100, 20)
+    found = [judge(both, both, [third], nbytes=120, block=20, share=20, place=place) for place in (0, 1)]
+    assert [[round_.reads[0].offset for round_ in each.rounds] for each in found] == [
+        [0, 20, 40, 60, 80],
+        [60, 80, 0, 20, 40],
+    ]
+    for each in found:
+        *served, granted = each.answers
+        assert granted.tolist() == [[GRANTED, 0]]
+        for told in served:
+            begins = [each.rounds[number].reads[0].offset for number in told[:, 0].tolist()]
+            assert begins == [0, 20, 40, 60, 80]
 
 
 @pytest.mark.parametrize("other", [plain(0, 60), plain(59, 41), plain(10, 30)], ids=["same", "one byte", "inside"])
