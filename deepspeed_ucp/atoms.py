@@ -243,6 +243,39 @@ class Spread:
             yield self._places[cut.name], Fragment(cut.start, cut.numel, record, begin + cut.offset * itemsize)
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One state of parameters of one size, each whole in a record of its own.
+
+    Attributes:
+        dtype: as stored.
+        numel: of each of them, at least 1.
+        first: record of the first one; those of the others follow it.
+        offsets: by parameter the byte of the record at which it begins.
+    """
+
+    dtype: str
+    numel: int
+    first: int
+    offsets: Sequence[int]
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is all elements of a shape."""
+        return count(shape) == self.numel
+
+    def hold(self, place: int) -> tuple[Fragment, ...]:
+        """The fragments of its parameter at a place."""
+        return (Fragment(0, self.numel, self.first + place, self.offsets[place]),)
+
+    def list_records(self) -> Iterable[tuple[int, int]]:
+        """Its parts, and the record that each lies in."""
+        return enumerate(range(self.first, self.first + len(self.offsets)))
+
+    def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
+        """What is in a part: places of parameters, and the fragment of each."""
+        return [(part, self.hold(part)[0])]
+
+
 class Strip(NamedTuple):
     """The fragments of one parameter of a flat buffer, which are made when they are asked for."""
 
@@ -295,7 +328,7 @@ class Holding(NamedTuple):
     lane: int
     shape: tuple[int, ...]
     place: int
-    states: Mapping[str, Spread | Loose]
+    states: Mapping[str, Spread | Row | Loose]
 
     def shard(self, state: str) -> Shard:
         """What it is of an atom."""

@@ -22,6 +22,7 @@ from ..atoms import (
     ParamKey,
     Record,
     Records,
+    Row,
     Spread,
     check_coverage,
     count,
@@ -181,6 +182,34 @@ class Builder:
             if count(shape):
                 lane, lanes = rank.find_lane(name, self.tp)
                 self._hold(rank.param(name), Holding(lane, shape, place, states), lanes, header)
+
+    def add_from(
+        self, rank: SavedRank, name: str, states: Mapping[str, Row], shape: Shape, place: int, header: FileHeader
+    ) -> None:
+        """Add one of the model's own tensors that lie in a row.
+
+        Args:
+            rank: whose it is.
+            name: of its parameter.
+            states: the row by the state that it is of.
+            shape: local.
+            place: in the row.
+            header: of its file.
+
+        Raises:
+            CheckpointError: files disagree about its dtype or shape.
+        """
+        param, (lane, lanes) = rank.param(name), rank.find_lane(name, self.tp)
+        self._module[param] = None
+        self._hold(param, Holding(lane, shape, place, states), lanes, header)
+
+    def number_row(
+        self, files: Sequence[FileHeader], offsets: Sequence[int], nbytes: Sequence[int], crcs: Sequence[int]
+    ) -> int:
+        """Number of the first file's record; those of the other files, one of each, follow."""
+        first = len(self.records)
+        self.records.extend(map(self._file, files), offsets, nbytes, crcs)
+        return first
 
     def _hold(self, param: ParamKey, held: Holding, lanes: int, header: FileHeader) -> None:
         known = self._held.get(param)
@@ -356,7 +385,7 @@ class Builder:
 
 def _has_any(held: Holding, state: str) -> bool:
     """Whether a file has some of a state; some files of a flat buffer may lack it."""
-    return isinstance(held.states[state], Loose) or bool(held.shard(state).fragments)
+    return not isinstance(held.states[state], Spread) or bool(held.shard(state).fragments)
 
 
 def _is_sound(held: Sequence[Holding], lanes: int) -> bool:

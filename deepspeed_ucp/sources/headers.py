@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,7 +189,7 @@ class FileHeader:
     marks: dict[str, str] = field(default_factory=dict)
     model: ModelHeader | None = None
     optim: OptimHeader | None = None
-    layer: dict[str, Piece] | None = None
+    layer: Mapping[str, Piece] | None = None
     folding: tuple[int, int] | None = None
     swap: Piece | None = None
 

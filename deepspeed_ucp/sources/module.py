@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from ..atoms import COPY, MODULE, are_alike, count
+from ..atoms import COPY, MODULE, Row, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..experts import cut_number, find_number
 from ..flat import Cut
 from .autoep import find_router_aliases
 from .builder import Builder
+from .expertfiles import WIDTH, ExpertTensors, Filed, Form
 from .headers import FileHeader, ModelHeader, Piece, Shape
 from .ranks import TIED, SavedRank, list_ranks
 from .save import Save
@@ -104,21 +105,54 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
     save = builder.save
     seen: dict[str, Piece] = {}
     ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in save.experts}
+    alike: dict[tuple[int, Form], Filed] = {}
     for (_, expert, mp), header in save.experts.items():
-        rank = ranks[mp]
-        rank.folded.update((header.layer or ()) if save.folds_experts else ())
-        for name, piece in (header.layer or {}).items():
-            if find_number(name) != expert:
-                raise CheckpointError(
-                    f"{save.path(header)}: holds {name}, which is not of expert {expert}. The file "
-                    "belongs to another expert or run; put the right one back."
-                )
+        rank, tensors = ranks[mp], header.layer or {}
+        _check_expert(save, header, expert)
+        if isinstance(tensors, ExpertTensors) and not save.folds_experts:
+            filed = alike.setdefault((mp, tensors.form), Filed([], []))
+            filed.headers.append(header)
+            filed.tensors.append(tensors)
+            continue
+        rank.folded.update(tensors if save.folds_experts else ())
+        for name, piece in tensors.items():
             state = COPY if name in optimized else MODULE
             first = seen.setdefault(name, piece) if save.folds_experts else piece
             if first is piece:
                 builder.add(rank, name, state, header, piece)
             elif not are_alike((first.contents, piece.contents)):
                 builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
+    for (mp, _), filed in alike.items():
+        _add_filed(builder, ranks[mp], filed, optimized)
+
+
+def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
+    """Hold what a file has against the expert that its name tells of.
+
+    Raises:
+        CheckpointError: it is of another one.
+    """
+    tensors = header.layer or {}
+    if isinstance(tensors, ExpertTensors) and tensors.number == expert:
+        return
+    for name in tensors:
+        if find_number(name) != expert:
+            raise CheckpointError(
+                f"{save.path(header)}: holds {name}, which is not of expert {expert}. The file "
+                "belongs to another expert or run; put the right one back."
+            )
+
+
+def _add_filed(builder: Builder, rank: SavedRank, filed: Filed, optimized: set[str]) -> None:
+    """Add the tensors of experts' files that are alike."""
+    rows = []
+    for place, like in enumerate(filed.tensors[0].form):
+        *record, starts = (filed.column(place, which) for which in range(WIDTH))
+        row = Row(like.dtype, count(like.shape), builder.number_row(filed.headers, *record), starts)
+        rows.append((like.shape, {COPY: row}, {MODULE: row}))
+    for place, (header, tensors) in enumerate(zip(filed.headers, filed.tensors, strict=True)):
+        for name, (shape, copies, others) in zip(tensors, rows, strict=True):
+            builder.add_from(rank, name, copies if name in optimized else others, shape, place, header)
 
 
 def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:

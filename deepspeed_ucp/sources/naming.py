@@ -61,7 +61,7 @@ class Naming:
 
 def _list_names(save: Save) -> set[str]:
     """Names of all tensors in model states, layer files and experts' files; a pipeline's tied modules have none."""
-    named = [{} if model.nested else model.module or {} for model in save.first_models]
+    named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for header in save.experts.values()]
     layers = (f"{layer}.{key}" for held in save.layers for layer, header in held.items() for key in header.layer or {})
     return {name for tensors in named for name in tensors}.union(layers)

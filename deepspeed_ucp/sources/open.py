@@ -17,6 +17,7 @@ from ..io.store import choose_map, open_stored
 from .alike import Short, Shortening
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
+from .expertfiles import ExpertForms
 from .files import SEAL, Listing, holds_atoms, read_model_rank, sort_files, strip_writer
 from .findings import WARNING, Finding, from_error, make_error, sort_findings
 from .headers import FileHeader
@@ -502,11 +503,15 @@ def _read_rest(
     names = [name for name in expected if name in listing.sizes and name not in known]
     further = {name for (_, rank), name in listing.model_zero3.items() if rank}
     reader = f" (looked at by rank {comm.rank})" if comm.size > 1 else ""
-    shortening = Shortening(first[-1])
+    shortening, forms = Shortening(first[-1]), ExpertForms()
 
     def read(name: str) -> FileHeader | Short | Finding:
         look = _read_header(where, name, reader)
-        return look if isinstance(look, Finding) else shortening.cut(_slim(look, first[0], repeats=name in further))
+        if isinstance(look, Finding):
+            return look
+        if look.layer is not None:
+            return replace(look, layer=forms.shorten(look.layer))
+        return shortening.cut(_slim(look, first[0], repeats=name in further))
 
     looks = [
         shortening.restore(look) if isinstance(look, Short) else look

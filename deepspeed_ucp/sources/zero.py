@@ -16,6 +16,7 @@ from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_ho
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
 from .alike import NUMEL, START, Batches, Run
 from .builder import Builder
+from .expertfiles import count_filed
 from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors
 from .ranks import SavedRank, fill_param_shapes, list_ranks
@@ -33,7 +34,8 @@ def build_zero(builder: Builder) -> None:
     """
     save = builder.save
     fill_param_shapes(save)
-    dealt = [deal_parameters(save, mp) for mp in range(len(save.models))]
+    filed = count_filed(save.experts.values())
+    dealt = [deal_parameters(save, mp, filed) for mp in range(len(save.models))]
     names = [[name for part in chain(*groups) for name in part.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
     builder.batches = Batches(chain(*save.shards))
@@ -69,17 +71,20 @@ class HeldParameters:
         return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
 
 
-def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
+def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[HeldParameters]]:
     """Who holds which parameters, by group; the model states count every rank's experts from 0.
 
     How many of a DeepSpeed layer a rank holds the experts' files tell: what it has of them in its groups may be less,
     some may be frozen.
 
+    Args:
+        mp: model-parallel rank.
+        filed: by layer the experts that have files.
+
     Raises:
         CheckpointError: the files, or the placement of AutoEP's experts, tell of other experts.
     """
     placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
-    totals = count_experts(name for header in save.experts.values() for name in header.layer or {})
     dealt: list[list[HeldParameters]] = []
     for number, group in enumerate(save.model(mp).param_shapes or ()):
         held = count_experts(name for name, _ in group) if save.experts else {}
@@ -87,7 +92,7 @@ def deal_parameters(save: Save, mp: int) -> list[list[HeldParameters]]:
         replicas = counts[number] if spread and number < len(counts) else len(save.shards[mp])
         holders = _find_holders(save, mp, replicas, folded=spread and save.folds_experts)
         _check_placements(save, mp, group, len(holders))
-        shares = _share_experts(save, held, totals, len(holders))
+        shares = _share_experts(save, held, filed, len(holders))
         folded, several = spread and save.folds_experts, len(holders) > 1
         dealt.append([])
         for place, ranks in enumerate(holders):

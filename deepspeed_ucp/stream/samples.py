@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, Loose, ParamKey, Spread
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, Loose, ParamKey, Row, Spread
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..flat import Span
@@ -111,7 +111,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 class _Masters:
     """Masters that lie together: what holds them, and by place in it the parameter and its shard."""
 
-    held: Spread | Loose
+    held: Spread | Row | Loose
     owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
 
     def list_part(self, part: int) -> Iterator[_Sample]:

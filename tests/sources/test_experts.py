@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.sources.expertfiles import count_filed
 from deepspeed_ucp.sources.headers import FileHeader, OptimHeader
 from deepspeed_ucp.sources.save import align_groups
-from deepspeed_ucp.sources.zero import deal_parameters
+from deepspeed_ucp.sources.zero import HeldParameters, deal_parameters
 
 LAYER = "body.deepspeed_moe.experts.deepspeed_experts."
 
@@ -39,10 +40,14 @@ def make_save(
     )
 
 
+def deal(save: Any, mp: int) -> list[list[HeldParameters]]:
+    return deal_parameters(save, mp, count_filed(save.experts.values()))
+
+
 @pytest.mark.parametrize("own", ["0", "1"])
 def test_experts_are_counted_by_their_files_where_some_are_frozen(own: str) -> None:
     """Of the two experts that each of two expert-parallel ranks holds, one is in the optimizer."""
-    _, dealt = deal_parameters(make_save((4, 2), [["dense"], [f"{LAYER}{own}.w"]], 4), 0)
+    _, dealt = deal(make_save((4, 2), [["dense"], [f"{LAYER}{own}.w"]], 4), 0)
     assert [list(part.shapes) for part in dealt] == [[f"{LAYER}{own}.w"], [f"{LAYER}{int(own) + 2}.w"]]
     assert [list(part.ranks) for part in dealt] == [[0, 2], [1, 3]]
 
@@ -50,7 +55,7 @@ def test_experts_are_counted_by_their_files_where_some_are_frozen(own: str) -> N
 def test_experts_that_are_spread_over_the_tensor_parallel_ranks_too() -> None:
     """Eight ranks of a stage hold four experts, two of them one each; dense parameters are a lane's own."""
     save = make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], 4, tp=2, folded=True)
-    (dense,), experts = deal_parameters(save, 1)
+    (dense,), experts = deal(save, 1)
     assert list(dense.ranks) == [1, 3, 5, 7] and not dense.named
     assert [list(part.shapes) for part in experts] == [[f"{LAYER}{number}.w"] for number in range(4)]
     assert [list(part.ranks) for part in experts] == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -59,7 +64,7 @@ def test_experts_that_are_spread_over_the_tensor_parallel_ranks_too() -> None:
 
 def test_experts_that_tensor_parallelism_cuts_are_a_lanes_own() -> None:
     save = make_save((4, 2), [["dense"], [f"{LAYER}0.w", f"{LAYER}1.w"]], 4, tp=2)
-    _, experts = deal_parameters(save, 1)
+    _, experts = deal(save, 1)
     assert [list(part.shapes) for part in experts] == [[f"{LAYER}{2 * e}.w", f"{LAYER}{2 * e + 1}.w"] for e in (0, 1)]
     assert [list(part.ranks) for part in experts] == [[1, 5], [3, 7]]
     assert not any(part.folded for part in experts)
@@ -69,23 +74,23 @@ def test_experts_that_tensor_parallelism_cuts_are_a_lanes_own() -> None:
 def test_a_number_of_partitions_that_ranks_cannot_hold(count: int) -> None:
     save = make_save((4, count), [["dense"], [f"{LAYER}0.w"]], 4, tp=2, folded=True)
     with pytest.raises(CheckpointError, match=f"cut over {count} ranks"):
-        deal_parameters(save, 0)
+        deal(save, 0)
 
 
 @pytest.mark.parametrize("experts", [1, 3])
 def test_files_of_another_number_of_experts(experts: int) -> None:
     with pytest.raises(CheckpointError, match=f"the files of single experts are of {experts}"):
-        deal_parameters(make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], experts), 0)
+        deal(make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], experts), 0)
 
 
 def test_without_such_files_a_name_alone_makes_no_expert() -> None:
-    (dealt,) = deal_parameters(make_save((4,), [[f"{LAYER}0.w"]], 0), 0)
+    (dealt,) = deal(make_save((4,), [[f"{LAYER}0.w"]], 0), 0)
     assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
 
 
 def test_experts_that_lie_in_one_parameter_are_taken_apart() -> None:
     placements = {"m.experts.": ((3, 0), (1, 2))}
-    (dense,), experts = deal_parameters(make_save((4, 2), [["dense"], ["m.experts.w1"]], placements=placements), 0)
+    (dense,), experts = deal(make_save((4, 2), [["dense"], ["m.experts.w1"]], placements=placements), 0)
     assert [part.shapes for part in experts] == [
         {"m.experts.w1.3": (3,), "m.experts.w1.0": (3,)},
         {"m.experts.w1.1": (3,), "m.experts.w1.2": (3,)},
@@ -100,7 +105,7 @@ def test_experts_that_lie_in_one_parameter_are_taken_apart() -> None:
 def test_a_placement_that_does_not_fit_the_files(counts: tuple[int, ...], ranks: Any) -> None:
     save = make_save(counts, [["dense"], ["m.experts.w1"]], placements={"m.experts.": ranks})
     with pytest.raises(CheckpointError, match="m.experts.w1 of shape .2, 3. is spread over"):
-        deal_parameters(save, 0)
+        deal(save, 0)
 
 
 def make_shard(counts: tuple[int, ...], names: str) -> FileHeader:
