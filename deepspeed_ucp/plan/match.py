@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten
@@ -118,8 +118,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
             continue
         match.notes += _tell_swap(name, wants_master, found) if with_states else []
         match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
-        if len(shapes) == len(found.shards) == 1:
-            faults += _compare_shapes(match, name, found.shape, shapes[0])
+        if len(shapes) == len(found.shapes) == 1 and shapes[0] != found.shapes[0]:
+            faults += _compare_shapes(match, name, found.shapes[0], shapes[0])
     # Where the optimizer's files are not there, trained parameters have copies alone.
     compared = (MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE)
     matched = match.saved
@@ -157,7 +157,7 @@ def _pass_over(
     return []
 
 
-def _tell_swap(name: str, wants_master: bool, found: Atom) -> list[str]:
+def _tell_swap(name: str, wants_master: bool, found: _Found) -> list[str]:
     """A parameter that was frozen or thawed between the runs."""
     if wants_master and found.state == MODULE:
         return [f"{name} is trained here and was not in the saved run: its weight is restored, its states begin anew"]
@@ -181,14 +181,14 @@ def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: in
 
 
 def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[str]:
-    """What is wrong with a whole tensor's shape; whether another number of rows is, patterns have to tell."""
+    """What is wrong with a whole tensor of another shape; whether another number of rows is, patterns have to tell."""
     told = f"{name}: shape {saved} in the checkpoint, {live} in the model"
-    if len(saved) == len(live) == 3 and saved[1:] == live[1:] and saved != live:
+    if len(saved) == len(live) == 3 and saved[1:] == live[1:]:
         return [f"{told}{advise_fused(name, saved[0], live[0])}"]
     if len(saved) == len(live) > 0 and saved[1:] == live[1:]:
-        match.resized.update({name: told} if saved != live else {})
+        match.resized[name] = told
         return []
-    return [told] if saved != live else []
+    return [told]
 
 
 def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:
@@ -213,11 +213,21 @@ def _chain(owned: Shapes, extras: Shapes) -> Iterable[tuple[str, tuple[Shape, ..
     yield from ((name, shapes, False) for name, shapes in extras.items())
 
 
-def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> Atom | None:
-    for name in names:
-        atom = pick_weight(index, ParamKey(index.resolve(name)), wants_master, with_states)
-        if atom is not None:
-            return atom
+class _Found(NamedTuple):
+    """A weight in the checkpoint: its atom's name and state, and local shapes; no atom is made of it."""
+
+    name: str
+    state: str
+    shapes: tuple[Shape, ...]
+
+
+def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _Found | None:
+    order = _order_states(wants_master, with_states)
+    for name in map(index.resolve, names):
+        held = index.stored.atoms.held.get(ParamKey(name), ())
+        for state in order:
+            if shapes := tuple([each.shape for each in held if state in each.states]):
+                return _Found(name, state, shapes)
     return None
 
 
@@ -227,13 +237,16 @@ def pick_weight(index: AtomicIndex, param: ParamKey, wants_master: bool, with_st
     DeepSpeed's own load of the weights alone takes the module's as well: they may have been edited before the save.
     A trained parameter may start from a frozen one's weight and the other way round.
     """
-    order: tuple[str, ...] = (MODULE, COPY, MASTER)
-    if wants_master:
-        order = (MASTER, MODULE) if with_states else (COPY, MASTER, MODULE)
-    for state in order:
+    for state in _order_states(wants_master, with_states):
         if atom := index.find(param.name, state, param.instance):
             return atom
     return None
+
+
+def _order_states(wants_master: bool, with_states: bool) -> tuple[str, ...]:
+    if not wants_master:
+        return (MODULE, COPY, MASTER)
+    return (MASTER, MODULE) if with_states else (COPY, MASTER, MODULE)
 
 
 def match_groups(

@@ -196,11 +196,12 @@ class _Holders:
 
     shards: list[FileHeader]
     runs: list[Run]
+    slices: list[tuple[Slices, ...]]
 
 
 def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
     shards = [builder.save.shard(rank.pp, each) for each in ranks]
-    return _Holders(shards, builder.batches.list_runs(shards))
+    return _Holders(shards, builder.batches.list_runs(shards), [_get_optim(shard).slices for shard in shards])
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,11 @@ class _Own:
         """By partition what DeepSpeed tells of it: (name, first element of the partition, elements)."""
         cuts = map(self.buffer.cuts, range(self.buffer.parts))
         return [tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """By partition where its last parameter ends."""
+        return [part[-1][1] + part[-1][2] if part else 0 for part in self.slices]
 
 
 def _lay_own(
@@ -363,13 +369,15 @@ class _Adder:
             CheckpointError: naming a file with other parameters, or with fewer elements than they have.
         """
         shards, index = self.held_by.shards, self.index
+        told = (self.held_by.slices[part] for part in run.parts)
+        held = [slices[index] if index < len(slices) else () for slices in told]
+        expected = [self.own.slices[part] for part in run.parts]
         zero = shards[run.parts[0]].config.get("zero_optimization") or {}
+        if held != expected and not zero.get("round_robin_gradients"):
+            for part, *slices in zip(run.parts, held, expected, strict=True):
+                self._compare_slices(shards[part], *slices)
         for part, numel in zip(run.parts, run.pick(index, NUMEL), strict=True):
-            slices, expected = _get_optim(shards[part]).slices, self.own.slices[part]
-            held = slices[index] if index < len(slices) else ()
-            if held != expected and not zero.get("round_robin_gradients"):
-                self._compare_slices(shards[part], held, expected)
-            if expected and expected[-1][1] + expected[-1][2] > numel:
+            if self.own.ends[part] > numel:
                 self._refuse_short(part, numel)
 
     def _refuse_short(self, part: int, numel: int) -> None:
@@ -428,6 +436,9 @@ class _Adder:
         dtype, held, begins = self.found.setdefault(state, (piece.dtype, nowhere, nowhere[:]))
         if dtype != piece.dtype:
             self._refuse_dtype(state, piece.dtype, dtype, parts[0])
+        if len(parts) == self.buffer.parts:  # all, in order
+            held[:], begins[:] = array("q", records), array("q", offsets)
+            return
         for part, record, offset in zip(parts, records, offsets, strict=True):
             held[part], begins[part] = record, offset
 
