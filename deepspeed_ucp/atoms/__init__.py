@@ -1,0 +1,46 @@
+"""The atomic view of a checkpoint: atoms, where their fragments lie, and what belongs to them.
+
+Pure data: no torch, no files. An atom is one (parameter, state) of the model, whole; the index says which byte ranges
+of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint as the common representation).
+"""
+
+from .atom import Atom, Atoms, are_alike, check_coverage
+from .held import FileRef, Fragment, Holding, Loose, Record, Records, Row, Shard, Spread, Strip
+from .index import ASKED, BATCH_SIZES, AtomicIndex, GroupInfo, Limits, ModelInfo, RunState, SavedJob, StoredAtoms
+from .keys import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, AtomKey, ParamKey, count, strip_compiled
+
+__all__ = [
+    "ASKED",
+    "BATCH_SIZES",
+    "COPY",
+    "ITEMSIZE",
+    "MASTER",
+    "MODULE",
+    "MOMENTUM",
+    "USE_MUON",
+    "Atom",
+    "AtomKey",
+    "AtomicIndex",
+    "Atoms",
+    "FileRef",
+    "Fragment",
+    "GroupInfo",
+    "Holding",
+    "Limits",
+    "Loose",
+    "ModelInfo",
+    "ParamKey",
+    "Record",
+    "Records",
+    "Row",
+    "RunState",
+    "SavedJob",
+    "Shard",
+    "Spread",
+    "StoredAtoms",
+    "Strip",
+    "are_alike",
+    "check_coverage",
+    "count",
+    "strip_compiled",
+]

@@ -1,0 +1,201 @@
+"""A checkpoint as a view: where its bytes lie, what it tells of run and model, and what of it cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..flat import FlatBuffer
+from ..topology import Topology
+from .atom import Atom, Atoms
+from .held import FileRef, Fragment, Record, Records
+from .keys import AtomKey, ParamKey
+
+if TYPE_CHECKING:  # numpy takes long to import
+    from ..sight import Sight
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A param group of the source: its parameters and the hyper-parameters that the optimizer kept for them."""
+
+    members: tuple[ParamKey, ...]
+    hyper: dict[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its parameters, each once."""
+        return tuple(dict.fromkeys(member.name for member in self.members))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAtoms:
+    """Where a checkpoint's bytes lie.
+
+    Attributes:
+        files, records: that atoms' fragments refer to by number.
+        atoms: by parameter, state and instance.
+        repeated: elements that lie in the files a second time, as lane and fragment; they have to be the same.
+        sight: which ranks can read which files; None where every rank can read all.
+        failed: paths among the files' places that this rank passes over, since something there has failed.
+    """
+
+    files: tuple[FileRef, ...]
+    records: Records
+    atoms: Atoms
+    repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
+    sight: Sight | None = None
+    failed: set[str] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def of(cls, files: Iterable[FileRef], records: Sequence[Record], atoms: Iterable[Atom]) -> StoredAtoms:
+        """From plain sequences."""
+        return cls(tuple(files), Records.of(records), Atoms.of(atoms))
+
+
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
+
+ASKED = "ucp_asked_batch"
+"""Key of a ds_config: a rank's samples of a step by the script, where a trainer has kept a saved total batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedJob:
+    """The job around a saved engine.
+
+    Attributes:
+        ranks: its processes.
+        model_ranks: of these, those that hold one replica of the model.
+        steps: optimizer steps.
+        total_batch: samples of a step, over all ranks; None where nothing tells.
+        accumulation: micro batches of a step; None where the ds_config does not tell.
+        asked: see :data:`ASKED`; None where the script's own batch was trained on.
+    """
+
+    ranks: int
+    model_ranks: int
+    steps: int
+    total_batch: int | None
+    accumulation: int | None
+    asked: int | None = None
+
+    @classmethod
+    def read(cls, counters: Mapping[str, Any]) -> SavedJob:
+        """What the counters tell of it; a total batch that the ds_config left open is the samples by the steps."""
+        model_ranks = counters.get("mp_world_size") or 1
+        steps, samples = counters.get("global_steps") or 0, counters.get("global_samples") or 0
+        total = counters.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
+        ranks = (counters.get("dp_world_size") or 1) * model_ranks
+        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]), counters.get(ASKED))
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a checkpoint tells of the run that saved it, besides tensors.
+
+    Attributes:
+        topology: what wrote it.
+        state_file: the file that carries scheduler, counters and client state.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
+        scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
+        groups: param groups with hyper-parameters.
+        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
+        clip_grad: gradient clipping stored with the optimizer, or None.
+        optimizer: name of the optimizer in the saved ds_config, or None.
+        scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
+        client_records: records of the state file that hold the client's tensors.
+        globals: classes and functions that the files' pickles name, beyond those of every checkpoint: dotted name →
+            path of a file that does.
+        flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
+        degrees: tensor- and pipeline-parallel degrees of the ranks whose client states there are, where these are not
+            the topology's (an atomic checkpoint has none).
+    """
+
+    topology: Topology
+    state_file: str
+    counters: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[ParamKey, dict[str, Any]] = field(default_factory=dict)
+    groups: tuple[GroupInfo, ...] = ()
+    scaler: dict[str, Any] = field(default_factory=dict)
+    clip_grad: float | None = None
+    optimizer: str | None = None
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
+    client_records: tuple[int, ...] = ()
+    flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
+    globals: dict[str, str] = field(default_factory=dict)
+    degrees: tuple[int, int] | None = None
+
+    @property
+    def job(self) -> SavedJob:
+        """What ran around the engine."""
+        return SavedJob.read(self.counters)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a checkpoint tells of the model.
+
+    Attributes:
+        aliases: tied parameter names → the name that holds the data.
+        buffers: names of the module's persistent buffers.
+        instances: parameters that several pipeline stages hold, each stage with values of its own: name → how many;
+            instances are numbered in stage order.
+        hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
+            ``checkpoint_version``, ``iteration``.
+        recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
+        fused: parameters that hold all experts of a layer in DeepSpeed's universal checkpoints (AutoEP's), which have
+            an atom for each: name → how many.
+    """
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    instances: dict[str, int] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of a checkpoint cannot be had.
+
+    Attributes:
+        irregular: optimizer states that cannot be cut for another topology, by parameter and state, with what they are.
+        unreadable: tensors whose bytes cannot be cut, with the reason.
+        dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
+        unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
+    """
+
+    irregular: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    dropped: str = ""
+    unnoticed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AtomicIndex:
+    """A whole checkpoint as a view: its bytes, what it tells of run and model, and what of it cannot be had."""
+
+    stored: StoredAtoms
+    run: RunState
+    model: ModelInfo = field(default_factory=ModelInfo)
+    limits: Limits = field(default_factory=Limits)
+
+    def change(self, **fields: Any) -> AtomicIndex:
+        """The same with other values of some fields, whichever part they are of."""
+        parts = {}
+        for name in ("stored", "run", "model", "limits"):
+            part = getattr(self, name)
+            known = {each: fields.pop(each) for each in part.__dataclass_fields__ if each in fields}
+            parts[name] = replace(part, **known)
+        return replace(self, **parts, **fields)
+
+    def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
+        """An atom; None where there is none."""
+        return self.stored.atoms.get(AtomKey(name, state, instance))
+
+    def resolve(self, name: str) -> str:
+        """The name under which a parameter's data is held: itself, or what it is tied to."""
+        return self.model.aliases.get(name, name)
