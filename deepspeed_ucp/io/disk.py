@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from ..errors import DiskFullError
-from .memory import drop_front
+from .memory import drop_front, take_front
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16
@@ -22,6 +22,10 @@ _FEW = 64
 
 _LARGE = 1 << 20
 """Bytes of a write that the kernel is to begin writing out at once, so that little is left to wait for in the end."""
+
+_PIECE = 1 << 20
+"""Bytes that one call writes: for more at once the page cache takes larger pages, which a virtual machine may have
+given back to its host, and fetches again: two thirds of the speed at 4 MiB."""
 
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
@@ -99,7 +103,7 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
 
 
 def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset: int) -> None:
-    """Write parts one behind the other from byte ``offset`` on, in one request where the system takes it so.
+    """Write parts one behind the other from byte ``offset`` on.
 
     Raises:
         DiskFullError: the disk is full.
@@ -108,7 +112,7 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset
     start = offset
     with explain_full(_find_name(fd)):
         while rest:
-            done = os.pwritev(fd, rest, offset)
+            done = os.pwritev(fd, take_front(rest, _PIECE), offset)
             offset += done
             drop_front(rest, done)
         _begin_writing(fd, start, offset - start)
