@@ -31,8 +31,11 @@ HINTS = {
 _CLIENTS = {"aiohttp", "azure", "botocore", "aiobotocore", "google", "gcsfs", "requests", "urllib3"}
 """Libraries whose errors are those of requests."""
 
-_LASTING = re.compile(r"Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported")
+_LASTING = re.compile(r"Certificate|Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported")
 """In the names of those libraries' errors: what no second attempt mends."""
+
+
+CHANGED = "has changed since its header was read"
 
 
 class ChangedError(OSError):
@@ -81,8 +84,8 @@ def explain(error: BaseException) -> OSError | None:
     status = _find_status(error)
     if status is not None and (status in _TRANSIENT or (status >= 500 and status not in _REFUSED)):
         return None
-    if isinstance(error, ChangedError) or status == 412:
-        return error if isinstance(error, ChangedError) else ChangedError("has changed since its header was read")
+    if isinstance(error, ChangedError) or status == 416:
+        return error if isinstance(error, ChangedError) else ChangedError(CHANGED)
     if isinstance(error, FileNotFoundError) or status == 404:
         return FileNotFoundError(HINTS[404])
     if isinstance(error, PermissionError) or status in (401, 403):

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import CheckpointError, UnsupportedError
-from .attempts import HINTS, ChangedError, attempt
+from .attempts import CHANGED, HINTS, ChangedError, attempt
+from .gets import get, read_span
+from .links import Access, Link
 from .memory import Scratch, drop_front
-from .remote import connect, find_entry, find_known, is_s3, look_up, run_request
+from .remote import connect, find_entry, find_known, look_up
 from .store import FOLDER, Entry, normalize
 from .threads import run_threads
 
@@ -28,9 +30,6 @@ _HEAD = _TAIL = 64 << 10
 
 _AHEAD = 16
 """Requests of one rank that are under way at once while headers are read."""
-
-_PIECE = 1 << 20
-"""Bytes that are taken of an answer at once."""
 
 
 class _Ranges:
@@ -46,6 +45,7 @@ class _Ranges:
     def __init__(self, url: str, size: int | None = None) -> None:
         self.url = normalize(url)
         self.system, self.path = connect(url)
+        self._access = Access(self.system, self.path)
         entry = find_known(self.url) or (find_entry(self.url) if size is None else Entry(size, 0.0))
         if entry is None:
             raise FileNotFoundError(HINTS[404])
@@ -76,16 +76,39 @@ class _Ranges:
         nbytes = sum(view.nbytes for view in views)
         if offset + nbytes > self.entry.size:
             raise ChangedError(f"ends at byte {self.entry.size}")
-        if is_s3(self.system):
-            _fetch_s3(self, views, offset, nbytes)
-            return
+        self._access.use(
+            lambda link: self._get(link, views, offset, nbytes),
+            lambda: self._ask_system(views, offset, nbytes),
+        )
+
+    def _get(self, link: Link, views: list[memoryview], offset: int, nbytes: int) -> None:
+        with get(link, {"Range": f"bytes={offset}-{offset + nbytes - 1}"}) as answer:
+            if answer.status == 200 and (offset or answer.length != nbytes):
+                self._refuse_whole()
+            self._check(answer.headers.get("Content-Range", ""), answer.headers.get(link.version))
+            read_span(answer, views)
+
+    def _check(self, span: str, version: str | None) -> None:
+        """Hold an answer's headers against what was listed."""
+        size = span.rpartition("/")[2]
+        if size.isdigit() and int(size) != self.entry.size:
+            raise ChangedError(CHANGED)
+        if version and not self.entry.version:
+            self.entry = replace(self.entry, version=version)
+        elif version and version.strip('"') != self.entry.version.strip('"'):
+            raise ChangedError(CHANGED)
+
+    def _ask_system(self, views: list[memoryview], offset: int, nbytes: int) -> None:
         data = memoryview(self.system.cat_file(self.path, start=offset, end=offset + nbytes))
         if data.nbytes > nbytes:
-            raise UnsupportedError(f"{self.url}: the server answers with the whole file where a part is asked for.")
+            self._refuse_whole()
         _take(views, data)
         if data.nbytes < nbytes:
             self.compare()
             raise EOFError(f"{data.nbytes} bytes came of {nbytes}")
+
+    def _refuse_whole(self) -> NoReturn:
+        raise UnsupportedError(f"{self.url}: the server answers with the whole file where a part is asked for.")
 
     def compare(self) -> None:
         """Hold the file's version against that which was listed.
@@ -95,7 +118,7 @@ class _Ranges:
         """
         now = look_up(self.url)
         if (now.size, now.version) != (self.entry.size, self.entry.version):
-            raise ChangedError("has changed since its header was read")
+            raise ChangedError(CHANGED)
 
 
 def _take(views: list[memoryview], data: memoryview) -> None:
@@ -105,26 +128,6 @@ def _take(views: list[memoryview], data: memoryview) -> None:
         views[0][:count] = data[:count]
         drop_front(views, count)
         data = data[count:]
-
-
-def _fetch_s3(ranges: _Ranges, views: list[memoryview], offset: int, nbytes: int) -> None:
-    """The bytes as they come, of the version that was listed and no other."""
-
-    async def fetch() -> None:
-        system, version = ranges.system, ranges.entry.version
-        bucket, key, _ = system.split_path(ranges.path)
-        condition = {"IfMatch": version} if version.startswith('"') else {}
-        told = {"Range": f"bytes={offset}-{offset + nbytes - 1}", **condition}
-        answer = await system._call_s3("get_object", Bucket=bucket, Key=key, **told)
-        if not version:
-            ranges.entry = replace(ranges.entry, version=answer["ETag"])
-        async with answer["Body"] as body:
-            while data := await body.read(_PIECE):
-                _take(views, memoryview(data))
-        if views:
-            raise EOFError(f"{sum(view.nbytes for view in views)} bytes of {nbytes} did not come")
-
-    run_request(ranges.system, fetch)
 
 
 class RemoteFile:

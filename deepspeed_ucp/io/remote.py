@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from ..errors import UnsupportedError
 from .attempts import attempt
+from .gets import read_all
+from .links import Access, forget_refusals
 from .memory import pause_collection
 from .store import FOLDER, Entry, normalize
 
@@ -26,7 +28,7 @@ _CONNECTIONS = 64
 _READ_ONLY = "cannot be written to; such URLs are read only. Write elsewhere."
 
 _CHANGES = ("LastModified", "last_modified", "updated", "mtime", "timeModified", "created")
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", *_CHANGES)
+_VERSIONS = ("generation", "ETag", "etag", "md5Hash", "content_md5", *_CHANGES)
 
 
 class _Process:
@@ -58,6 +60,7 @@ def set_options(options: Mapping[str, Any]) -> None:
     with _process.lock:  # one that is being made has the options before
         if dict(options) != _process.options:
             _process.options, _process.systems = dict(options), {}
+            forget_refusals()
 
 
 def begin(url: str) -> None:
@@ -234,16 +237,8 @@ def read_small(url: str) -> bytes:
         OSError: it cannot be read.
     """
     system, path = connect(url)
-
-    async def fetch() -> bytes:  # s3fs would ask for the size first
-        bucket, key, _ = system.split_path(path)
-        answer = await system._call_s3("get_object", Bucket=bucket, Key=key)
-        async with answer["Body"] as body:
-            return bytes(await body.read())
-
-    if is_s3(system):
-        return attempt(lambda: run_request(system, fetch), url)
-    return bytes(attempt(lambda: system.cat_file(path), url))
+    access = Access(system, path)
+    return attempt(lambda: access.use(read_all, lambda: bytes(system.cat_file(path))), url)
 
 
 def put_file(path: str, url: str) -> None:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import http.server
 import io
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp")
+pytest.importorskip("cryptography")
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from deepspeed_ucp.cli import main
-from deepspeed_ucp.errors import UnsupportedError
-from deepspeed_ucp.io import store
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.io import attempts, gets, links, ranged, store
 from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -48,13 +58,59 @@ class Ranged(Plain):
         return io.BytesIO(data)
 
 
+class Kept(Ranged):
+    """Connections stay open; they are counted."""
+
+    protocol_version = "HTTP/1.1"
+    begun = 0
+
+    def setup(self) -> None:
+        type(self).begun += 1
+        super().setup()
+
+
+class Closing(Kept):
+    """Closes each connection behind an answer, without a word."""
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.close_connection = True
+
+
+class Once(Kept):
+    """A connection for each request, and says so."""
+
+    protocol_version = "HTTP/1.0"
+
+
+class Moved(Ranged):
+    """What is asked for below `there` lies below `run`."""
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/there/"):
+            return super().do_GET()
+        self.send_response(302)
+        self.send_header("Location", self.path.replace("/there/", "/run/"))
+        self.send_header("Content-Length", "0")
+        return self.end_headers()
+
+
+class Closed(Ranged):
+    """For those alone who send a token."""
+
+    def send_head(self) -> Any:
+        return super().send_head() if self.headers.get("X-Token") == "mine" else self.send_error(403)
+
+
 @contextmanager
-def serve(folder: Path, handler: type[Plain]) -> Iterator[str]:
+def serve(folder: Path, handler: type[Plain], context: ssl.SSLContext | None = None) -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/run"
+        yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_port}/run"
     finally:
         server.shutdown()
         server.server_close()
@@ -82,4 +138,115 @@ def test_a_server_without_ranges_is_refused(tmp_path: Path) -> None:
             pytest.raises(UnsupportedError, match=r"answers with the whole file where a part is asked for"),
             store.open_stored(f"{folder}/{name}") as file,
         ):
+            file.read([memoryview(bytearray(10))], 5)
+
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is served; what fails is asked for again at once."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a file").write_bytes(CONTENT)
+    monkeypatch.setattr(attempts, "_PAUSE", 0.001)
+    monkeypatch.setattr(links, "_refused", set())
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where what is read through the file system begins."""
+    found: list[int] = []
+    ask = ranged._Ranges._ask_system
+
+    def note(self: Any, views: list[memoryview], offset: int, nbytes: int) -> None:
+        found.append(offset)
+        ask(self, views, offset, nbytes)
+
+    monkeypatch.setattr(ranged._Ranges, "_ask_system", note)
+    return found
+
+
+def read_parts(url: str, name: str = "a file") -> None:
+    with store.open_stored(f"{url}/{name}", size=len(CONTENT)) as file:
+        for offset in (0, 1000, 5000):
+            data = bytearray(5000)
+            file.read([memoryview(data)[:2000], memoryview(data)[2000:]], offset)
+            assert bytes(data) == CONTENT[offset : offset + 5000]
+
+
+@pytest.mark.parametrize(("handler", "connections"), [(Kept, 1), (Closing, 3), (Once, 3)])
+def test_connections_are_used_again_while_they_are_open(
+    folder: Path, asked: list[int], handler: type[Kept], connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler, "begun", 0)
+    with serve(folder, handler) as url:
+        read_parts(url)
+    assert (handler.begun, asked) == (connections, [])
+
+
+def test_a_redirection_is_left_to_the_file_system(folder: Path, asked: list[int]) -> None:
+    with serve(folder, Moved) as url:
+        read_parts(url.replace("/run", "/there"))
+    assert asked == [0, 1000, 5000]
+
+
+def test_headers_of_the_options_are_sent(folder: Path, asked: list[int]) -> None:
+    with serve(folder, Closed) as url:
+        with pytest.raises(CheckpointError, match="403"):
+            read_parts(url)
+        try:
+            store.set_storage_options({"headers": {"X-Token": "mine"}})
+            asked.clear()
+            read_parts(url)
+        finally:
+            store.set_storage_options({})
+    assert asked == []
+
+
+def make_certificate(folder: Path) -> Path:
+    """A file with a key, and a certificate of 127.0.0.1 that vouches for itself."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(timezone.utc)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    signed = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    plain = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    (folder / "pem").write_bytes(key.private_bytes(*plain) + signed.public_bytes(Encoding.PEM))
+    return folder / "pem"
+
+
+def test_certificates_are_checked(folder: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not known to plain GETs may be to the file system: here it is not."""
+    certificate = make_certificate(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    monkeypatch.setattr(gets, "_make_context", gets._make_context.__wrapped__)
+    with serve(folder, Ranged, context) as url:
+        with pytest.raises(CheckpointError, match=r"[Cc]ertificate"):
+            read_parts(url)
+        assert asked == [0]
+        links.forget_refusals()
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+        read_parts(url)
+    assert asked == [0]
+
+
+def test_a_file_that_is_replaced_is_refused(folder: Path) -> None:
+    class Tagged(Kept):
+        version = "1"
+
+        def end_headers(self) -> None:
+            self.send_header("ETag", f'"{self.version}"')
+            super().end_headers()
+
+    with serve(folder, Tagged) as url, store.open_stored(f"{url}/a file", size=len(CONTENT)) as file:
+        file.read([memoryview(bytearray(10))], 5)
+        Tagged.version = "2"
+        with pytest.raises(CheckpointError, match="has changed since its header was read"):
+            file.read([memoryview(bytearray(10))], 5)
+    with serve(folder, Kept) as url, store.open_stored(f"{url}/a file", size=len(CONTENT)) as file:
+        (folder / "run" / "a file").write_bytes(CONTENT[:-1])
+        with pytest.raises(CheckpointError, match="has changed since its header was read"):
             file.read([memoryview(bytearray(10))], 5)

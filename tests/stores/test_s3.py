@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io import attempts, remote, store
+from deepspeed_ucp.io import attempts, links, ranged, remote, store
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
@@ -70,6 +71,22 @@ def put(folder: Path, name: str) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_PAUSE", 0.001)
+    monkeypatch.setattr(links, "_refused", set())
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read through the file system."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("the file system is asked")
+
+    monkeypatch.setattr(ranged._Ranges, "_ask_system", fail)
+
+
+def is_signed(environ: dict[str, Any]) -> bool:
+    """Whether a request is one to a signed address."""
+    return "X-Amz-Signature" in environ["QUERY_STRING"]
 
 
 def load_all(folder: str, model: Model) -> list[Loaded]:
@@ -102,6 +119,7 @@ def check_masters(ranks: list[Loaded], state: State) -> None:
                 assert torch.equal(here, wanted.float())
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_load_asks_for_little_more_than_the_state(server: Server, large: State) -> None:
     server.asked.clear()
     ranks = load_all(find_checkpoint(f"s3://{BUCKET}/large"), LARGE)
@@ -182,12 +200,12 @@ def test_a_server_that_keeps_failing_is_told(server: Server, small: State, monke
 
 def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: State) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/small")
-    seen: list[str] = []
+    seen: list[tuple[str, bool]] = []
 
     def deny(environ: dict[str, Any]) -> str | None:
         if "optim" not in environ["PATH_INFO"]:
             return None
-        seen.append(environ["PATH_INFO"])
+        seen.append((environ["PATH_INFO"], is_signed(environ)))
         return "403"
 
     with server.failing(deny), pytest.raises(CheckpointError, match="check the credentials"):
@@ -197,6 +215,72 @@ def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: Stat
         find_checkpoint(f"s3://{BUCKET}/nowhere")
     with pytest.raises(CheckpointError, match="does not exist"):
         find_checkpoint("s3://no-such-bucket/run")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_address_that_has_expired_is_made_anew(server: Server, small: State) -> None:
+    asked: dict[str, int] = {}
+
+    def expire(environ: dict[str, Any]) -> str | None:
+        path = environ["PATH_INFO"]
+        asked[path] = asked.get(path, 0) + is_signed(environ)
+        return "403" if "optim" in path and asked[path] == 2 else None
+
+    folder = find_checkpoint(f"s3://{BUCKET}/small")
+    name = next(name for name in store.list_folder(folder) if "optim" in name)
+    data = bytearray(100)
+    with server.failing(expire), store.open_stored(f"{folder}/{name}") as file:
+        for offset in (0, 100, 200):
+            file.read([memoryview(data)], offset)
+    assert asked[f"/{folder[5:]}/{name}"] == 4
+    assert bytes(data) == store.read_small(f"{folder}/{name}")[200:300]
+
+
+def test_a_store_that_refuses_signed_addresses_is_read_through_its_file_system(server: Server, small: State) -> None:
+    tried: list[str] = []
+
+    def refuse(environ: dict[str, Any]) -> str | None:
+        tried.extend([environ["PATH_INFO"]] * is_signed(environ))
+        return "403" if is_signed(environ) else None
+
+    with server.failing(refuse):
+        check_masters(load_all(find_checkpoint(f"s3://{BUCKET}/small"), SMALL), small)
+    assert len(tried) == 1
+    assert len(links._refused) == 1
+    remote.set_options({})
+    assert not links._refused
+    remote.set_options(server.options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"requester_pays": True},
+        {"s3_additional_kwargs": {"SSECustomerKey": "0" * 32}},
+        {"client_kwargs": {"verify": False}},
+        {"config_kwargs": {"proxies": {"http": "http://127.0.0.1:1"}}},
+    ],
+    ids=str,
+)
+def test_what_plain_gets_would_not_honour_is_left_to_the_file_system(server: Server, options: Any) -> None:
+    made = fsspec.filesystem("s3", **{**server.options, **options}, skip_instance_cache=True)
+    assert links._find_link(made, "bucket/file") is None
+    assert links._find_link(remote.connect("s3://x")[0], "bucket/file") is not None
+
+
+def test_where_a_proxy_is_to_be_used_the_file_system_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    system, path = remote.connect(f"s3://{BUCKET}/small/latest")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert links._find_link(system, path) is None
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert links._find_link(system, path) is not None
+
+
+def test_who_says_nothing_of_himself_gets_plain_addresses(server: Server) -> None:
+    system = fsspec.filesystem("s3", anon=True, endpoint_url=server.options["endpoint_url"], skip_instance_cache=True)
+    link = links._find_link(system, f"{BUCKET}/a folder/file")
+    assert link is not None and link.url == f"{server.options['endpoint_url']}/{BUCKET}/a%20folder/file"
 
 
 def test_a_file_that_is_replaced_during_a_load_is_refused(server: Server, tmp_path: Path) -> None:
