@@ -150,9 +150,10 @@ of a model of 13 B parameters, as each of its ranks reads some of every paramete
 A store of {store.servers} servers (of fewer, one a node, for few nodes), each {store.server / 1e9:.0f} GB/s, one after
 the other; a stream moves at most {store.stream / 1e9:g} GB/s, a node's link {store.link / 1e9:.0f} GB/s, and a read
 waits {store.latency * 1e3:g} ms; {store.threads} threads a rank. Files lie on one server each, or in stripes over all;
-one server, or one node, is ten times as slow as the others. Simulated is pass 1, reads and rounds of exchange; the
-limit is what no order of reads can beat: all bytes at all rates, the fullest server, or what a node wants through its
-link. *In one file* are the reads of one file at once: at the beginning, and at most.
+one server, or one node, is ten times as slow as the others. Simulated is the one pass that fills a fresh engine: rounds
+of exchange, then direct reads; what processors do meanwhile (checksums, copies, a look at what masters can be made of)
+is not. The limit is what no order of reads can beat: all bytes at all rates, the fullest server, or what a node wants
+through its link. *In one file* are the reads of one file at once: at the beginning, and at most.
 
 {_loads_table(whole)}
 
@@ -275,7 +276,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.8), layout="constrained")
     names = [job["title"].replace(", ", "\n", 1) for job in plans]
     bottoms = [0.0] * len(plans)
-    for phase in plans[0]["ranks"][0]["phases"]:
+    for phase in plans[0]["ranks"][0]["phases"] if plans else ():
         seconds = [max(job["ranks"], key=_seconds)["phases"][phase] for job in plans]
         left.barh(names, seconds, left=bottoms, label=phase)
         bottoms = [one + other for one, other in zip(bottoms, seconds, strict=True)]

@@ -2,9 +2,9 @@
 
 A file lies on one server, or its stripes on several in turn. A server serves its reads one after the other; besides,
 a read takes the store's latency and what one stream can move, and passes its node's link. Each rank has some threads,
-of which each takes the rank's next read, as the reader's do. As in `load/exchange.py` a rank reads, turn by turn, what
-it stages in a round and a share of what it reads for itself; an exchange begins when all ranks have, and ends when the
-busiest node has sent and received its bytes.
+of which each takes the rank's next read, as the reader's do. As in `load/exchange.py` on several machines, a rank reads
+what it stages in a round; an exchange begins when all ranks have, and ends when the busiest node has sent and received
+its bytes. Behind the last round each reads what it has for itself.
 """
 
 from __future__ import annotations
@@ -141,13 +141,12 @@ def simulate(plans: Sequence[RankPlan], store: Store, share: int) -> Simulated:
     """A load's one pass; ``share`` as of :class:`~deepspeed_ucp.plan.ReadSizes`."""
     run, now, exchange = _Run(store, len(plans)), 0.0, 0.0
     steps = count_steps(plans, share, store.per_node)
-    turns = [(number, step) for number, count in enumerate(steps) for step in range(count)]
-    for turn, (number, step) in enumerate(turns):
-        lists = [plan.pick(None if step else number, turn, len(turns) + 1) for plan in plans]
-        seconds = _exchange(plans, number, store) / steps[number] + store.latency
+    for number, count in enumerate(steps):
+        lists = [plan.rounds[number] if number < len(plan.rounds) else [] for plan in plans]
+        seconds = _exchange(plans, number, store) + count * store.latency
         now = max(run.read_all(lists, now)) + seconds
         exchange += seconds
-    ends = run.read_all([plan.pick(None, len(turns), len(turns) + 1) for plan in plans], now)
+    ends = run.read_all([plan.direct for plan in plans], now)
     now = max(ends)
     limit, bound = find_limit(plans, store)
     total = sum(read[2] for plan in plans for read in plan.reads)

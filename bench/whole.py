@@ -41,12 +41,6 @@ class RankPlan:
     rounds: list[list[Read]] = field(default_factory=list)
     sent: list[dict[int, int]] = field(default_factory=list)
 
-    def pick(self, number: int | None, turn: int, turns: int) -> list[Read]:
-        """What is staged in a round, and a share of the direct reads."""
-        staged = self.rounds[number] if number is not None and number < len(self.rounds) else []
-        low, high = (len(self.direct) * each // turns for each in (turn, turn + 1))
-        return staged + self.direct[low:high]
-
     @property
     def reads(self) -> list[Read]:
         return self.direct + [read for each in self.rounds for read in each]

@@ -73,6 +73,7 @@ class CollectiveReader:
         self.uploads = choose_uploads(into.sinks, self.threads)
         staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
         self.staged_again = {(request.record, request.offset) for request in staged} if self.checksum else set()
+        self.is_one_machine = plan.near is not None and bool(plan.near.all())  # then so it is on every rank
         self.checks = Checks()
         self.files: dict[str, tuple[int, float]] = {}
 
@@ -116,14 +117,14 @@ class CollectiveReader:
             raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
     def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
-        """Direct reads are spread over the rounds, so that storage is busy while staged bytes are copied."""
         steps = [(number, step) for number, each in enumerate(self.plan.rounds) for step in range(each.steps)]
         direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
+        shares = self._share_out(direct, len(steps) + 1)
         checks, arrived = list[Checked](), list[_Arrived]()
         self.comm.run(lambda: self._begin(fresh=fresh))
         with self._open_reader() as reader:
             for turn, (number, step) in enumerate(steps):
-                each, share = self.plan.rounds[number], _cut(direct, turn, len(steps) + 1)
+                each, share = self.plan.rounds[number], shares[turn]
                 staged = [] if step else each.reads if everything else each.pick_reads(fresh)
                 sends, claims = each.pick_step(self.comm.rank, fresh, step, self.plan.near)
                 work = partial(self._take_step, reader, [*staged, *share], arrived, fresh, number, sends)
@@ -131,10 +132,20 @@ class CollectiveReader:
                 checks += more
                 arrived = list(_list_sent(claims, self._swap(packed, sends, claims)))
                 arrived += [] if step else self._list_staged(each.pick_near(fresh, self.plan.near), number)
-            rest = _cut(direct, len(steps), len(steps) + 1)
-            checks += self.comm.run(partial(self._end, reader, rest, arrived, fresh))
+            checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, fresh))
             self._note_files(reader)
         return checks
+
+    def _share_out(self, direct: Sequence[Request], turns: int) -> list[Sequence[Request]]:
+        """The direct reads of each turn.
+
+        On one machine they are spread over all, so that storage is busy while staged bytes are copied. Among several
+        each exchange waits for the slowest read of all ranks: there they come behind the last one, after which nobody
+        waits for anybody.
+        """
+        if self.is_one_machine:
+            return [_cut(direct, turn, turns) for turn in range(turns)]
+        return [*([] for _ in range(turns - 1)), direct]
 
     def _begin(self, *, fresh: bool) -> None:
         self.into.zero_blanks(fresh=fresh)
@@ -231,7 +242,7 @@ class CollectiveReader:
 
     def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
         """Send bytes, in rank order, to those who claimed them and are not near; what came; collective."""
-        if self.plan.near is not None and self.plan.near.all():  # then so it is on every rank
+        if self.is_one_machine:
             return memoryview(b"")
         counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
         return memoryview(self.comm.swap(packed, *counts))

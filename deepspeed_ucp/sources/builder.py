@@ -217,13 +217,16 @@ class Builder:
             self._held[param] = [held]
             self._lanes[param] = lanes
             return
-        lane, shape, _, states = held
         for each in known:
-            for state in states.keys() & each.states.keys():
-                told, mine = each.states[state].dtype, states[state].dtype
-                if told != mine or (lane == each.lane and shape != each.shape):
-                    self.refuse_other(header, param, state, (mine, shape), (told, each.shape))
+            if not each.states.keys().isdisjoint(held.states):
+                self._compare(param, each, held, header)
         known.append(held)
+
+    def _compare(self, param: ParamKey, known: Holding, held: Holding, header: FileHeader) -> None:
+        for state in held.states.keys() & known.states.keys():
+            told, mine = known.states[state].dtype, held.states[state].dtype
+            if told != mine or (held.lane == known.lane and held.shape != known.shape):
+                self.refuse_other(header, param, state, (mine, held.shape), (told, known.shape))
 
     def refuse_other(
         self, header: FileHeader, param: ParamKey, state: str, found: tuple[str, Shape], known: tuple[str, Shape]

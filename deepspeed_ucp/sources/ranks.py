@@ -39,6 +39,7 @@ class SavedRank:
     flats: tuple[FlatBuffer, ...] = ()
     groups: tuple[GroupInfo, ...] = ()
     folded: set[str] = field(default_factory=set)
+    _params: dict[str, ParamKey] = field(default_factory=dict)
 
     def find_lane(self, name: str, lanes: int) -> tuple[int, int]:
         """(lane, how many there are) of what it holds of a parameter; of most there are as many as of ``lanes``."""
@@ -46,7 +47,10 @@ class SavedRank:
 
     def param(self, name: str) -> ParamKey:
         """What the index calls a parameter of this rank."""
-        return ParamKey(name, self.instances.get(name, 0))
+        found = self._params.get(name)
+        if found is None:
+            found = self._params[name] = ParamKey(name, self.instances.get(name, 0))
+        return found
 
     def key(self, name: str, state: str) -> AtomKey:
         """What the index calls an atom of this rank."""

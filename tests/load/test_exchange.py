@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
 def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], received: list[int], steps: int) -> None:
     """But never more than there are ranks."""
     assert make_round(sent, received).count_steps(100) == steps
+
+
+@pytest.mark.parametrize(
+    ("one_machine", "shares"), [(True, [[1, 2], [3, 4], [5, 6]]), (False, [[], [], [1, 2, 3, 4, 5, 6]])]
+)
+def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
+    reader: Any = SimpleNamespace(is_one_machine=one_machine)
+    assert exchange.CollectiveReader._share_out(reader, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
 
 
 @pytest.fixture(scope="module", autouse=True)
