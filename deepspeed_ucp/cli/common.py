@@ -88,10 +88,10 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, pattern
     parser.add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
 
 
-def add_place_option(parser: argparse.ArgumentParser) -> None:
-    """``--also``."""
-    text = "a further folder or URL that holds the same tag: what the places before it lack is taken from there"
-    parser.add_argument("--also", metavar="PLACE", action="append", default=[], help=text)
+def add_place_option(parser: argparse.ArgumentParser, name: str = "--also", of: str = "") -> None:
+    """``--also``, or one of another name for one of several checkpoints (``of``)."""
+    text = f"a further folder or URL that holds the same tag{of}: what the places before it lack is taken from there"
+    parser.add_argument(name, metavar="PLACE", action="append", default=[], help=text)
 
 
 def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
@@ -120,8 +120,13 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
     }
 
 
-def open_index(options: argparse.Namespace, folder: str, comm: Comm, *, weights_only: bool = False) -> AtomicIndex:
+def open_index(
+    options: argparse.Namespace, folder: str, comm: Comm, *, also: Sequence[str] = (), weights_only: bool = False
+) -> AtomicIndex:
     """The index of a checkpoint, named by ``--groups`` where it is given; collective.
+
+    Args:
+        also: further places of it.
 
     Raises:
         UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
@@ -129,8 +134,8 @@ def open_index(options: argparse.Namespace, folder: str, comm: Comm, *, weights_
     from ..sources import open_checkpoint
 
     groups = comm.run(lambda: read_groups(options.groups))
-    folder, *also = find_folders(folder, getattr(options, "also", ()), comm)
-    return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only, also=also)
+    first, *others = find_folders(folder, also, comm)
+    return open_checkpoint(first, comm, groups=groups, weights_only=weights_only, also=others)
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:

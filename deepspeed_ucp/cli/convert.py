@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
         folder = find_folders(options.source, options.also, comm)[0]
-        index = open_index(options, options.source, comm)
+        index = open_index(options, options.source, comm, also=options.also)
         destination = options.destination or default_destination(folder)
         report = convert_index(index, folder, destination, comm, how, rules=rules)
         names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes")

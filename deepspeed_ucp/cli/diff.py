@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .common import add_checkpoint_options, add_command, add_work_options, open_index, read_rules, read_work_options
+from .common import (
+    add_checkpoint_options,
+    add_command,
+    add_place_option,
+    add_work_options,
+    open_index,
+    read_rules,
+    read_work_options,
+)
 from .printing import FAULT, OK, emit, format_count, format_table
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, "a", "b")
+    add_place_option(parser, of=", for A")
+    add_place_option(parser, "--also-b", ", for B")
     parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose names match somewhere")
     text = "these states of them, such as fp32,exp_avg; nothing but tensors"
     parser.add_argument("--states", default="", metavar="NAMES", help=text)
@@ -60,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     )
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
-        left, right = (open_index(options, path, comm) for path in (options.a, options.b))
+        sides = (options.a, options.also), (options.b, options.also_b)
+        left, right = (open_index(options, path, comm, also=also) for path, also in sides)
         found = diff_checkpoints(left, right, comm, how, rules=rules)
     emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
     return OK if found.equal else FAULT

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     with join_launch() as comm:
         only_weights = options.format == "safetensors" or options.weights_only
-        index = open_index(options, options.checkpoint, comm, weights_only=only_weights)
+        index = open_index(options, options.checkpoint, comm, also=options.also, weights_only=only_weights)
         report = _export(options, index, comm)
         names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
         data = {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}

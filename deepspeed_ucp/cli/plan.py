@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     from ..forecast.estimate import Bandwidths, tell_times
 
     _check(options)
-    index = open_index(options, options.checkpoint, Comm())
+    index = open_index(options, options.checkpoint, Comm(), also=options.also)
     found = dry_run(
         index,
         _read_degrees(options, index),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def test_equal_checkpoints(left: Path, tmp_path: Path, run_json: Any, capsys: py
     assert any(line.startswith("note: topology: zero_stage 1 → 3") for line in lines)
     code, told = run_json("diff", left, right)
     assert (code, told["equal"], told["atoms"], told["values"]) == (0, True, [], [])
+
+
+def test_each_side_has_further_places(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = write(tmp_path / "right", Topology(3, 3))
+    kept = [shutil.copytree(side, tmp_path / f"kept_{side.parent.name}") for side in (left, right)]
+    for side in (left, right):
+        next(side.glob("*optim_states.pt")).unlink()
+    assert run(left, right, "--also", kept[0], "--also-b", kept[1]) == 0
+    assert run(left, right, "--also", kept[0]) == 2
+    assert "optim_states.pt" in capsys.readouterr().err
 
 
 def test_differences_exit_1_the_worst_first(
