@@ -117,9 +117,11 @@ files, peers and storage are made up. Models: a GPT of 1.01 · 10^12 parameters 
 and a mixture of experts of 1.03 · 10^12 (128 layers of 256 experts, 98,304 parameters of experts, each an atom of its
 own). The headers of the files are in memory, and what a rank hears from the others in each collective is what they
 would say; of their judgement nothing is computed. One rank's plan is everything from the param groups to the finished
-plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`), in seconds of the processor, of some ranks of each job,
-each in a process of its own; the worst counts. *Heard* is what one rank receives in all collectives up to there, and
-*behind* the seconds of what follows but for reading and copying: checksums and samples that are told and chosen.
+plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`), of some ranks of each job, each in a process of its
+own; the worst counts. *Seconds* are those of the processor, which the target is held against: a rank of a real job has
+a core of its own. *By the clock* is the same on this machine, whatever else it does. *Heard* is what one rank receives
+in all collectives up to there, and *behind* the seconds of what follows but for reading and copying: checksums and
+samples that are told and chosen.
 
 {_plans_table(plans)}
 
@@ -165,6 +167,7 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
     header = [
         "one rank of",
         "seconds",
+        "by the clock",
         "peak",
         "headers it reads",
         "files",
@@ -183,6 +186,7 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
             [
                 job["title"],
                 f"{_seconds(worst):.2f}",
+                f"{max(each['clock_seconds'] for each in ranks):.2f}",
                 f"{max(each['peak_bytes'] for each in ranks) / MIB:.0f} MiB",
                 str(worst["most_headers"]),
                 f"{worst['files']:,}",

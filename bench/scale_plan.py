@@ -143,10 +143,13 @@ class Planned:
     """What one rank computed: seconds by phase, most bytes beyond what it began with, its plan, and what it heard.
 
     Attributes:
+        phases: seconds of the processor.
+        clock_seconds: the same by the clock, which knows of other programs too.
         seconds_behind: of what follows the plan, reading and copying left out (:func:`follow`).
     """
 
     phases: dict[str, float]
+    clock_seconds: float
     peak_bytes: int
     seconds_behind: float
     files: int
@@ -214,6 +217,7 @@ class Planner:
         release_free_memory()
         before = resident_bytes()
         reset_peak()
+        began = time.perf_counter()
         with stand_in(script.entries, self._read), pause_collection():
             with self.phase("param groups"):
                 named = join_groups(target, comm)
@@ -228,13 +232,14 @@ class Planner:
                 fresh = [sink.fresh for sink in work.into.sinks]
                 near = find_near(self.rank, job.ranks)
                 plan = negotiate(work.wants, fresh, work.index, comm, SIZES, near)
-            planned_in = dict(self.phases)
+            planned_in, clock_seconds = dict(self.phases), time.perf_counter() - began
             peak = peak_resident_bytes() - before
             with self.phase("behind the plan"):
                 follow(work, plan, target, comm)
         told = sum(len(blob) for blobs in script.told.values() for blob in blobs)
         return Planned(
             planned_in,
+            clock_seconds,
             peak + told,
             self.phases["behind the plan"],
             len(script.entries),

@@ -99,9 +99,9 @@ class Builder:
         first = batch.form.firsts[piece]
         found = batch.records.get(first)
         if found is None:
-            found = batch.records[first] = len(self.records)
-            batch.numbers = batch.numbers or array("q", map(self._file, batch.files))
-            self.records.extend(batch.numbers, *(batch.column(first, which) for which in (OFFSET, NBYTES, CRC)))
+            batch.numbers = batch.numbers or self.number_files(batch.files)
+            columns = (batch.column(first, which) for which in (OFFSET, NBYTES, CRC))
+            found = batch.records[first] = self.number_row(batch.numbers, *columns)
         return found
 
     def _file(self, header: FileHeader) -> int:
@@ -203,12 +203,16 @@ class Builder:
         self._module[param] = None
         self._hold(param, Holding(lane, shape, place, states), lanes, header)
 
+    def number_files(self, headers: Iterable[FileHeader]) -> array[int]:
+        """Numbers of files."""
+        return array("q", map(self._file, headers))
+
     def number_row(
-        self, files: Sequence[FileHeader], offsets: Sequence[int], nbytes: Sequence[int], crcs: Sequence[int]
+        self, files: Sequence[int], offsets: Sequence[int], nbytes: Sequence[int], crcs: Sequence[int]
     ) -> int:
         """Number of the first file's record; those of the other files, one of each, follow."""
         first = len(self.records)
-        self.records.extend(map(self._file, files), offsets, nbytes, crcs)
+        self.records.extend(files, offsets, nbytes, crcs)
         return first
 
     def _hold(self, param: ParamKey, held: Holding, lanes: int, header: FileHeader) -> None:

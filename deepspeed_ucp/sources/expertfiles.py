@@ -7,7 +7,6 @@ So what files have alike travels once from each rank, and the tensors are made w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ..experts import count_experts, cut_number, find_expert
@@ -97,10 +96,12 @@ def _number(piece: Piece) -> tuple[int, ...]:
 
 def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
     """Experts per layer, of those that have files, as :func:`~..experts.count_experts` has them."""
-    held = (header.layer or {} for header in files)
-    return count_experts(
-        name for each in held for name in (islice(each, 1) if isinstance(each, ExpertTensors) else each)
-    )
+    held = [header.layer or {} for header in files]
+    counts = count_experts(name for each in held if not isinstance(each, ExpertTensors) for name in each)
+    for each in held:
+        if isinstance(each, ExpertTensors):
+            counts[each.layer] = max(counts.get(each.layer, 0), each.number + 1)
+    return counts
 
 
 class Filed(NamedTuple):

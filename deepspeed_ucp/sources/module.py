@@ -145,10 +145,10 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
 
 def _add_filed(builder: Builder, rank: SavedRank, filed: Filed, optimized: set[str]) -> None:
     """Add the tensors of experts' files that are alike."""
-    rows = []
+    rows, files = [], builder.number_files(filed.headers)
     for place, like in enumerate(filed.tensors[0].form):
         *record, starts = (filed.column(place, which) for which in range(WIDTH))
-        row = Row(like.dtype, count(like.shape), builder.number_row(filed.headers, *record), starts)
+        row = Row(like.dtype, count(like.shape), builder.number_row(files, *record), starts)
         rows.append((like.shape, {COPY: row}, {MODULE: row}))
     for place, (header, tensors) in enumerate(zip(filed.headers, filed.tensors, strict=True)):
         for name, (shape, copies, others) in zip(tensors, rows, strict=True):

@@ -75,7 +75,7 @@ class Whereabouts:
 
     def path(self, name: str, size: int | None = None) -> str:
         """Where this rank finds a file, of ``size`` bytes if given; in the first place if it finds none."""
-        held = self._list_places(name, size)
+        held = self._list_places(name, size) if len(self.folders) > 1 else ()
         return os.path.join(self.folders[held[0]] if held else self.folder, name)
 
     def find(self, name: str) -> list[str]:

@@ -376,8 +376,9 @@ class _Adder:
         if held != expected and not zero.get("round_robin_gradients"):
             for part, *slices in zip(run.parts, held, expected, strict=True):
                 self._compare_slices(shards[part], *slices)
+        ends = self.own.ends
         for part, numel in zip(run.parts, run.pick(index, NUMEL), strict=True):
-            if self.own.ends[part] > numel:
+            if ends[part] > numel:
                 self._refuse_short(part, numel)
 
     def _refuse_short(self, part: int, numel: int) -> None:
