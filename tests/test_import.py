@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -45,6 +47,14 @@ def test_a_command_starts_without_what_only_some_checkpoints_need() -> None:
         print([late for late in ("pydantic", "ml_dtypes", "re2", "filelock") if late in sys.modules])
     """)
     assert found == "[]"
+
+
+@pytest.mark.engine_smoke
+def test_every_module_imports() -> None:
+    """Whatever a release of DeepSpeed does not have is imported where it is used."""
+    for module in pkgutil.walk_packages(deepspeed_ucp.__path__, "deepspeed_ucp."):
+        if not module.name.endswith("__main__"):  # that one runs
+            importlib.import_module(module.name)
 
 
 # DeepSpeed itself takes seconds to import and is the same in all orders: packages of its name stand in for it.
