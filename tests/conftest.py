@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.testing.world import PRELOAD
+
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
 APART = (
@@ -24,8 +26,11 @@ own. The first group shares what its sources have saved; the second shares nothi
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
+    PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
+    else:
+        PRELOAD.append("tests.operators")
     plugin = importlib.import_module(PLUGIN)
     if not config.pluginmanager.is_registered(plugin):
         config.pluginmanager.register(plugin, PLUGIN)

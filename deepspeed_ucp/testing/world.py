@@ -40,9 +40,7 @@ DEFAULT_TIMEOUT = 180.0
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
-# Beside torch and deepspeed what every torch optimizer, every ZeRO engine and every load import when the first one is
-# made, which costs three seconds per process. What a release does not have is passed over.
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed",
     "deepspeed",
@@ -53,6 +51,10 @@ _PRELOAD = [
     "deepspeed_ucp.hook",
     "deepspeed_ucp.testing.ranks",
 ]
+"""What the fork server imports, and its ranks need not; what you add has to be there before the first world is made.
+
+Beside torch and deepspeed it is what every torch optimizer, every ZeRO engine and every load import when the first one
+is made, which costs three seconds per process. What a release does not have is passed over."""
 
 
 class WorldFailure(RuntimeError):
@@ -101,7 +103,7 @@ class World(AbstractContextManager["World"]):
         self._processes: list[mp.process.BaseProcess] = []
         self._connections: list[Connection] = []
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         base = {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
         base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port), WORLD_SIZE=str(world_size))
         # The DeepSpeed launcher's: the number of nodes and this one's; its checkpoint writers want them.

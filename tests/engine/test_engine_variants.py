@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from engine_cases import Case, is_direct
 
-from deepspeed_ucp.testing import ResumeReport
+from deepspeed_ucp.testing import ResumeReport, WorldPool
 from tests.covering import all_turns, params
 
 ResumeEach = Callable[..., None]
@@ -36,6 +38,39 @@ def test_deepspeed_cpu_adam(stage: int, resume_each: ResumeEach, compiled_op: Ca
     compiled_op("CPUAdamBuilder")
     sources = [Case(1, 3, zero=OFFLOAD), Case(0, 3)]
     resume_each(sources, Case(stage, 2, zero=OFFLOAD), model="mixed", optimizer="cpu_adam")
+
+
+def step(name: str, decoupled: bool) -> list[Any]:
+    """The parameter and the moments after two steps of one of DeepSpeed's Adams."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+
+    tensors = [torch.randn(37, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    tensors += [torch.zeros(37), torch.zeros(37)]
+    for number in (1, 2):
+        if name == "cpu_adam":
+            operator = CPUAdamBuilder().load()
+            operator.create_adam(0, 0.0, 0.0, 0.0, 0.0, 0.0, decoupled, False)
+            operator.adam_update(0, number, 0.1, 0.9, 0.99, 1e-6, 0.3, True, *tensors)
+        else:
+            param, grad, *moments = ([tensor] for tensor in tensors)
+            lists = [grad, param, *moments]
+            operator = FusedAdamBuilder().load()
+            operator.multi_tensor_adam(0, torch.zeros(1), lists, 0.1, 0.9, 0.99, 1e-6, number, int(decoupled), 1, 0.3)
+    return [tensors[0], *tensors[2:]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize(("name", "builder"), [("cpu_adam", "CPUAdamBuilder"), ("fused_adam", "FusedAdamBuilder")])
+def test_the_stand_ins_compute_what_the_operators_do(
+    name: str, builder: str, decoupled: bool, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
+) -> None:
+    compiled_op(builder)
+    (real,) = ucp_worlds.get(1).run(step, name, decoupled)
+    importlib.import_module("tests.operators")
+    for tensor, expected in zip(step(name, decoupled), real, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.exhaustive  # a minute to compile, and the states of torch's own Lion
