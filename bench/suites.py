@@ -92,7 +92,6 @@ sent.""",
         "ours-2": Engine(2, 1, OURS),
         "ours-3": Engine(3, 1, OURS),
         "ours-z3-2": Engine(2, 3, OURS),
-        "ours-z0-4": Engine(4, 0, OURS),
         "ours-fp32-2": Engine(2, 1, OURS, "fp32"),
         "ours-s3-2": Engine(2, 1, OURS),
         "on-4": Engine(4, 1, OURS),
@@ -109,7 +108,6 @@ sent.""",
         Case("ours-2", "ours, 2 ranks ZeRO-1", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
-        Case("ours-z0-4", "ours, 4 ranks stage 0", floor="floor-4", floor_limit=1.5),
         Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
         Case("floor-s3-2", "floor of an object store, 2 processes of 4 streams"),
         Case("floor-s3-2-wide", "the same, 2 processes of 16 streams"),
@@ -182,6 +180,21 @@ degree 2 on 2 ranks. Upstream has no way there: its conversion fails on experts 
     load_body=experts.load_body,
 )
 
+EVERYWHERE = Suite(
+    name="stage0",
+    title="All of the state on every rank",
+    short="ZeRO-1, 4 ranks",
+    about="""The same checkpoint of ZeRO-1 on 4 ranks in bf16, with {size_m:.0f} M parameters and {state_gib:.2f} GiB of
+state, loaded at stage 0 by 4 ranks: each takes all of it. One reads it, the others copy it. What the four engines need
+together decides how large a model this machine has room for.""",
+    source=Engine(4, 1),
+    topologies={"ours-z0-4": Engine(4, 0, OURS)},
+    floors=list_floors(4),
+    cases=(*make_floor_cases(4), Case("ours-z0-4", "ours, 4 ranks stage 0", floor="floor-4", floor_limit=1.5)),
+    save_body=engines.save_body,
+    load_body=engines.load_body,
+)
+
 PRECISION = Suite(
     name="fp32",
     title="Another precision",
@@ -215,7 +228,7 @@ PEER = Suite(
     find_pieces=partial(file_pieces, pattern="*.distcp"),
 )
 
-SUITES = (DATA_PARALLEL, PARALLEL, EXPERTS, PRECISION, PEER)
+SUITES = (DATA_PARALLEL, EVERYWHERE, PARALLEL, EXPERTS, PRECISION, PEER)
 
 
 @dataclass(frozen=True)
