@@ -182,18 +182,28 @@ class Run:
     """Some of a batch's files: which they are in it, and which partitions of a flat buffer they hold."""
 
     batch: Batch
-    files: list[int]
-    parts: list[int]
+    files: Sequence[int]
+    parts: Sequence[int]
 
-    def pick(self, piece: int, which: int) -> list[int]:
+    def pick(self, piece: int, which: int) -> Sequence[int]:
         """One of the numbers of a piece, by file."""
-        column = self.batch.column(piece, which)
-        return [column[file] for file in self.files]
+        return self._pick(self.batch.column(piece, which))
 
-    def pick_padding(self, group: int) -> list[int]:
+    def pick_padding(self, group: int) -> Sequence[int]:
         """The groups' paddings, by file."""
         column = self.batch.padding(group)
-        return [column[file] for file in self.files] if column else [0] * len(self.files)
+        return self._pick(column) if column else [0] * len(self.files)
+
+    def _pick(self, column: array[int]) -> Sequence[int]:
+        if isinstance(files := self.files, range):
+            return column[files.start : files.stop : files.step]
+        return [column[file] for file in files]
+
+    def number(self, first: int) -> Sequence[int]:
+        """What numbers files have of which the batch's first one has this."""
+        if isinstance(files := self.files, range):
+            return range(first + files.start, first + files.stop, files.step)
+        return [first + file for file in files]
 
     def split(self) -> Iterator[Run]:
         """Each file for itself."""
@@ -224,13 +234,20 @@ class Batches:
 
     def list_runs(self, headers: Iterable[FileHeader]) -> list[Run]:
         """The files that hold a flat buffer, partition by partition."""
-        found: dict[int, Run] = {}
+        found: dict[int, tuple[Batch, list[int], list[int]]] = {}
         for part, header in enumerate(headers):
             batch, file = self._places[header.name]
-            run = found.setdefault(id(batch), Run(batch, [], []))
-            run.files.append(file)
-            run.parts.append(part)
-        return list(found.values())
+            _, files, parts = found.setdefault(id(batch), (batch, [], []))
+            files.append(file)
+            parts.append(part)
+        return [Run(batch, _find_range(files), parts) for batch, files, parts in found.values()]
+
+
+def _find_range(numbers: list[int]) -> Sequence[int]:
+    """Ascending numbers that are as far apart as the first two are; other ones as they are."""
+    step = max(numbers[1] - numbers[0], 1) if len(numbers) > 1 else 1
+    found = range(numbers[0], numbers[-1] + 1, step)
+    return found if list(found) == numbers else numbers
 
 
 @dataclass(frozen=True, slots=True)

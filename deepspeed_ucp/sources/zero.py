@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, Spread, count, strip_compiled
@@ -192,7 +192,7 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[HeldPa
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """The files of ranks that hold the same parameters, and what these files have alike."""
+    """The files of ranks that hold the same parameters, what these have alike, and by group what they say to hold."""
 
     shards: list[FileHeader]
     runs: list[Run]
@@ -201,7 +201,8 @@ class _Holders:
 
 def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
     shards = [builder.save.shard(rank.pp, each) for each in ranks]
-    return _Holders(shards, builder.batches.list_runs(shards), [_get_optim(shard).slices for shard in shards])
+    slices = zip_longest(*(_get_optim(shard).slices for shard in shards), fillvalue=())
+    return _Holders(shards, builder.batches.list_runs(shards), list(slices))
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,10 @@ class _Own:
     buffer: FlatBuffer
 
     @cached_property
-    def slices(self) -> list[Slices]:
+    def slices(self) -> tuple[Slices, ...]:
         """By partition what DeepSpeed tells of it: (name, first element of the partition, elements)."""
         cuts = map(self.buffer.cuts, range(self.buffer.parts))
-        return [tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts]
+        return tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -368,10 +369,11 @@ class _Adder:
         Raises:
             CheckpointError: naming a file with other parameters, or with fewer elements than they have.
         """
-        shards, index = self.held_by.shards, self.index
-        told = (self.held_by.slices[part] for part in run.parts)
-        held = [slices[index] if index < len(slices) else () for slices in told]
-        expected = [self.own.slices[part] for part in run.parts]
+        shards, index, told = self.held_by.shards, self.index, self.held_by.slices
+        held: Sequence[Slices] = told[index] if index < len(told) else ((),) * len(shards)
+        expected: Sequence[Slices] = self.own.slices
+        if len(run.parts) < len(shards):
+            held, expected = ([row[part] for part in run.parts] for row in (held, expected))
         zero = shards[run.parts[0]].config.get("zero_optimization") or {}
         if held != expected and not zero.get("round_robin_gradients"):
             for part, *slices in zip(run.parts, held, expected, strict=True):
@@ -428,7 +430,7 @@ class _Adder:
             self.builder.unreadable.update(dict.fromkeys(told, first.fault))
             return
         base = self.builder.number_records(run.batch, piece)
-        self._put(state, first, run.parts, [base + file for file in run.files], run.pick(piece, START))
+        self._put(state, first, run.parts, run.number(base), run.pick(piece, START))
 
     def _put(
         self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
