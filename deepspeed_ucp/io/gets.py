@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
 from urllib.parse import urlsplit
 
 from .links import Link, RefusedError
@@ -87,9 +87,12 @@ def _make_context() -> ssl.SSLContext:
 
 
 def _connect(scheme: str, host: str) -> HTTPConnection:
-    if scheme == "https":
+    if scheme != "https":
+        return HTTPConnection(host, timeout=_PATIENCE)
+    try:
         return HTTPSConnection(host, timeout=_PATIENCE, context=_make_context())
-    return HTTPConnection(host, timeout=_PATIENCE)
+    except OSError as error:  # of the files
+        raise RefusedError(f"no authorities: {error}") from error
 
 
 @contextmanager
@@ -115,6 +118,8 @@ def get(link: Link, headers: Mapping[str, str]) -> Iterator[HTTPResponse]:
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # it was cut off
         raise
     except ssl.SSLError as error:  # another authority, or a certificate of the client's
+        raise RefusedError(str(error)) from error
+    except InvalidURL as error:
         raise RefusedError(str(error)) from error
     except HTTPException as error:
         raise ConnectionError(f"{type(error).__name__}: {error}") from error

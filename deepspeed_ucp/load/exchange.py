@@ -66,9 +66,9 @@ class CollectiveReader:
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file, default_threads())
         self.threads = min(threads, max(window // (4 * BLOCK), 1))
-        # A thread holds what it reads at once where that is converted on the way: a quarter of the window for all, so
-        # that staging and a store's client have their room.
-        self.joined = max(min(JOINED, window // (4 * self.threads)), BLOCK)
+        # A thread holds what it reads at once where that is converted on the way: half of the window for all, so that
+        # staging has its room.
+        self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
         self.uploads = choose_uploads(into.sinks, self.threads)
         staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))

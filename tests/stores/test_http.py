@@ -227,10 +227,15 @@ def test_certificates_are_checked(folder: Path, asked: list[int], monkeypatch: p
         with pytest.raises(CheckpointError, match=r"[Cc]ertificate"):
             read_parts(url)
         assert asked == [0]
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(folder / "nowhere"))
         links.forget_refusals()
+        with pytest.raises(CheckpointError, match=r"[Cc]ertificate"):
+            read_parts(url)
+        assert asked == [0, 0]
         monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+        links.forget_refusals()
         read_parts(url)
-    assert asked == [0]
+    assert asked == [0, 0]
 
 
 def test_a_file_that_is_replaced_is_refused(folder: Path) -> None:
