@@ -110,6 +110,11 @@ class Filed(NamedTuple):
     headers: list[FileHeader]
     tensors: list[ExpertTensors]
 
+    def add(self, header: FileHeader, tensors: ExpertTensors) -> None:
+        """Add a file."""
+        self.headers.append(header)
+        self.tensors.append(tensors)
+
     def column(self, place: int, which: int) -> list[int]:
         """One of the numbers of a tensor, by file."""
         at = place * WIDTH + which

@@ -107,23 +107,29 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
     ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in save.experts}
     alike: dict[tuple[int, Form], Filed] = {}
     for (_, expert, mp), header in save.experts.items():
-        rank, tensors = ranks[mp], header.layer or {}
         _check_expert(save, header, expert)
+        tensors = header.layer
         if isinstance(tensors, ExpertTensors) and not save.folds_experts:
-            filed = alike.setdefault((mp, tensors.form), Filed([], []))
-            filed.headers.append(header)
-            filed.tensors.append(tensors)
-            continue
-        rank.folded.update(tensors if save.folds_experts else ())
-        for name, piece in tensors.items():
-            state = COPY if name in optimized else MODULE
-            first = seen.setdefault(name, piece) if save.folds_experts else piece
-            if first is piece:
-                builder.add(rank, name, state, header, piece)
-            elif not are_alike((first.contents, piece.contents)):
-                builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
+            alike.setdefault((mp, tensors.form), Filed([], [])).add(header, tensors)
+        else:
+            _add_expert(builder, ranks[mp], header, seen, optimized)
     for (mp, _), filed in alike.items():
         _add_filed(builder, ranks[mp], filed, optimized)
+
+
+def _add_expert(
+    builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece], optimized: set[str]
+) -> None:
+    """Add the tensors of one expert's file; ``seen`` are those of folded experts by name, which need be there once."""
+    folds, tensors = builder.save.folds_experts, header.layer or {}
+    rank.folded.update(tensors if folds else ())
+    for name, piece in tensors.items():
+        state = COPY if name in optimized else MODULE
+        first = seen.setdefault(name, piece) if folds else piece
+        if first is piece:
+            builder.add(rank, name, state, header, piece)
+        elif not are_alike((first.contents, piece.contents)):
+            builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
 
 
 def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
