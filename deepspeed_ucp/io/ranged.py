@@ -6,23 +6,21 @@ was listed is refused.
 
 from __future__ import annotations
 
-import io
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..errors import CheckpointError, UnsupportedError
 from .attempts import CHANGED, HINTS, ChangedError, attempt
 from .gets import get, read_span
 from .links import Access, Link
-from .memory import Scratch, drop_front
+from .memory import Scratch, drop_front, take_front
 from .remote import connect, find_entry, find_known, look_up
-from .store import FOLDER, Entry, normalize
+from .store import FOLDER, Entry, Positioned, normalize
 from .threads import run_threads
 
 _HEAD = _TAIL = 64 << 10
@@ -165,7 +163,7 @@ class RemoteFile:
     def read_some(self, views: list[memoryview], offset: int) -> int:
         """As :meth:`.store.Stored.read_some`; all of it, but at the end of the file."""
         nbytes = min(sum(view.nbytes for view in views), max(self._ranges.entry.size - offset, 0))
-        self.read(list(_cut(views, nbytes)), offset)
+        self.read(take_front(views, nbytes), offset)
         return nbytes
 
     def close(self) -> None:
@@ -180,19 +178,8 @@ class RemoteFile:
         self.close()
 
 
-def _cut(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
-    """The first ``nbytes`` of memory."""
-    for view in views:
-        if nbytes > 0:
-            yield view[:nbytes]
-        nbytes -= view.nbytes
-
-
-class RemoteStream(io.RawIOBase):
+class RemoteStream(Positioned):
     """A file behind a URL whose header is read: few requests, whose blocks are kept until it is closed.
-
-    Attributes:
-        size: of the file.
 
     Raises:
         OSError: it cannot be opened.
@@ -200,29 +187,10 @@ class RemoteStream(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         self._ranges = _Ranges(url)
-        self.size = self._ranges.entry.size
-        self._at, self._lock = 0, threading.Lock()
+        super().__init__(self._ranges.entry.size)
+        self._lock = threading.Lock()
         self._blocks: list[tuple[int, bytes]] = []
         """(offset, bytes), by offset; they do not overlap."""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read_at(len(buffer), self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
         """Bytes from ``offset`` on; fewer where the file ends before."""

@@ -7,6 +7,7 @@ Paths are strings; ``os.path.join``, ``split`` and ``basename`` serve for both, 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import resource
@@ -249,7 +250,44 @@ def measure(stream: BinaryIO) -> int:
 
 def is_remote(stream: BinaryIO) -> bool:
     """Whether each small read of what :func:`open_regular` has opened may cost a request to a store."""
-    return hasattr(stream, "read_at")
+    return hasattr(stream, "read_ahead")
+
+
+class Positioned(io.RawIOBase):
+    """A file over :meth:`read_at`, which needs no place of its own.
+
+    Attributes:
+        size: in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self._at = size, 0
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        """Bytes from ``offset`` on; fewer where the file ends before."""
+        raise NotImplementedError
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read_at(len(buffer), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def read_at(stream: BinaryIO, nbytes: int, offset: int) -> bytes:

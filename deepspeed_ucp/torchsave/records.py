@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
-import os
 import struct
 import zipfile
 from collections import Counter
@@ -12,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.store import is_remote, measure, open_regular, read_ahead, read_at
+from ..io.store import Positioned, is_remote, measure, open_regular, read_ahead, read_at
 from .zipframe import ALIGNMENT, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
 LEGACY: Final = "legacy"
@@ -173,32 +170,16 @@ def _find_end(file: BinaryIO, size: int) -> int:
     return end if rest == before * (len(rest) // unit) else size
 
 
-class _Front(io.RawIOBase):
+class _Front(Positioned):
     """The first ``size`` bytes of a file that is open for reading, as a file of its own."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size, self._at = file, size, 0
+        super().__init__(size)
+        self._file = file
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if self._at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = read_at(self._file, min(len(buffer), max(self._size - self._at, 0)), self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        """As the file's, and nothing behind the end."""
+        return read_at(self._file, min(nbytes, max(self.size - offset, 0)), offset)
 
 
 def _foresee(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
