@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from .filesystems import NETWORK, find_kind
 from .memory import identify_host
 from .store import is_url
+from .threads import map_threads
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Identity = tuple[int | str, ...]
 
@@ -16,6 +23,24 @@ def measure_distance(path: str) -> int:
     if is_url(path):
         return 2
     return int(find_kind(path) == NETWORK)
+
+
+_FAR_READERS = 16
+"""Reads that are under way at once of what lies over a network: it answers late, but many at a time."""
+
+
+def count_readers(path: str, local: int) -> int:
+    """How many reads of a folder's files are to be under way at once.
+
+    Args:
+        local: of files in a local file system.
+    """
+    return max(local, _FAR_READERS) if measure_distance(path) else local
+
+
+def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
+    """``map`` for work that waits for a folder's files: over a network several at once."""
+    return partial(map_threads, threads=_FAR_READERS) if measure_distance(path) else map
 
 
 def identify_file(path: str) -> Identity:

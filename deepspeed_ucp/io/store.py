@@ -12,21 +12,16 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 from ..errors import CheckpointError
 from .direct import ALIGNMENT, align, is_cached, is_refusal, is_worth_passing, reopen
 from .disk import write_atomically
 from .memory import Scratch, drop_front
-from .threads import map_threads
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _SPARE_FILES = 256
 """What a process has open besides."""
@@ -40,8 +35,6 @@ _KINDS = {
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL = re.compile(r"(file|local)://")
-
-_REMOTE_READERS = 16
 
 FOLDER = -1
 """Size of a folder among a folder's entries."""
@@ -330,20 +323,6 @@ def read_small(path: str, most: int | None = None) -> bytes:
         return remote.read_small(path)[:most]
     with open_regular(path) as stream:
         return stream.read() if most is None else stream.read(most)
-
-
-def count_readers(path: str, local: int) -> int:
-    """How many reads of a folder's files are to be under way at once: a store answers late, but many at a time.
-
-    Args:
-        local: of files in a local file system.
-    """
-    return max(local, _REMOTE_READERS) if is_url(path) else local
-
-
-def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
-    """``map`` for work that waits for a folder's files: of a store's several at once."""
-    return partial(map_threads, threads=_REMOTE_READERS) if is_url(path) else map
 
 
 class Stored(Protocol):

@@ -14,9 +14,10 @@ from typing import Any
 
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from . import remote
+from .distance import choose_map
 from .journal import Journal
 from .staging import LATEST, OutputKind, Staging, write_latest
-from .store import choose_map, is_url, list_tree, normalize
+from .store import is_url, list_tree, normalize
 
 _UNFINISHED = ".ucp-unfinished"
 """Object at a destination while it is written to: what else lies there may be replaced."""

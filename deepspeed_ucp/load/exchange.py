@@ -17,9 +17,9 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError
 from ..io.checksum import Checked
+from ..io.distance import count_readers
 from ..io.memory import Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
-from ..io.store import count_readers
 from ..io.threads import count_threads, run_threads
 from ..plan import Claim, LoadPlan, Request, Send
 from ..plan.rounds import BLOCK

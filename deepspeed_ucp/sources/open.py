@@ -12,8 +12,9 @@ from typing import Any
 from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
+from ..io.distance import choose_map
 from ..io.read import sum_range
-from ..io.store import choose_map, open_stored
+from ..io.store import open_stored
 from .alike import Short, Shortening
 from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers

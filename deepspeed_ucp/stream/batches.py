@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from ..io.checksum import Checked
+from ..io.distance import count_readers
 from ..io.memory import Scratch
-from ..io.store import count_readers
 from ..io.threads import count_threads, run_threads
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .reader import AtomReader, Item

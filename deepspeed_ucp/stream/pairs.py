@@ -10,8 +10,8 @@ import numpy as np
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, StoredAtoms
 from ..comm import Comm
 from ..errors import UcpError
+from ..io.distance import choose_map
 from ..io.read import MemorySink
-from ..io.store import choose_map
 from ..plan.claims import Part, Request, list_requests
 from ..plan.locate import Want
 from .copies import CopyReader

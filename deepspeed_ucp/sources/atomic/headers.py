@@ -17,7 +17,8 @@ from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
-from ...io.store import choose_map, is_file, list_folder
+from ...io.distance import choose_map
+from ...io.store import is_file, list_folder
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
