@@ -76,7 +76,7 @@ def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> 
 
 def list_names(index: AtomicIndex) -> set[str]:
     """All names that a checkpoint has."""
-    return {key.name for key in index.stored.atoms} | set(index.model.aliases)
+    return {param.name for param in index.stored.atoms.held} | set(index.model.aliases)
 
 
 def list_shapes(index: AtomicIndex) -> Shapes:
