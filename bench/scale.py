@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the plugin of this checkout, also when it is not installed
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from collectives import AllRanks  # noqa: E402
 from jobs import JOBS, Job  # noqa: E402
@@ -294,7 +296,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         ratios = [each["stores"][title]["seconds"] / each["stores"][title]["limit"] for each in whole]
         right.bar([at + number * width for at in range(len(whole))], ratios, width, label=title)
     right.axhline(FACTOR, color="grey", linestyle="--", linewidth=1)
-    titles = [each["title"].replace(", ", "\n", 1) for each in whole]
+    titles = [each["title"].replace(", ", "\n", 1).replace(" ranks ", " ranks\n") for each in whole]
     right.set_xticks([at + 0.4 for at in range(len(whole))], titles, fontsize="x-small")
     right.set(ylabel="time to load ÷ the store's limit", title="Virtual time", ylim=(0.9, 1.35))
     right.legend(fontsize="small")
