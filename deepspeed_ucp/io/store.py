@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import stat
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -256,9 +257,9 @@ class Positioned(io.RawIOBase):
     def __init__(self, size: int) -> None:
         self.size, self._at = size, 0
 
+    @abstractmethod
     def read_at(self, nbytes: int, offset: int) -> bytes:
         """Bytes from ``offset`` on; fewer where the file ends before."""
-        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
