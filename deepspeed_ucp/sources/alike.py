@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from typing import Any, TypeVar, overload
 
 from ..torchsave.records import FileRecord
-from .headers import FileHeader, OptimHeader, Piece, TensorStates
+from .headers import FileHeader, OptimHeader, Piece, TensorStates, put_piece
 
 T = TypeVar("T")
 
@@ -36,9 +36,7 @@ def number_pieces(optim: OptimHeader) -> array[int]:
     """The numbers of all pieces, one piece's behind the other's, and the groups' paddings."""
     found = array("q")
     for piece in list_pieces(optim):
-        record = piece.record
-        crc = -1 if record.crc is None else record.crc
-        found.extend((record.offset, record.nbytes, crc, piece.offset, piece.numel))
+        found.extend((*piece.place, piece.numel))
     found.extend(optim.paddings)
     return found
 
@@ -97,9 +95,9 @@ class Form:
     def make_piece(self, number: int, numbers: array[int]) -> Piece:
         """A piece of a file by its number."""
         like = self._pieces[number]
-        offset, nbytes, crc, start, numel = numbers[number * WIDTH : (number + 1) * WIDTH]
-        record = FileRecord(like.record.name, offset, nbytes, None if crc < 0 else crc)
-        return Piece(record, start, (numel,) if len(like.shape) == 1 else like.shape, like.dtype, like.fault)
+        *place, numel = numbers[number * WIDTH : (number + 1) * WIDTH]
+        shape = (numel,) if len(like.shape) == 1 else like.shape
+        return put_piece(place, like.record.name, shape, like.dtype, like.fault)
 
     def make_states(self, tensor: int, numbers: array[int]) -> TensorStates:
         """What a file has of a tensor."""

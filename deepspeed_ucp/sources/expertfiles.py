@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..experts import count_experts, cut_number, find_expert
-from ..torchsave.records import FileRecord
-from .headers import FileHeader, Piece, Shape
+from .headers import FileHeader, Piece, Shape, put_piece
 
 WIDTH = 4
-"""Numbers of a tensor: its record's first byte, bytes and checksum (-1: none), its first byte there."""
+"""Numbers of a tensor: its :attr:`~.headers.Piece.place`."""
 
 
 class Like(NamedTuple):
@@ -61,9 +60,8 @@ class ExpertTensors(Mapping[str, Piece]):
         raise KeyError(name)
 
     def _make(self, place: int) -> Piece:
-        like, (offset, nbytes, crc, start) = self.form[place], self.numbers[place * WIDTH : (place + 1) * WIDTH]
-        record = FileRecord(like.record, offset, nbytes, None if crc < 0 else crc)
-        return Piece(record, start, like.shape, like.dtype)
+        like, numbers = self.form[place], self.numbers[place * WIDTH : (place + 1) * WIDTH]
+        return put_piece(numbers, like.record, like.shape, like.dtype)
 
 
 class ExpertForms:
@@ -84,14 +82,9 @@ class ExpertForms:
         form = tuple(
             Like(cut_number(name)[1], piece.record.name, piece.shape, piece.dtype) for name, piece in tensors.items()
         )
-        numbers = (number for piece in tensors.values() for number in _number(piece))
+        numbers = (number for piece in tensors.values() for number in piece.place)
         made = ExpertTensors(self._known.setdefault(form, form), *expert, tuple(numbers))
         return made if list(made) == list(tensors) else tensors
-
-
-def _number(piece: Piece) -> tuple[int, ...]:
-    offset, nbytes, crc = piece.record[1:]
-    return offset, nbytes, -1 if crc is None else crc, piece.offset
 
 
 def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
