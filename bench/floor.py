@@ -22,6 +22,8 @@ import torch
 from isal import isal_zlib
 from meters import Io
 
+from deepspeed_ucp.io.memory import allocate_large
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -151,7 +153,8 @@ def _make_direct_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
     starts = dict(zip(pieces, np.cumsum([0, *(piece.length for piece in pieces[:-1])]).tolist(), strict=False))
 
     def make() -> _Reader:
-        scratch = memoryview(_map_memory(_DIRECT_CHUNK))
+        scratch = allocate_large(_DIRECT_CHUNK)
+        scratch[::_ALIGNED] = bytes(len(scratch[::_ALIGNED]))  # touched
 
         def read(piece: Piece) -> None:
             end, out = piece.offset + piece.length, starts[piece]

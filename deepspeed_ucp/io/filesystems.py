@@ -6,8 +6,6 @@ import ctypes
 import functools
 import os
 
-from .disk import load_libc
-
 DISK, MEMORY, NETWORK = "disk", "memory", "network"
 
 _LOCAL = {
@@ -27,6 +25,12 @@ _LOCAL = {
 
 class _Statfs(ctypes.Structure):
     _fields_ = (("f_type", ctypes.c_long), ("rest", ctypes.c_char * 512))
+
+
+@functools.cache
+def load_libc() -> ctypes.CDLL:
+    """The C library, whose calls tell ``errno``."""
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +17,10 @@ from typing import Protocol
 _GROWTH = 1 << 20
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+LARGE_PAGE = 2 << 20
+"""Bytes of a large page where pages have 4 KiB."""
 
 
 def allocate(nbytes: int) -> mmap.mmap:
@@ -26,14 +32,41 @@ def allocate(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+def allocate_large(nbytes: int) -> memoryview:
+    """``nbytes`` > 0 zeroed bytes for disks to read into and write from past the page cache, again and again.
+
+    They begin at a large page and lie in such pages as far as they fill them, where the system gives any: a request to
+    a disk holds few hundred pages, and with small ones a disk gets requests of 1 MiB, which costs it up to half of its
+    speed (docs/benchmarks.md).
+    """
+    memory = allocate(nbytes + LARGE_PAGE)
+    start = -find_address(memory) % LARGE_PAGE
+    if whole := nbytes // LARGE_PAGE * LARGE_PAGE:
+        with suppress(AttributeError, OSError):  # a system without
+            memory.madvise(mmap.MADV_HUGEPAGE, start // mmap.PAGESIZE * mmap.PAGESIZE, whole)
+    return memoryview(memory)[start : start + nbytes]
+
+
+def find_address(memory: mmap.mmap | memoryview) -> int:
+    """Where memory that can be written begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@functools.cache
+def has_large_pages() -> bool:
+    """Whether the system gives large pages to who asks for them."""
+    told = _read(_LARGE_PAGES)
+    return "[always]" in told or "[madvise]" in told
+
+
 class Scratch:
     """Memory that one thread uses again and again; it grows to the largest that was asked for.
 
     Args:
-        allocate: makes the memory; plain memory by default.
+        allocate: makes the memory.
     """
 
-    def __init__(self, allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(allocate(nbytes))) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview] = allocate_large) -> None:
         self._allocate, self._memory = allocate, memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 from ..errors import CheckpointError
-from .direct import ALIGNMENT, align, is_cached, is_refusal, is_worth_passing, reopen
+from .direct import ALIGNMENT, LEAST, align, is_cached, is_refusal, is_worth_passing, reopen
 from .disk import write_atomically
 from .memory import Scratch, drop_front
 
@@ -402,9 +402,9 @@ class StoredFile:
         self._direct = reopen(self._file.fileno()) if is_worth_passing(self._file.fileno()) else None
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """As :meth:`Stored.fetch`: past the page cache, unless it holds the bytes or cannot be passed by."""
+        """As :meth:`Stored.fetch`: past the page cache, but few bytes, what it holds, and where it cannot be passed by."""
         fd = self._direct
-        if fd is None or is_cached(fd, offset, nbytes):
+        if fd is None or nbytes < LEAST or is_cached(fd, offset, nbytes):
             return None
         low, size = align(offset, nbytes)
         memory, got, wanted = scratch.take(size), 0, offset + nbytes - low

@@ -14,8 +14,8 @@ from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .reader import AtomReader, Item
 from .united import UnitedAtom
 
-_ALIGNED = 16
-"""Bytes; in memory ranges begin at multiples of it, so that their elements can be looked at in place."""
+_ALIGNED = 4096
+"""Bytes; in memory ranges begin at multiples of it, so that they can be written from there past the page cache."""
 
 MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Makes a progress bar of so many bytes; inside it, what is told of more bytes that are done, by any thread."""
