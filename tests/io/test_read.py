@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io import direct, store
+from deepspeed_ucp.io import direct, memory, store
 from deepspeed_ucp.io.checksum import Checked
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
@@ -195,6 +195,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
     monkeypatch.setattr(store, "is_worth_passing", lambda fd: True)
+    monkeypatch.setattr(store, "LEAST", 1)
     monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
     with StoredFile(str(path)) as stored:
         if stored._direct is None:
@@ -268,12 +269,25 @@ def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "readahead", "passes"),
-    [("disk", "128", True), ("disk", "4096", False), ("disk", "", True), ("network", "128", False)],
+    ("kind", "readahead", "pages", "passes"),
+    [
+        ("disk", "128", "never", True),
+        ("disk", "4096", "never", False),
+        ("disk", "", "never", True),
+        ("disk", "4096", "madvise", True),
+        ("disk", "4096", "always", True),
+        ("disk", "4096", "", False),
+        ("network", "128", "madvise", False),
+    ],
 )
-def test_a_disk_that_is_read_ahead_of_far_is_not_read_past_the_cache(
-    kind: str, readahead: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_is_read_past_the_cache_in_large_pages_or_where_it_is_not_read_ahead_of_far(
+    kind: str, readahead: str, pages: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    enabled = tmp_path / "enabled"
+    if pages:
+        enabled.write_text("always madvise never\n".replace(pages, f"[{pages}]"))
+    monkeypatch.setattr(memory, "_LARGE_PAGES", enabled)
+    monkeypatch.setattr(direct, "has_large_pages", memory.has_large_pages.__wrapped__)
     file = tmp_path / "file"
     file.write_bytes(b"x")
     device = file.stat().st_dev

@@ -1,0 +1,189 @@
+"""Writing past the page cache: any range of a file, by several threads, with a way back."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.errors import DiskFullError
+from deepspeed_ucp.io import direct, memory
+from deepspeed_ucp.io.direct import ALIGNMENT, cut_blocks
+from deepspeed_ucp.io.disk import write_at, write_parts
+from deepspeed_ucp.io.memory import LARGE_PAGE, Scratch, allocate_large, find_address
+
+BLOCK = max(ALIGNMENT, mmap.PAGESIZE)
+DATA = random.Random(2).randbytes(200_000)
+
+
+@pytest.fixture
+def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """(offset, bytes) of what was written past the cache, wherever tests are run."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    monkeypatch.setattr(direct, "find_kind", lambda fd: direct.DISK)
+    noted: list[tuple[int, int]] = []
+    write = os.pwrite
+
+    def note(fd: int, data: memoryview, offset: int) -> int:
+        done = write(fd, data, offset)
+        noted.append((offset, done))
+        return done
+
+    monkeypatch.setattr(os, "pwrite", note)
+    yield noted
+
+
+def write(path: Path, parts: Sequence[bytes | memoryview], offset: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        write_parts(fd, parts, offset)
+    finally:
+        os.close(fd)
+
+
+@given(st.lists(st.sampled_from([0, 1, 100, BLOCK - 1, BLOCK, 70_000, 150_000]), max_size=4), st.integers(0, 3 * BLOCK))
+def test_pieces_are_what_is_written_and_no_page_is_in_two_kinds_of_them(sizes: list[int], offset: int) -> None:
+    views = [memoryview(DATA[number : number + size]) for number, size in enumerate(sizes)]
+    joined, end = b"", offset
+    kinds: dict[int, bool] = {}
+    for piece, at, is_whole in cut_blocks(views, offset):
+        assert at == end
+        joined += b"".join(piece)
+        end += sum(view.nbytes for view in piece)
+        for page in range(at // BLOCK, -(-end // BLOCK)) if end > at else ():
+            assert kinds.setdefault(page, is_whole) == is_whole
+        if is_whole:
+            assert len(piece) == 1 and at % BLOCK == end % BLOCK == 0 and end - at >= direct.LEAST
+    assert joined == b"".join(views)
+
+
+@pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, BLOCK, 12_345])
+@pytest.mark.parametrize("sizes", [(200_000,), (100, 150_000, 50), (70_000, 3, 80_000), (10,)])
+def test_any_parts_can_be_written_anywhere(
+    sizes: tuple[int, ...], offset: int, passed: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    parts, path = [DATA[size // 7 :][:size] for size in sizes], tmp_path / "file"
+    path.write_bytes(b"x" * 300_000)
+    write(path, parts, offset)
+    whole = b"".join(parts)
+    assert path.read_bytes() == b"x" * offset + whole + b"x" * (300_000 - offset - len(whole))
+    assert bool(passed) == (len(whole) > 10)
+    assert sum(nbytes for _, nbytes in passed) >= len(whole) - 2 * BLOCK * len(parts) or not passed
+
+
+def test_aligned_memory_is_written_from_where_it_is(
+    passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct._own.scratch, "take", lambda nbytes: pytest.fail("copied"))
+    view = allocate_large(len(DATA))
+    view[:] = DATA
+    write(tmp_path / "file", [view], 0)
+    assert passed and (tmp_path / "file").read_bytes() == DATA
+
+
+def test_more_than_one_write_takes_is_written_in_several(
+    passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "_WRITTEN", 2 * BLOCK)
+    for shift in (0, 1):
+        view = allocate_large(len(DATA) + 1)
+        view[shift : shift + len(DATA)] = DATA
+        write(tmp_path / "file", [view[shift : shift + len(DATA)]], 0)
+        assert len(passed) > 10 and (tmp_path / "file").read_bytes() == DATA
+        passed.clear()
+
+
+def test_neighbours_are_written_by_several_threads(passed: list[tuple[int, int]], tmp_path: Path) -> None:
+    path, data = tmp_path / "file", random.Random(3).randbytes(5_000_000)
+    path.write_bytes(b"")
+    cuts = [0, *sorted(random.Random(4).sample(range(len(data)), 30)), len(data)]
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(write, path, [data[a:b]], a) for a, b in zip(cuts, cuts[1:], strict=False)]:
+            done.result()
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    assert passed and path.read_bytes() == data
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_system_that_refuses_writes_through_its_cache(
+    first: bool, tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that wrote a part, of a size that nothing can follow."""
+
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        if first or offset % BLOCK:
+            raise OSError(errno.EINVAL, "refused")
+        return min(BLOCK + 1, len(data))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    write(tmp_path / "file", [DATA], 5)
+    assert (tmp_path / "file").read_bytes() == bytes(5) + DATA
+
+
+def test_a_full_disk_is_told(tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fill)
+    with pytest.raises(DiskFullError, match="file: disk full"):
+        write(tmp_path / "file", [DATA], 0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "network", ""])
+def test_other_file_systems_are_written_through_their_cache(
+    kind: str, tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "find_kind", lambda fd: kind)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    write_at(fd, DATA, 0)
+    os.close(fd)
+    assert not passed and (tmp_path / "file").read_bytes() == DATA
+
+
+def test_no_descriptor_is_left(tmp_path: Path, passed: list[tuple[int, int]]) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    write(tmp_path / "file", [DATA], 0)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, LARGE_PAGE - 1, LARGE_PAGE, 5 * LARGE_PAGE + 17])
+def test_large_pages_are_zeroed_memory_that_begins_at_one(nbytes: int) -> None:
+    view = allocate_large(nbytes)
+    assert view.nbytes == nbytes and find_address(view) % LARGE_PAGE == 0 and not any(view[::997])
+    view[-1] = 1
+
+
+def test_large_pages_are_asked_for_where_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            asked.append((option, (find_address(self) + start) % LARGE_PAGE, length))
+
+    monkeypatch.setattr(memory, "allocate", lambda nbytes: Memory(-1, nbytes))
+    allocate_large(LARGE_PAGE - 1)
+    assert asked == []
+    Scratch().take(2 * LARGE_PAGE + 5)
+    assert asked == [(mmap.MADV_HUGEPAGE, 0, 2 * LARGE_PAGE)]
+
+
+def test_a_system_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            raise OSError(errno.EINVAL, "no such advice")
+
+    monkeypatch.setattr(memory, "allocate", lambda nbytes: Memory(-1, nbytes))
+    assert allocate_large(3 * LARGE_PAGE).nbytes == 3 * LARGE_PAGE
