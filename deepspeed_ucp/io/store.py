@@ -402,7 +402,7 @@ class StoredFile:
         self._direct = reopen(self._file.fileno()) if is_worth_passing(self._file.fileno()) else None
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """As :meth:`Stored.fetch`: past the page cache, unless it holds the bytes, they are few, or it lets none pass."""
+        """As :meth:`Stored.fetch`: past the page cache, unless it holds them, they are few, or it lets none pass."""
         fd = self._direct
         if fd is None or nbytes < LEAST or is_cached(fd, offset, nbytes):
             return None

@@ -195,9 +195,12 @@ class Rule:
         return self.says.make(replace(facts, name=match.string, stem=match.groupdict().get("stem") or ""))
 
 
+_ANY = re.compile(".*", re.DOTALL)
+
+
 def name_rule(name: str, pattern: Pattern, rank: int = 0) -> Rule:
-    """A rule for one parameter."""
-    return Rule(name, re.compile(re.escape(name)).fullmatch, pattern, rank)
+    """A rule for one parameter, kept by its name (``RuleSet.literal``): an expression for each would take long."""
+    return Rule(name, _ANY.fullmatch, pattern, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from ..io.cast import cast
 from .pairs import Elements, compare_pairs
 
 _RUNS, _WIDTH = 16, 3
-"""Runs of elements of a file that are compared, and elements of each: a run is one request to a store."""
+"""Runs of elements that are compared, of a file or a shard, and elements of each: a run is one request to a store."""
 
-_PER_SHARD = 64
 _CHUNK = 4 << 20
 _TOLERATED = 0.1
 """Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
@@ -182,7 +181,7 @@ def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
 
 
 def _list_runs(total: int) -> list[Span]:
-    """At most so many runs [low, high) of ``total`` elements, which do not overlap."""
+    """Runs [low, high) of ``total`` elements, spread evenly, which do not overlap."""
     if total <= _RUNS * _WIDTH:
         return [(at, at + 1) for at in range(total)]
     return [(low, low + _WIDTH) for low in spread_evenly(total - _WIDTH + 1, _RUNS)]
@@ -240,5 +239,5 @@ def _is_alike(first: Atom, other: Atom) -> bool:
 def _spread_pair(first: Atom, other: Atom) -> Iterator[tuple[Elements, Elements]]:
     """Some elements of each shard of two atoms."""
     for rank, shard in enumerate(first.shards):
-        for at in spread_evenly(shard.numel, _PER_SHARD):
-            yield Elements(first, rank, at, at + 1), Elements(other, rank, at, at + 1)
+        for low, high in _list_runs(shard.numel):
+            yield Elements(first, rank, low, high), Elements(other, rank, low, high)
