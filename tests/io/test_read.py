@@ -232,6 +232,12 @@ def test_what_will_be_read_again_is_left_in_the_cache(cold: StoredFile, monkeypa
     assert bytes(sink.data) == LARGE[7:107]
 
 
+def test_few_bytes_are_read_through_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LEAST", 5000)
+    assert cold.fetch(100, 4999, Scratch()) is None
+    assert cold.fetch(100, 5000, Scratch()) is not None
+
+
 @pytest.mark.parametrize("offset", [8192, len(LARGE) - 10, len(LARGE), 5 * 4096])
 def test_a_file_that_ends_too_early_is_told_in_the_same_words(cold: StoredFile, offset: int) -> None:
     with pytest.raises(CheckpointError, match=f"ends at byte {len(LARGE)}; it was truncated"):
