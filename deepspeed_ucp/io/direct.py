@@ -39,7 +39,8 @@ _WRITTEN = 8 << 20
 """Bytes of a write."""
 
 _DEVICES = Path("/sys/class/bdi")
-_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EFAULT}
+"""``EFAULT`` tells memory of a device's driver, which no disk can be given."""
 
 
 class _Own(threading.local):
@@ -153,8 +154,9 @@ def align(offset: int, nbytes: int) -> tuple[int, int]:
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Whether the page cache holds most of a range; also where the system does not tell."""
-    low, size = align(offset, nbytes)
-    libc, pages = _load_libc(), (ctypes.c_ubyte * (size // mmap.PAGESIZE + 1))()
+    low = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    size = offset + nbytes - low
+    libc, pages = _load_libc(), (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, low)
     if address in (None, ctypes.c_void_p(-1).value):
         return True
@@ -162,5 +164,4 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
         told = libc.mincore(address, size, pages) == 0
     finally:
         libc.munmap(address, size)
-    found = bytes(pages)[: -(-size // mmap.PAGESIZE)]
-    return not told or 2 * found.count(0) < len(found)
+    return not told or 2 * bytes(pages).count(0) < len(pages)

@@ -6,8 +6,9 @@ import errno
 import mmap
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ DATA = random.Random(2).randbytes(200_000)
 
 
 @pytest.fixture
-def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(offset, bytes) of what was written past the cache, wherever tests are run."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
@@ -41,7 +42,7 @@ def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tup
         return done
 
     monkeypatch.setattr(os, "pwrite", note)
-    yield noted
+    return noted
 
 
 def write(path: Path, parts: Sequence[bytes | memoryview], offset: int) -> None:
@@ -109,7 +110,7 @@ def test_neighbours_are_written_by_several_threads(passed: list[tuple[int, int]]
     path.write_bytes(b"")
     cuts = [0, *sorted(random.Random(4).sample(range(len(data)), 30)), len(data)]
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(write, path, [data[a:b]], a) for a, b in zip(cuts, cuts[1:], strict=False)]:
+        for done in [pool.submit(write, path, [data[a:b]], a) for a, b in pairwise(cuts)]:
             done.result()
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -198,8 +200,10 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile
     monkeypatch.setattr(store, "LEAST", 1)
     monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
     with StoredFile(str(path)) as stored:
-        if stored._direct is None:
+        past = direct.reopen(stored._file.fileno())
+        if past is None:
             pytest.skip("this file system has no O_DIRECT")
+        os.close(past)
         yield stored
 
 
@@ -244,7 +248,9 @@ def test_a_file_that_ends_too_early_is_told_in_the_same_words(cold: StoredFile, 
         cold.fetch(offset, len(LARGE) - offset + 1 if offset < len(LARGE) else 10, Scratch())
 
 
-@pytest.mark.parametrize(("code", "told"), [(errno.EINVAL, None), (errno.EIO, "cannot be read at byte 4096")])
+@pytest.mark.parametrize(
+    ("code", "told"), [(errno.EINVAL, None), (errno.EFAULT, None), (errno.EIO, "cannot be read at byte 4096")]
+)
 def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
     cold: StoredFile, code: int, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +263,41 @@ def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
     else:
         with pytest.raises(CheckpointError, match=told):
             cold.fetch(4096, 10, Scratch())
+
+
+def test_a_file_takes_one_descriptor(cold: StoredFile) -> None:
+    """Limits are met where there are most files."""
+    before = len(os.listdir("/proc/self/fd"))
+    with StoredFile(cold.path) as stored:
+        assert stored.fetch(0, 9000, Scratch()) is not None
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+
+
+def test_without_a_descriptor_to_spare_the_cache_serves(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert cold.fetch(0, 9000, Scratch()) is None
+
+
+def test_the_cache_is_asked_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system whose pages have 64 KiB, which maps none of a file from within one."""
+
+    class Libc:
+        def mmap(self, address: None, size: int, protection: int, flags: int, fd: int, offset: int) -> int | None:
+            return None if offset % (64 << 10) else 1
+
+        def munmap(self, address: int, size: int) -> None:
+            assert size == (512 << 10) + 4096
+
+        def mincore(self, address: int, size: int, pages: ctypes.Array[ctypes.c_ubyte]) -> int:
+            assert len(pages) == 9 and size == (512 << 10) + 4096
+            return 0
+
+    monkeypatch.setattr(mmap, "PAGESIZE", 64 << 10)
+    monkeypatch.setattr(direct, "_load_libc", Libc)
+    assert not direct.is_cached(0, (64 << 10) + 4096, 512 << 10)
 
 
 def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
