@@ -89,7 +89,7 @@ class RecordReader:
         self._open: dict[int, Stored] = {}
         self._dropped: list[Stored] = []
         self.lock = threading.RLock()
-        allow_open_files(2 * len(files))  # through the cache and past it
+        allow_open_files(len(files))
 
     def __enter__(self: R) -> R:
         return self

@@ -399,13 +399,22 @@ class StoredFile:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror or error}).") from error
         if advice != os.POSIX_FADV_NORMAL:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
-        self._direct = reopen(self._file.fileno()) if is_worth_passing(self._file.fileno()) else None
+        self._passes = is_worth_passing(self._file.fileno())
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         """As :meth:`Stored.fetch`: past the page cache, unless it holds them, they are few, or it lets none pass."""
-        fd = self._direct
-        if fd is None or nbytes < LEAST or is_cached(fd, offset, nbytes):
+        file = self._file.fileno()
+        if not self._passes or nbytes < LEAST or is_cached(file, offset, nbytes):
             return None
+        past = reopen(file)  # for this read alone: many files leave no room for a second descriptor of each
+        if past is None:
+            return None
+        try:
+            return self._read_past(past, offset, nbytes, scratch)
+        finally:
+            os.close(past)
+
+    def _read_past(self, fd: int, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         low, size = align(offset, nbytes)
         memory, got, wanted = scratch.take(size), 0, offset + nbytes - low
         while got < wanted:
@@ -454,9 +463,6 @@ class StoredFile:
     def close(self) -> None:
         """Close it; no thread may be reading."""
         self._file.close()
-        if self._direct is not None:
-            os.close(self._direct)
-            self._direct = None
 
     def __enter__(self) -> StoredFile:
         return self
