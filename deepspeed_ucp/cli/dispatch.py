@@ -88,8 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    names = tuple(name for name in COMMANDS if argv[:1] == [name])
-    return build_parser(names or COMMANDS).parse_args(argv)
+    """The command line as options; before Python 3.13 argparse leaves a DST that stands behind options to nobody."""
+    parser = build_parser(tuple(name for name in COMMANDS if argv[:1] == [name]) or COMMANDS)
+    options, left = parser.parse_known_args(argv)
+    if len(left) == 1 and not left[0].startswith("-") and getattr(options, "destination", "") is None:
+        options.destination = left.pop()
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    return options
 
 
 def _run_command(options: argparse.Namespace) -> int:
