@@ -192,7 +192,15 @@ def describe_os_error(error: OSError) -> str:
         os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))
     )
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return f"{files or 'a file'}: {error.strerror or error} ({name})"
+    advice = _ADVICE.get(error.errno or 0, "")
+    return f"{files or 'a file'}: {error.strerror or error} ({name}){advice}"
+
+
+_ADVICE = {
+    errno.EROFS: ". Write elsewhere.",
+    errno.EACCES: ". Check its permissions, or those of its folder.",
+    errno.EDQUOT: ". Make room, or write elsewhere.",
+}
 
 
 _LENGTH, _ROW = 8, 256

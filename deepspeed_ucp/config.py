@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .errors import ConfigError, describe_faults
 
@@ -43,7 +43,8 @@ class UniversalConfig(BaseModel):
             ``direct`` is ours, which is faster and compares checksums.
         also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
             nearest place that has the same one, and in the next one where that fails.
-        report: a folder that gets a JSON file per load, with every rank's phases, bytes and files (``ds_ucp report``).
+        report: a local folder that gets a JSON file per load, with every rank's phases, bytes and files (``ds_ucp
+            report``).
         storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
             what is not said here is fsspec's configuration's and the environment's to say.
         trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
@@ -67,6 +68,13 @@ class UniversalConfig(BaseModel):
     report: str | None = None
     storage_options: dict[str, Any] | None = None
     trust_pickle: bool = False
+
+    @field_validator("report")
+    @classmethod
+    def _refuse_url(cls, folder: str | None) -> str | None:
+        if folder and "://" in folder:
+            raise ValueError("reports are written to a local folder, not to a URL")
+        return folder
 
 
 def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, object]] = ()) -> UniversalConfig | None:
@@ -139,7 +147,7 @@ def describe_keys() -> str:
         kind = getattr(field.annotation, "__name__", "")
         if kind == "Literal":
             kind = " | ".join(repr(choice) for choice in field.annotation.__args__)  # type: ignore[union-attr]
-        parts.append(f"{name}: {kind} = {field.default!r}")
+        parts.append(f"{name}: {kind or str(field.annotation).replace('typing.', '')} = {field.default!r}")
     return "Valid keys: " + ", ".join(parts) + "."
 
 

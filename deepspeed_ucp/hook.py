@@ -19,7 +19,7 @@ from .carry import collect, hand_out
 from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
-from .io.store import begin_reading, set_storage_options
+from .io.store import begin_reading, is_url, set_storage_options
 from .lifeline import beat
 from .load.direct import guard_engine
 from .load.job import LoadArguments
@@ -128,6 +128,11 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     if config is None:
         return
     comm, folder = connect(), os.path.join(str(save_dir), str(tag))
+    if is_url(str(save_dir)):  # what lies behind it is another save
+        if comm.rank == 0:
+            told = "%s: DeepSpeed saves to local folders alone; it has made %s, which no load from the URL finds"
+            logger.warning(told, save_dir, os.path.abspath(folder))
+        return
     try:
         if config.seal:
             seal_folder(folder, comm, local=engine.use_node_local_storage())

@@ -194,6 +194,14 @@ def test_a_save_that_cannot_be_sealed_is_a_warning(tmp_path: Path, caplog: pytes
     assert "is not sealed" in caplog.text
 
 
+def test_a_save_to_a_url_is_told_and_touches_nothing_behind_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "remove_seal", lambda folder: pytest.fail(f"removed the seal of {folder}"))
+    assert hook._save_checkpoint(lambda *_: True, make_engine(), "s3://bucket/run", "tag")
+    assert "s3://bucket/run: DeepSpeed saves to local folders alone" in caplog.text
+
+
 def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None), checkpoint_engine=SimpleNamespace(), global_steps=7)
     save(engine, tmp_path / "tag")

@@ -147,17 +147,20 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     from ..errors import CheckpointError
     from ..sources.latest import find_checkpoint
 
-    def look(place: str) -> str:
+    def look(place: str) -> tuple[str, str]:
         try:
-            return os.path.relpath(find_checkpoint(place), place)
-        except CheckpointError:
-            return ""
+            return os.path.relpath(find_checkpoint(place), place), ""
+        except CheckpointError as error:
+            return "", str(error)
+
+    def refuse(error: str) -> None:
+        raise CheckpointError(error)
 
     places = (path, *also)
     told = comm.each(lambda: [look(place) for place in places])
-    found = [next(filter(None, looks), "") for looks in zip(*told, strict=True)]
+    found = [next((tag for tag, _ in looks if tag), "") for looks in zip(*told, strict=True)]
     if not any(found):
-        comm.run(lambda: find_checkpoint(path))
+        comm.run(lambda: refuse(told[0][0][1]))
     tag = next((each for each in found if each not in ("", ".")), ".")
     pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # those that nobody sees come last
     named = [(place, each or tag) for place, each in pairs]

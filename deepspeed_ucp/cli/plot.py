@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import ConfigError
-from ..io.store import normalize
+from ..io.store import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
 from .printing import count_of, format_bytes, format_count
@@ -152,8 +152,10 @@ def make_figure(path: str) -> Any:
     """An empty figure that is to be saved as ``path``, whose ending names the format.
 
     Raises:
-        ConfigError: matplotlib is not there, or does not know the format.
+        ConfigError: matplotlib is not there, or does not know the format; ``path`` is a URL.
     """
+    if is_url(path):
+        raise ConfigError(f"--plot: {path} is a URL; a picture is written to a local file.")
     try:
         import matplotlib
 

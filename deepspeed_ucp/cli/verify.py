@@ -6,8 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..io.store import exists
+from ..sources.files import SEAL
 from .common import (
     add_checkpoint_options,
     add_command,
@@ -17,7 +18,7 @@ from .common import (
     read_groups,
     read_work_options,
 )
-from .printing import FAULT, OK, count_of, emit, format_bytes, format_duration
+from .printing import FAULT, OK, count_of, emit, find_rank, format_bytes, format_duration, tell
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     from ..sources.open import seal_folder
     from ..stream.batches import WorkOptions
 
+    if options.seal and options.also:
+        raise ConfigError("--seal writes the seal of one folder, which has to be whole by itself: leave --also out.")
     how = WorkOptions(**read_work_options(options, least=1))
     with join_launch() as comm:
         try:
@@ -72,8 +75,14 @@ def run(options: argparse.Namespace) -> int:
         found = verify_checkpoint(folder, comm, how, also=also, **more)
         if options.seal and found.whole:
             seal_folder(folder, comm)
+            _tell_sealed(options, folder)
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
+
+
+def _tell_sealed(options: argparse.Namespace, folder: str) -> None:
+    if not options.quiet and not find_rank():
+        tell(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
 
 
 def _tell_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
@@ -131,7 +140,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     if found.unchecked:
         lines.append(f"{format_bytes(found.unchecked)} are unchecked: their writer stored no checksum")
     if found.others:
-        lines.append(f"{len(found.others)} other files were not looked into")
+        lines.append(f"{count_of(len(found.others), 'other file')} not looked into")
     warnings = sum(fault.warning for fault in found.faults)
     verdict = "whole" if found.whole else count_of(len(found.faults) - warnings, "fault")
     told = f" ({count_of(warnings, 'warning')})" if warnings else ""

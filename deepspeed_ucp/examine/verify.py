@@ -17,7 +17,7 @@ from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import measure_distance
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists, list_tree
-from ..sources.files import MANIFEST, is_state_file, read_swap_name
+from ..sources.files import MANIFEST, SEAL, is_state_file, read_swap_name
 from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
@@ -87,7 +87,7 @@ class Verification:
 
 
 def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
-    """Name → bytes of the files that hold state, and the names of all others, of a folder and what is in it.
+    """Name → bytes of the files that hold state, and the names of all others but seal and manifest, of a folder's tree.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds none that could be looked at.
@@ -106,7 +106,7 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
             others.append(name)
     if not sizes:
         raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(sorted(others)) or 'nothing'}).")
-    return dict(sorted(sizes.items())), sorted(others)
+    return dict(sorted(sizes.items())), sorted(name for name in others if name not in (SEAL, MANIFEST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ MOST_RANKS, MOST_CLAIMS = 64, 100_000
 SAMPLES, SAMPLED_BLOCKS = 5, 25_000
 """Ranks in a sample at most, and blocks that they read together; three ranks are planned in any case."""
 _AGAIN = (
-    "Masters are taken a second time, from the page cache, when all is verified; from storage where memory is short."
+    "The engine is a fresh one. One that has trained reads a second time, when all is verified, what it has no memory "
+    "to keep apart until then; so does one whose weights are their own masters, from the page cache."
 )
 _HINT = (
     " A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows the checkpoint and "

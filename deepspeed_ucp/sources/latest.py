@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
 from ..io.staging import LATEST as UNIVERSAL
@@ -12,6 +14,8 @@ from .findings import NOTE, WARNING, Finding
 
 LATEST = "latest"
 """Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
+
+_BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
 
 _LONGEST = 4096
 """Bytes of the longest path that the system takes."""
@@ -63,11 +67,25 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
             continue
     tags = find_tags(load_dir)
     if not tags:
+        _check_bucket(load_dir)
         return None
     raise CheckpointError(
         f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
         "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
     )
+
+
+def _check_bucket(load_dir: str) -> None:
+    """Who mistypes a bucket's name is not to begin from scratch; a folder of it may well be made by the first save.
+
+    Raises:
+        CheckpointError: there is no such bucket.
+    """
+    if (match := _BUCKET.match(load_dir)) is None:
+        return
+    with suppress(OSError):  # who may read one folder of a bucket need not be let look at the bucket
+        if not exists(match[0]):
+            raise CheckpointError(f"{load_dir}: there is no bucket {match[0]}; check its name and the endpoint.")
 
 
 def find_tags(load_dir: str) -> list[str]:
@@ -112,7 +130,7 @@ def check_tag(load_dir: str, tag: str) -> str:
         CheckpointError: there is none; the tags that exist are named.
     """
     folder = os.path.join(load_dir, str(tag))
-    if not is_folder(folder):
+    if not _leads_to_folder(folder):
         tags = find_tags(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
         raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
@@ -129,7 +147,8 @@ def find_checkpoint(path: str) -> str:
         CheckpointError: there is nothing of that kind; what lies there is named.
     """
     folder = path.rstrip("/") or path
-    if not is_folder(folder):
+    if not _leads_to_folder(folder):
+        _check_bucket(folder)
         what = "is a file, not a checkpoint's folder" if exists(folder) else "does not exist"
         raise CheckpointError(f"{folder} {what}.")
     if has_states(folder) or holds_atoms(list_entries(folder)):
@@ -141,6 +160,13 @@ def find_checkpoint(path: str) -> str:
             "of them a checkpoint)."
         )
     return check_tag(folder, tag)
+
+
+def _leads_to_folder(path: str) -> bool:
+    try:
+        return is_folder(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be looked at ({error}).") from error
 
 
 def check_latest(folder: str, *, atomic: bool) -> list[Finding]:

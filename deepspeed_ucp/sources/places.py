@@ -178,6 +178,7 @@ def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
     told = comm.gather((_digest(own, lambda entry: entry.size), not any(own)))
     if all(nothing for _, nothing in told):
         comm.run(lambda: _refuse_nothing([error for _, error in looks]))
+    _tell_unseen([error for _, error in looks], comm)
     if len({digest for digest, _ in told}) == 1:
         found = Whereabouts(folders[0], _join(own), tuple(folders), own)
         if comm.rank == 0:
@@ -215,6 +216,13 @@ def _refuse_nothing(errors: Iterable[str]) -> None:
     for error in errors:
         if error:
             raise CheckpointError(error)
+
+
+def _tell_unseen(errors: Sequence[str], comm: Comm) -> None:
+    """Warn of places that no rank can list: a path may be wrong, a store out of reach; collective."""
+    for error in [error for error, *others in zip(*comm.gather(list(errors)), strict=True) if error and all(others)]:
+        if comm.rank == 0:
+            logger.warning("%s The other places are read.", error)
 
 
 def _digest(own: Sequence[Entries], tell: Callable[[Entry], object]) -> bytes:

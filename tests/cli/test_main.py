@@ -19,6 +19,7 @@ import torch
 
 import deepspeed_ucp
 from deepspeed_ucp import attach, hook
+from deepspeed_ucp.cli import dispatch
 from deepspeed_ucp.cli import run as run_command
 from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.completion import list_actions
@@ -265,7 +266,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("error", "code", "told"),
     [
         (CheckpointError("x.pt is damaged."), 2, "ds_ucp: error: x.pt is damaged.\n"),
-        (PermissionError(13, "Permission denied", "x.pt"), 2, "ds_ucp: error: x.pt: Permission denied (EACCES)\n"),
+        (
+            PermissionError(13, "Permission denied", "x.pt"),
+            2,
+            "ds_ucp: error: x.pt: Permission denied (EACCES). Check its permissions, or those of its folder.\n",
+        ),
         (KeyError("x"), 2, "ds_ucp: error: KeyError: 'x' (a fault of ds_ucp itself; --debug shows where)\n"),
         (KeyboardInterrupt(), 130, "ds_ucp: interrupted\n"),
     ],
@@ -371,6 +376,15 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
 READING = (["inspect"], ["verify"], ["convert"], ["diff", "{}"], ["plan", "--target", "dp=2"])
 
 
+def test_a_destination_may_stand_behind_options() -> None:
+    for line in ("convert a --also b c", "convert a c --also b", "convert --also b a c"):
+        options = dispatch._parse(line.split())
+        assert (options.source, options.also, options.destination) == ("a", ["b"], "c"), line
+    for line in ("convert a --also b c d", "convert a --unknown", "convert a --unknown b", "inspect a --also b c"):
+        with pytest.raises(SystemExit):
+            dispatch._parse(line.split())
+
+
 @pytest.mark.parametrize("kind", ["none", "file", "empty"])
 @pytest.mark.parametrize("argv", READING, ids=" ".join)
 def test_where_no_checkpoint_is_the_error_is_a_line_and_json(
@@ -393,6 +407,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sample(tmp_path_factory.mktemp("saved"), Topology(1, 2, "bf16"))
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_further_place_that_is_not_there_is_told(
+    command: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(saved), "--also", str(tmp_path / "nowhere")]) == 0
+    assert f"{tmp_path / 'nowhere'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -402,6 +424,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("diff {0} {0} --patterns [nonsense", "neither a family, a file nor JSON"),
         ("verify {0} --workers=-1", "--workers must not be negative"),
         ("verify {0} --window-mb=0", "--window-mb not below 1"),
+        ("verify {0} --seal --also {0}", "leave --also out"),
+        ("inspect {0} --plot s3://bucket/map.png", "a picture is written to a local file"),
         ("plan {0} --target dp=zwei", "dp is a positive integer, found 'zwei'"),
         ("plan {0} --target dp=2 --nodes 2", "--nodes and --ranks-per-node go together"),
         ("plan {0} --target dp=2 --net-gbs 2", "give --read-gbs too"),

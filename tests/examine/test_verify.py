@@ -16,12 +16,14 @@ import pytest
 import torch
 from hypothesis import given
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.sources.atomic.manifest import read_manifest
 from deepspeed_ucp.sources.findings import Finding
+from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.ranks import run_ranks
@@ -355,6 +357,7 @@ def test_an_empty_folder_cannot_be_verified(tmp_path: Path) -> None:
 def test_other_files_are_listed(tmp_path: Path) -> None:
     path = write(tmp_path, Topology(1, 2))
     (path / "zero_to_fp32.py").write_text("pass")
+    seal_folder(str(path), Comm())
     assert verify_checkpoint(str(path)).others == ("zero_to_fp32.py",)
 
 

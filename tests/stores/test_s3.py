@@ -23,7 +23,7 @@ from deepspeed_ucp.io import attempts, links, ranged, remote, store
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.latest import find_checkpoint
+from deepspeed_ucp.sources.latest import find_checkpoint, read_latest
 from deepspeed_ucp.stream.samples import check_samples
 from tests.ranks import run_ranks
 from tests.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
@@ -210,11 +210,15 @@ def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: Stat
 
     with server.failing(deny), pytest.raises(CheckpointError, match="check the credentials"):
         open_checkpoint(folder, Comm())
+    with server.failing(lambda environ: "403"), pytest.raises(CheckpointError, match=rf"{folder}: .*check the cred"):
+        find_checkpoint(folder)
     assert len(seen) == len(set(seen))
     with pytest.raises(CheckpointError, match="does not exist"):
         find_checkpoint(f"s3://{BUCKET}/nowhere")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        find_checkpoint("s3://no-such-bucket/run")
+    for find in (find_checkpoint, read_latest):  # a load does not begin from scratch then
+        with pytest.raises(CheckpointError, match="there is no bucket s3://no-such-bucket; check its name"):
+            find("s3://no-such-bucket/run")
+    assert read_latest(f"s3://{BUCKET}/nowhere") is None
 
 
 @pytest.mark.usefixtures("alone")
