@@ -10,7 +10,7 @@ from typing import TypeVar
 from .filesystems import NETWORK, find_kind
 from .memory import identify_host
 from .store import is_url
-from .threads import map_threads
+from .threads import count_threads, map_threads
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,12 +29,9 @@ _FAR_READERS = 16
 """Reads that are under way at once of what lies over a network: it answers late, but many at a time."""
 
 
-def count_readers(path: str, local: int) -> int:
-    """How many reads of a folder's files are to be under way at once.
-
-    Args:
-        local: of files in a local file system.
-    """
+def count_readers(path: str) -> int:
+    """How many reads of a folder's files a rank has under way at once, by as many threads."""
+    local = count_threads()
     return max(local, _FAR_READERS) if measure_distance(path) else local
 
 

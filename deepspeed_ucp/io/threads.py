@@ -12,11 +12,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def count_threads(per_core: int, least: int, most: int) -> int:
-    """So many for each core of this rank's share of the machine, within bounds; most of their time is waiting."""
+_PER_CORE, _LEAST, _MOST = 4, 8, 64
+
+
+def count_threads() -> int:
+    """As many as read and write well: several for each core of this rank's share, as most of their time is waiting."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     ranks = max(int(next((value for value in map(os.environ.get, names) if value), "1")), 1)
-    return min(max(per_core * len(os.sched_getaffinity(0)) // ranks, least), most)
+    return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // ranks, _LEAST), _MOST)
 
 
 def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:

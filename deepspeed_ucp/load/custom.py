@@ -7,12 +7,12 @@ import torch
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
+from ..io.distance import count_readers
 from ..io.read import MemorySink
 from ..plan import Want
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader
 from ..targets import Target
-from .exchange import default_threads
 from .job import LoadJob
 
 
@@ -32,7 +32,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
     sinks = [MemorySink(each, tensor.element_size()) for each, tensor in zip(memory, tensors.values(), strict=True)]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
-    checks, threads = Checks(), config.threads or default_threads()
+    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
     with AtomReader(index, checksum=config.verify == "crc") as reader:
         checks.add(reader.read_all(wants, sinks, threads))
         if reader.checksum:

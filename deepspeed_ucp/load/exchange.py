@@ -20,7 +20,7 @@ from ..io.checksum import Checked
 from ..io.distance import count_readers
 from ..io.memory import Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
-from ..io.threads import count_threads, run_threads
+from ..io.threads import run_threads
 from ..plan import Claim, LoadPlan, Request, Send
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
@@ -64,7 +64,7 @@ class CollectiveReader:
         self.index, self.into, self.plan, self.comm, self.stages = index, into, plan, comm, stages
         self.sinks = into.sinks
         window = config.window_mb << 20
-        threads = config.threads or count_readers(index.run.state_file, default_threads())
+        threads = config.threads or count_readers(index.run.state_file)
         self.threads = min(threads, max(window // (4 * BLOCK), 1))
         # A thread holds what it reads at once where that is converted on the way: half of the window for all, so that
         # staging has its room.
@@ -293,8 +293,3 @@ def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
 def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
     """[count, run] bytes of runs that begin ``step`` apart."""
     return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint8), (count, run), (step, 1))
-
-
-def default_threads() -> int:
-    """Reading threads per rank."""
-    return count_threads(4, 8, 32)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..io.checksum import Checked
 from ..io.distance import count_readers
 from ..io.memory import Scratch
-from ..io.threads import count_threads, run_threads
+from ..io.threads import run_threads
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .reader import AtomReader, Item
 from .united import UnitedAtom
@@ -28,11 +28,6 @@ source bytes, and memory of the calling thread's own."""
 def no_bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
     """Progress that is shown to nobody."""
     return nullcontext(lambda nbytes: None)
-
-
-def default_workers() -> int:
-    """Threads per node: what few take at once is so much that the page cache makes larger pages of it."""
-    return count_threads(4, 8, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +58,7 @@ class WorkOptions:
 
     def count(self, source: str) -> int:
         """Threads that read from a folder."""
-        return self.workers or count_readers(source, default_workers())
+        return self.workers or count_readers(source)
 
 
 def stream(

@@ -18,11 +18,12 @@ from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
+from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import exchange, transfer
 from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.destinations import Buffer, Destinations
 from deepspeed_ucp.load.direct import load_direct
-from deepspeed_ucp.load.exchange import CollectiveReader, default_threads
+from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer, negotiate
@@ -700,7 +701,7 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     rank = FakeTarget(PLAIN, Topology(2), 0)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
     made = CollectiveReader(open_for(path, rank), Destinations(), NO_PLAN, Comm(), config, [None])
-    assert 1 <= made.threads <= (threads or default_threads())
+    assert 1 <= made.threads <= (threads or count_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
 
