@@ -6,6 +6,7 @@ import re
 from itertools import product
 from typing import Any
 
+import hjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,6 +88,11 @@ def test_every_key_can_be_set() -> None:
     found = parse(given)
     assert found is not None
     assert found.model_dump() == given
+
+
+def test_the_configuration_that_spells_all_options_out_does(pytestconfig: pytest.Config) -> None:
+    config = hjson.loads((pytestconfig.rootpath / "ds_configs" / "zero1_bf16.json").read_text(encoding="utf-8"))
+    assert config["checkpoint"]["universal"] == UniversalConfig().model_dump()
 
 
 @pytest.mark.parametrize(
