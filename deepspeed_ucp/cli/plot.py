@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
-from ..errors import ConfigError
+from ..errors import ConfigError, StorageError
 from ..io.store import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
@@ -170,8 +170,20 @@ def make_figure(path: str) -> Any:
     return figure
 
 
+def save_figure(figure: Any, path: str, *, dpi: int) -> None:
+    """Write a figure to its file.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=dpi)
+    except OSError as error:
+        raise StorageError(f"--plot: {path} cannot be written ({error.strerror or error}); draw elsewhere.") from error
+
+
 def draw_map(survey: Survey, path: str) -> None:
-    """Draw the map into a file; errors are those of :func:`make_figure`."""
+    """Draw the map into a file; errors are those of :func:`make_figure` and :func:`save_figure`."""
     figure = make_figure(path)
     drawn = make_map(survey.index, survey.parameters)
     height = min(max(0.26 * len(drawn.rows), min(0.5 * len(drawn.rows), 2.4)), 11.0)
@@ -184,7 +196,7 @@ def draw_map(survey: Survey, path: str) -> None:
     _label_rows(axes, drawn, int(height / _LINE))
     figure.suptitle(_make_title(survey), x=0.01, ha="left", color=INK, fontsize=11)
     _paint_legend(figure, drawn, survey.index)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
 
 
 def _paint_rows(axes: Any, drawn: Map) -> None:

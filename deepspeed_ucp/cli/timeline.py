@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from .loads import Rank, list_phases
-from .plot import FAINT_INK, INK, make_figure
+from .plot import FAINT_INK, INK, make_figure, save_figure
 
 COLOURS = ("#9db8d2", "#2f5d8a", "#d1a13b", "#e08e45", "#4a9d7c", "#a8577e", "#6b7178", "#77b5d9", "#c9c4b8")
 
@@ -19,7 +19,7 @@ _ROWS = 64
 
 
 def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
-    """Draw a load into a file; errors are those of :func:`make_figure`."""
+    """Draw a load into a file; errors are those of :func:`make_figure` and :func:`save_figure`."""
     height = min(max(0.3 * len(ranks), 1.6), 6.0)
     figure = make_figure(path)
     figure.set_size_inches(13, 2 * height + 2.6)
@@ -32,7 +32,7 @@ def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
         _name_ranks(each, ranks)
     title = f"{told['loaded']}: step {told['step']}, {len(ranks)} ranks · {told['reason']}"
     figure.suptitle(title[:150], x=0.01, ha="left", color=INK, fontsize=11)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
 
 
 def _draw_timeline(axes: Any, ranks: Sequence[Rank], phases: Sequence[str]) -> None:

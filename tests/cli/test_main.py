@@ -426,6 +426,7 @@ def test_a_further_place_that_is_not_there_is_told(
         ("verify {0} --window-mb=0", "--window-mb not below 1"),
         ("verify {0} --seal --also {0}", "leave --also out"),
         ("inspect {0} --plot s3://bucket/map.png", "a picture is written to a local file"),
+        ("inspect {0} --plot {0}/nowhere/map.png", "/nowhere/map.png cannot be written (No such file or directory)"),
         ("plan {0} --target dp=zwei", "dp is a positive integer, found 'zwei'"),
         ("plan {0} --target dp=2 --nodes 2", "--nodes and --ranks-per-node go together"),
         ("plan {0} --target dp=2 --net-gbs 2", "give --read-gbs too"),
