@@ -30,7 +30,7 @@ from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
 from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
-from deepspeed_ucp.io.store import Entry
+from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.census import join_groups, take_census
 from deepspeed_ucp.load.destinations import Buffer

@@ -21,7 +21,7 @@ from unittest import mock
 from deepspeed_ucp.atoms import Atom, FileRef, Fragment, Record, Shard, StoredAtoms, count
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import driver, outputs
-from deepspeed_ucp.io.store import StoredFile
+from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
 from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.united import UnitedAtom

@@ -19,7 +19,8 @@ from .carry import collect, hand_out
 from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
-from .io.store import begin_reading, is_url, set_storage_options
+from .io.paths import is_url
+from .io.store import begin_reading, set_storage_options
 from .lifeline import beat
 from .load.direct import guard_engine
 from .load.job import LoadArguments

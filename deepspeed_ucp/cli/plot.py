@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import ConfigError, StorageError
-from ..io.store import is_url, normalize
+from ..io.paths import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
 from .printing import count_of, format_bytes, format_count

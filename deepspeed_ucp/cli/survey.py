@@ -10,7 +10,8 @@ from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
 from ..examine.verify import list_findings
-from ..io.store import is_url, list_tree
+from ..io.paths import is_url
+from ..io.store import list_tree
 from ..patterns import RuleSet, Settled, list_families, load_family
 from ..plan.settling import settle_index
 from ..sources.compare import DEEPSPEEDS

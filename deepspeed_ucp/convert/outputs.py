@@ -13,9 +13,10 @@ from ..atoms import AtomicIndex, AtomKey
 from ..errors import CheckpointError, UnsupportedError
 from ..experts import find_expert
 from ..io.disk import explain_full, write_at, write_parts
+from ..io.opened import StoredFile
 from ..io.read import sum_range
 from ..io.staging import MANIFEST, OutputKind
-from ..io.store import StoredFile, exists, is_folder, read_bytes
+from ..io.store import exists, is_folder, read_bytes
 from ..patterns import Partial, Replicate, Unique
 from ..sources.atomic.upstream import expert_keys, upstream_keys
 from ..stream.united import UnitedAtom, UnitedAtoms

@@ -16,7 +16,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError
 from ..io.disk import explain_full
-from ..io.store import normalize
+from ..io.paths import normalize
 from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from .filesystems import NETWORK, find_kind
 from .memory import identify_host
-from .store import is_url
+from .paths import is_url
 from .threads import count_threads, map_threads
 
 T = TypeVar("T")

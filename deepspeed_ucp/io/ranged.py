@@ -19,8 +19,9 @@ from .attempts import CHANGED, HINTS, ChangedError, attempt
 from .gets import get, read_span
 from .links import Access, Link
 from .memory import Scratch, drop_front, take_front
+from .opened import Positioned
+from .paths import FOLDER, Entry, normalize
 from .remote import connect, find_entry, find_known, look_up
-from .store import FOLDER, Entry, Positioned, normalize
 from .threads import run_threads
 
 _HEAD = _TAIL = 64 << 10

@@ -15,7 +15,9 @@ from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .memory import Scratch, ScratchPool
-from .store import Stored, allow_open_files, is_url, open_stored
+from .opened import Stored, allow_open_files
+from .paths import is_url
+from .store import open_stored
 from .threads import run_threads
 
 R = TypeVar("R", bound="RecordReader")

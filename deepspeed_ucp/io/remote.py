@@ -19,7 +19,7 @@ from .attempts import attempt
 from .gets import read_all
 from .links import Access, forget_refusals
 from .memory import pause_collection
-from .store import FOLDER, Entry, normalize
+from .paths import FOLDER, Entry, normalize
 
 T = TypeVar("T")
 

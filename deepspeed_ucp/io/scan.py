@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from ..errors import CheckpointError
 from .checksum import combine_crc32, crc32
 from .memory import Scratch
+from .opened import Stored
+from .paths import is_url
 from .read import JOINED
-from .store import Stored, is_url, open_stored
+from .store import open_stored
 from .threads import run_threads
 
 CHUNK = 4 << 20

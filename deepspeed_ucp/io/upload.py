@@ -16,8 +16,9 @@ from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from . import remote
 from .distance import choose_map
 from .journal import Journal
+from .paths import is_url, normalize
 from .staging import LATEST, OutputKind, Staging, write_latest
-from .store import is_url, list_tree, normalize
+from .store import list_tree
 
 _UNFINISHED = ".ucp-unfinished"
 """Object at a destination while it is written to: what else lies there may be replaced."""

@@ -22,7 +22,7 @@ from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
 from ..io.memory import pause_collection
-from ..io.store import is_url
+from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader, refuse_scattered

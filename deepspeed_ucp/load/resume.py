@@ -16,7 +16,8 @@ from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host, pause_collection
-from ..io.store import begin_reading, is_url, normalize, set_storage_options
+from ..io.paths import is_url, normalize
+from ..io.store import begin_reading, set_storage_options
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import open_checkpoint

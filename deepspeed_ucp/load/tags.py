@@ -11,7 +11,8 @@ import numpy as np
 
 from ..comm import Comm
 from ..errors import CheckpointError
-from ..io.store import is_folder, is_url
+from ..io.paths import is_url
+from ..io.store import is_folder
 from ..sources import check_tag, read_latest
 from ..sources.latest import find_newest
 

@@ -15,7 +15,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from ..errors import CheckpointError, shorten
-from ..io.store import find_entry, normalize
+from ..io.paths import normalize
+from ..io.store import find_entry
 from ..torchsave.objects import PickledObject, has_more_parts
 from .files import Entry
 from .findings import FAULT, WARNING, Finding

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.paths import Entry
 from ..io.staging import MANIFEST
-from ..io.store import Entry, list_folder
+from ..io.store import list_folder
 
 if TYPE_CHECKING:
     from .places import Whereabouts

@@ -7,8 +7,9 @@ import re
 from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
+from ..io.paths import normalize
 from ..io.staging import LATEST as UNIVERSAL
-from ..io.store import exists, is_folder, list_folder, normalize, read_small
+from ..io.store import exists, is_folder, list_folder, read_small
 from .files import SEAL, has_states, holds_atoms, is_state_file, list_entries
 from .findings import NOTE, WARNING, Finding
 

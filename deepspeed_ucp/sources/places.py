@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import measure_distance
-from ..io.store import Entry, is_url
+from ..io.paths import Entry, is_url
 from ..sight import Sight
 from ..torchsave.records import sum_directory
 from .files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from ..atoms import AtomicIndex, FileRef, StoredAtoms
 from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import Scratch
+from ..io.opened import Stored
 from ..io.read import Fetched, RecordReader, Sink
-from ..io.store import Stored, open_stored
+from ..io.store import open_stored
 from ..plan.claims import Request
 from ..torchsave.records import sum_directory
 

@@ -14,7 +14,8 @@ from typing import BinaryIO, Final, NamedTuple
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.store import Positioned, is_remote, measure, open_regular, read_ahead, read_at
+from ..io.opened import Positioned, is_remote, measure, read_ahead, read_at
+from ..io.store import open_regular
 from .zipframe import ALIGNMENT, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
 LEGACY: Final = "legacy"

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UnsupportedError
-from ..io.store import advise_random, measure, read_ahead, read_at
+from ..io.opened import advise_random, measure, read_ahead, read_at
 from .dtypes import STORAGE_DTYPES
 from .objects import Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip

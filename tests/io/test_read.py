@@ -16,11 +16,11 @@ from isal import isal_zlib
 
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io import direct, memory, store
+from deepspeed_ucp.io import direct, memory, opened
 from deepspeed_ucp.io.checksum import Checked
 from deepspeed_ucp.io.memory import Scratch
+from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
-from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.plan import DISCARD, Part, Request
 
 DATA = random.Random(0).randbytes(4000)
@@ -196,9 +196,9 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile
     """A file that is read past the cache, wherever tests are run."""
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
-    monkeypatch.setattr(store, "is_worth_passing", lambda fd: True)
-    monkeypatch.setattr(store, "LEAST", 1)
-    monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
+    monkeypatch.setattr(opened, "is_worth_passing", lambda fd: True)
+    monkeypatch.setattr(opened, "LEAST", 1)
+    monkeypatch.setattr(opened, "is_cached", lambda fd, offset, nbytes: False)
     with StoredFile(str(path)) as stored:
         past = direct.reopen(stored._file.fileno())
         if past is None:
@@ -237,7 +237,7 @@ def test_what_will_be_read_again_is_left_in_the_cache(cold: StoredFile, monkeypa
 
 
 def test_few_bytes_are_read_through_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LEAST", 5000)
+    monkeypatch.setattr(opened, "LEAST", 5000)
     assert cold.fetch(100, 4999, Scratch()) is None
     assert cold.fetch(100, 5000, Scratch()) is not None
 

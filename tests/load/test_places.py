@@ -20,8 +20,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
-from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.plan import Part, Request

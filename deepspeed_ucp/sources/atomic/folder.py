@@ -22,7 +22,8 @@ from ...atoms import (
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
 from ...io.distance import measure_distance
-from ...io.store import Entry, find_entry, is_url, list_tree
+from ...io.paths import Entry, is_url
+from ...io.store import find_entry, list_tree
 from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, holds_atoms

@@ -1,0 +1,46 @@
+"""Paths as strings, of this machine's file systems and of stores, and what they lead to."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LOCAL = re.compile(r"(file|local)://")
+
+FOLDER = -1
+"""Size of a folder among a folder's entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in a folder.
+
+    Attributes:
+        size: bytes of a file, ``FOLDER`` for a folder.
+        changed: time of its last change, in seconds since 1970; 0 where that is not known.
+        version: what a store tells each content of a file by (ETag, generation); empty for local files.
+    """
+
+    size: int
+    changed: float
+    version: str = ""
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is no file."""
+        return self.size == FOLDER
+
+
+def is_url(path: str) -> bool:
+    """Whether a path leads to a store (``s3://bucket/run``), not into a local file system."""
+    return _URL.match(path) is not None and _LOCAL.match(path) is None
+
+
+def normalize(path: str) -> str:
+    """The absolute form of a path, without ``/`` at its end; ``file://`` is taken off."""
+    if not is_url(path):
+        return os.path.abspath(_LOCAL.sub("", path, count=1))
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}"
