@@ -7,8 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
-from ..io.store import exists
-from ..sources.files import SEAL
 from .common import (
     add_checkpoint_options,
     add_command,
@@ -81,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tell_sealed(options: argparse.Namespace, folder: str) -> None:
+    from ..sources.files import SEAL
+
     if not options.quiet and not find_rank():
         tell(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
 
@@ -92,6 +92,7 @@ def _tell_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
         CheckpointError: there is none.
     """
     from ..examine.verify import Verification
+    from ..io.store import exists
     from ..sources.findings import Finding
 
     for latest in ("latest", "latest_universal"):
