@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +52,17 @@ def find_tag(
         CheckpointError: there is no such tag, or ranks see different ones.
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
-    looks = [_look(place, wanted, comm, universal=universal, fallback=fallback) for place in places]
-    told: list[list[Look]] = comm.gather(looks)
-    found = comm.run(lambda: _choose(load_dir, told))
-    every = [look for each in told for look in each]
+    every: list[Look] = []
+    found = None
+    for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
+        told = comm.gather(_look(place, wanted, comm, universal=universal, fallback=fallback))
+        every += told
+        found = found or comm.run(partial(_choose, load_dir, told))
+        if any(look.tag == found and look.there for look in told):
+            return found
     if found is None and not any(look.error for look in every):
         return None
-    if any(look.tag == found and look.there for look in every) or _is_somewhere(places, found, comm):
+    if _is_somewhere(places, found, comm):
         return found
     error = next(look.error for look in every if look.error)
     newest = next((look.newest for look in every if look.newest), None)
@@ -87,24 +92,21 @@ def _look_here(place: str, tag: str | None, *, universal: bool, fallback: bool) 
     return Look(named, there=True)
 
 
-def _choose(load_dir: str, told: list[list[Look]]) -> str | None:
-    """What the first place names that names any.
+def _choose(load_dir: str, looks: list[Look]) -> str | None:
+    """What a place names.
 
     Raises:
         CheckpointError: it names different ones on different ranks.
     """
-    for looks in zip(*told, strict=True):
-        named = {rank: str(look.tag) for rank, look in enumerate(looks) if look.tag is not None}
-        if len(set(named.values())) > 1:
-            first, *others = named.items()
-            differing = ", ".join(f"rank {rank}: {tag}" for rank, tag in others if tag != first[1])
-            raise CheckpointError(
-                f"{load_dir}: ranks see different checkpoints (rank {first[0]}: {first[1]}, {differing}). Remove the "
-                "`latest` of the older one, or name the tag (tag=… of load_checkpoint)."
-            )
-        if named:
-            return next(iter(named.values()))
-    return None
+    named = {rank: str(look.tag) for rank, look in enumerate(looks) if look.tag is not None}
+    if len(set(named.values())) > 1:
+        first, *others = named.items()
+        differing = ", ".join(f"rank {rank}: {tag}" for rank, tag in others if tag != first[1])
+        raise CheckpointError(
+            f"{load_dir}: ranks see different checkpoints (rank {first[0]}: {first[1]}, {differing}). Remove the "
+            "`latest` of the older one, or name the tag (tag=… of load_checkpoint)."
+        )
+    return next(iter(named.values()), None)
 
 
 def _is_somewhere(places: Sequence[str], tag: str | None, comm: Comm) -> bool:

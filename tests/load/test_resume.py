@@ -14,6 +14,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
     LoaderChoice,
@@ -128,6 +129,16 @@ def test_latest_of_the_first_place_that_has_it_counts(folder: Path, tmp_path: Pa
     assert find_tag(str(folder), None, Comm(), also=[str(there)]) == "global_step2"
     assert find_tag(str(tmp_path / "absent"), None, Comm(), also=[str(there), str(folder)]) == "global_step3"
     assert find_tag(str(folder), "global_step3", Comm(), also=[str(there)]) == "global_step3"
+
+
+def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    look = tags._look_here
+    monkeypatch.setattr(
+        tags, "_look_here", lambda place, *rest, **how: asked.append(place) or look(place, *rest, **how)
+    )
+    assert find_tag(str(folder), None, Comm(), also=["s3://out-of-reach/run"]) == "global_step2"
+    assert asked == [str(folder)]
 
 
 def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
