@@ -31,12 +31,13 @@ may have given back to its host, and fetches again: two thirds of the speed at 4
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
-def check_space(folder: str, nbytes: int) -> None:
+def check_space(folder: str, nbytes: int, elsewhere: str = "write elsewhere") -> None:
     """Refuse before the first byte what does not fit; quotas show only while writing.
 
     Args:
         folder: need not exist; what it already holds counts as written.
         nbytes: of everything that it is to hold in the end.
+        elsewhere: what to do where no room can be made.
 
     Raises:
         DiskFullError: with both figures.
@@ -47,8 +48,9 @@ def check_space(folder: str, nbytes: int) -> None:
         present = os.path.dirname(os.path.abspath(present))
     free = _count_free(present)
     if needed > free:
+        show = _show if _show(needed) != _show(free) else _show_all
         raise DiskFullError(
-            f"{folder}: disk full: needs {_show(needed)}, has {_show(free)} free. Make room, or write elsewhere."
+            f"{folder}: disk full: needs {show(needed)}, has {show(free)} free. Make room, or {elsewhere}."
         )
 
 
@@ -64,7 +66,11 @@ def _count_free(path: str) -> int:
 
 
 def _show(nbytes: int) -> str:
-    return f"{nbytes:,} bytes" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):,.1f} MiB"
+    return _show_all(nbytes) if nbytes < 1 << 20 else f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+def _show_all(nbytes: int) -> str:
+    return f"{nbytes:,} bytes"
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class Staging:
     """
 
     is_remote = False
+    elsewhere = "write elsewhere"
 
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination = os.path.abspath(destination)
@@ -151,10 +152,7 @@ class Staging:
                 "alone. Write elsewhere."
             )
         if not overwrite:
-            raise CheckpointError(
-                f"{self.destination}: exists already, made of something else or in another way. --overwrite "
-                "(overwrite=True) replaces it."
-            )
+            raise CheckpointError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
 
     def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Make the staging folder, or go on with that of an earlier attempt at the same thing.

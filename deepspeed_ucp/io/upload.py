@@ -63,6 +63,7 @@ class RemoteStaging:
     """
 
     is_remote = True
+    elsewhere = "set TMPDIR to a folder with more room: files grow there before they go to the store"
 
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination, self.kind = normalize(destination), kind
@@ -113,10 +114,7 @@ class RemoteStaging:
                 "alone. Write elsewhere."
             )
         if not overwrite and _UNFINISHED not in held and any(name in held for name in self.kind.last):
-            raise CheckpointError(
-                f"{self.destination}: exists already, made of something else or in another way. --overwrite "
-                "(overwrite=True) replaces it."
-            )
+            raise CheckpointError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
 
     def _list(self) -> list[str]:
         try:
