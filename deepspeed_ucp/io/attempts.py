@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from ..errors import ConfigError
+
 logger = logging.getLogger("deepspeed_ucp")
 
 T = TypeVar("T")
@@ -19,6 +21,9 @@ ATTEMPTS = 8
 _PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 """Seconds: the longest pause behind the first failure, which doubles with each, and the longest of all."""
 
+_TOLD, _SILENCE = 3, 60.0
+"""Of a request the failure that is told of, and the seconds in which no other's of its store is: many fail at once."""
+
 _TRANSIENT, _REFUSED = {408, 425, 429}, {501, 505}
 """Of the HTTP statuses from 400 to 499 those that may pass; of those from 500 on those that do not."""
 
@@ -28,6 +33,8 @@ HINTS = {
     404: "it is not there, or was removed",
 }
 
+CHECK_OPTIONS = "check the URL, and `storage_options` (endpoint_url, key, client_kwargs…) by what its library takes."
+
 _CLIENTS = {"aiohttp", "azure", "botocore", "aiobotocore", "google", "gcsfs", "requests", "urllib3"}
 """Libraries whose errors are those of requests."""
 
@@ -36,6 +43,10 @@ _LASTING = re.compile(r"Certificate|Credential|Validation|ParamV|ProfileNotFound
 
 
 CHANGED = "has changed since its header was read"
+
+
+_told: dict[str, float] = {}
+"""When a failure of a store was last told."""
 
 
 class ChangedError(OSError):
@@ -52,33 +63,55 @@ def attempt(work: Callable[[], T], what: str, left: Callable[[], int] = lambda: 
 
     Raises:
         OSError: it failed for good; says why and what to do.
+        ConfigError: the store's library cannot do with what it was given.
     """
     count, before = 0, -1
     while True:
         try:
             return work()
-        except Exception as error:
-            lasting = explain(error)
+        except Exception as raised:  # noqa: BLE001 - of others' libraries; `explain` raises what is none of a request's
+            error = _find_cause(raised)
+            lasting = explain(error, what)
             if lasting is not None:
                 raise lasting from error
             count, before = count + 1 if left() == before else 1, left()
             if count == ATTEMPTS:
                 told = f"failed {ATTEMPTS} times, at last with {_describe(error)}"
-                raise OSError(f"{told}; try again when the store answers") from error
+                advice = "check credentials, endpoint and network, and try again when the store answers"
+                raise OSError(f"{told}; {advice}") from error
             _pause(count, what, error)
 
 
 def _pause(count: int, what: str, error: Exception) -> None:
     """Exponential backoff with full jitter, so that thousands of ranks do not come back at once."""
     pause = random.uniform(0, min(_PAUSE * 2 ** (count - 1), _LONGEST_PAUSE))
-    logger.debug("%s: trying again in %.1f s after %s", what, pause, _describe(error))
+    level = logging.WARNING if count == _TOLD and _is_due(what) else logging.DEBUG
+    logger.log(level, "%s: trying again in %.1f s, %d times at most, after %s", what, pause, ATTEMPTS, _describe(error))
     time.sleep(pause)
 
 
-def explain(error: BaseException) -> OSError | None:
+def _is_due(url: str) -> bool:
+    """Whether nothing was told of a URL's store for a while."""
+    store, now = "/".join(url.split("/")[:3]), time.monotonic()
+    if now - _told.get(store, -_SILENCE) < _SILENCE:
+        return False
+    _told[store] = now
+    return True
+
+
+def _find_cause(error: Exception) -> Exception:
+    """What fsspec says of the web's files is that they are not there, whatever failed."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        return cause if type(cause).__module__.split(".")[0] == "aiohttp" else error
+    return error
+
+
+def explain(error: BaseException, what: str) -> OSError | None:
     """The error to raise for one that another attempt meets again; None for one that may pass.
 
     Raises:
+        ConfigError: the store's library cannot do with what it was given.
         BaseException: ``error``, where it is none of a request's.
     """
     status = _find_status(error)
@@ -91,10 +124,16 @@ def explain(error: BaseException) -> OSError | None:
     if isinstance(error, PermissionError) or status in (401, 403):
         return PermissionError(f"{_describe(error)}: {HINTS.get(status or 403, '')}")
     if isinstance(error, (IsADirectoryError, NotADirectoryError)) or _is_refusal(error, status):
-        return error if isinstance(error, OSError) else OSError(_describe(error))
+        return error if isinstance(error, OSError) else OSError(_describe(error) + _advise(error))
     if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__module__.split(".")[0] in _CLIENTS:
         return None
+    if isinstance(error, (TypeError, ValueError)):
+        raise ConfigError(f"{what}: {_describe(error)}; {CHECK_OPTIONS}") from error
     raise error
+
+
+def _advise(error: BaseException) -> str:
+    return f"; {HINTS[401]}" if "Credential" in type(error).__name__ else ""
 
 
 def _is_refusal(error: BaseException, status: int | None) -> bool:

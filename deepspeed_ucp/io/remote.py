@@ -14,8 +14,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from ..errors import UnsupportedError
-from .attempts import attempt
+from ..errors import ConfigError, UnsupportedError
+from .attempts import CHECK_OPTIONS, attempt
 from .gets import read_all
 from .links import Access, forget_refusals
 from .memory import pause_collection
@@ -26,6 +26,9 @@ T = TypeVar("T")
 _CONNECTIONS = 64
 
 _READ_ONLY = "cannot be written to; such URLs are read only. Write elsewhere."
+
+_EXTRAS = {"s3": ("s3", "s3a"), "gcs": ("gs", "gcs"), "abfs": ("abfs", "abfss", "az")}
+"""The package's extras, and the schemes that each is for."""
 
 _CHANGES = ("LastModified", "last_modified", "updated", "mtime", "timeModified", "created")
 _VERSIONS = ("generation", "ETag", "etag", "md5Hash", "content_md5", *_CHANGES)
@@ -87,6 +90,7 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
 
     Raises:
         UnsupportedError: the library for it is not installed, or there is none; it is read only.
+        ConfigError: the library does not take the options.
     """
     import fsspec
 
@@ -96,18 +100,31 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
     key = scheme, writing
     with _process.lock:
         if key not in _process.systems:
-            try:
-                with pause_collection():  # a fifth of what the imports take
-                    _process.systems[key] = _open_system(fsspec, *key)
-            except (ImportError, ValueError) as error:
-                advice = "pip install 'deepspeed_ucp[s3]' (or [gcs], [abfs]) installs what reads such URLs"
-                raise UnsupportedError(f"{url}: {error}; {advice}.") from error
+            with pause_collection():  # a fifth of what the imports take
+                kind = _find_kind(fsspec, url)
+                try:
+                    _process.systems[key] = _open_system(fsspec, kind, *key)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"{url}: {error}; {CHECK_OPTIONS}") from error
         system = _process.systems[key]
     return system, str(system._strip_protocol(normalize(url)))
 
 
-def _open_system(fsspec: Any, scheme: str, writing: bool) -> Any:
-    kind = fsspec.get_filesystem_class(scheme)
+def _find_kind(fsspec: Any, url: str) -> Any:
+    """The class of a URL's file system."""
+    scheme = url.partition("://")[0]
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        extra = next((extra for extra, schemes in _EXTRAS.items() if scheme in schemes), None)
+        advice = f"; pip install 'deepspeed_ucp[{extra}]' installs what reads such URLs." if extra else "."
+        raise UnsupportedError(f"{url}: {error}{advice}") from error
+    except ValueError as error:
+        advice = "there are s3, gs, abfs, http, https, and others that fsspec knows"
+        raise UnsupportedError(f"{url}: {scheme}:// is unknown; {advice}.") from error
+
+
+def _open_system(fsspec: Any, kind: Any, scheme: str, writing: bool) -> Any:
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True, **_process.options}
     own = is_s3(kind) and not writing  # requests are repeated here, and each library beneath would multiply that
     if own:
@@ -245,6 +262,7 @@ def put_file(path: str, url: str) -> None:
     """Write a local file, in parts where it is large, and make sure that all of it has arrived.
 
     Raises:
+        FileNotFoundError: there is no such bucket.
         OSError: it cannot be written.
     """
     system, there = connect(url, writing=True)
@@ -286,3 +304,6 @@ def _write(work: Callable[[], None], url: str) -> None:
         attempt(work, url)
     except NotImplementedError as error:
         raise UnsupportedError(f"{url}: {_READ_ONLY}") from error
+    except FileNotFoundError as error:
+        bucket = "/".join(url.split("/")[:3])
+        raise FileNotFoundError(f"there is no bucket {bucket}; check its name and the endpoint") from error

@@ -205,6 +205,20 @@ def test_headers_of_the_options_are_sent(folder: Path, asked: list[int]) -> None
     assert asked == []
 
 
+def test_what_fails_is_not_told_as_absent(folder: Path) -> None:
+    with serve(folder, Closed) as url, pytest.raises(CheckpointError, match="403.*check the credentials"):
+        find_checkpoint(url)
+    with pytest.raises(CheckpointError, match="failed 8 times.*ClientConnector.*network"):
+        find_checkpoint(url)
+    with serve(folder, Ranged) as url, pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint(f"{url}/nowhere")
+    (folder / "key").write_bytes(make_certificate(folder).read_bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "key")
+    with serve(folder, Ranged, context) as url, pytest.raises(CheckpointError, match="CERTIFICATE_VERIFY_FAILED"):
+        find_checkpoint(url)
+
+
 def make_certificate(folder: Path) -> Path:
     """A file with a key, and a certificate of 127.0.0.1 that vouches for itself."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(timezone.utc)

@@ -217,9 +217,21 @@ def test_a_seal_is_written_to_a_store(saved: Callable[..., tuple[str, State]], c
 def test_what_is_not_there_is_told(saved: Callable[..., tuple[str, State]]) -> None:
     with pytest.raises(CheckpointError, match="memory://stores/nowhere does not exist"):
         find_checkpoint("memory://stores/nowhere")
-    with pytest.raises(UnsupportedError, match=r"unheard-of.*pip install 'deepspeed_ucp\[s3\]'"):
-        find_checkpoint("unheard-of://stores/run")
     assert find_tags("memory://stores") == []
+
+
+@pytest.mark.parametrize(("scheme", "extra"), [("s3", "s3"), ("gs", "gcs"), ("abfs", "abfs")])
+def test_what_reads_a_url_is_told(scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(scheme: str) -> None:
+        raise ImportError("it is not installed")
+
+    monkeypatch.setattr(remote._process, "systems", {})
+    with pytest.raises(UnsupportedError, match=r"s4://stores/run: s4:// is unknown; there are s3, gs, abfs"):
+        find_checkpoint("s4://stores/run")
+    monkeypatch.setattr(fsspec, "get_filesystem_class", refuse)
+    told = rf"{scheme}://stores/run: it is not installed; pip install 'deepspeed_ucp\[{extra}\]' installs"
+    with pytest.raises(UnsupportedError, match=told):
+        find_checkpoint(f"{scheme}://stores/run")
 
 
 def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:

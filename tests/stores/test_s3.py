@@ -14,11 +14,13 @@ import torch
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
+from botocore.exceptions import NoCredentialsError
+
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io import attempts, links, ranged, remote, store
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
@@ -188,14 +190,17 @@ def test_an_attempt_goes_on_where_the_last_one_stopped(server: Server, large: St
     assert bytes(data) == store.read_small(f"{folder}/{name}")[1000 : 1000 + len(data)]
 
 
-def test_a_server_that_keeps_failing_is_told(server: Server, small: State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_keeps_failing_is_told(
+    server: Server, small: State, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/small")
-    monkeypatch.setattr(attempts, "ATTEMPTS", 3)
-    with (
-        server.failing(fail_first(99, "503", having="optim")),
-        pytest.raises(CheckpointError, match=r"optim_states.pt: cannot be .*failed 3 times.*try again when the store"),
-    ):
+    monkeypatch.setattr(attempts, "ATTEMPTS", 4)
+    monkeypatch.setattr(attempts, "_told", {})
+    told = r"optim_states.pt: cannot be .*failed 4 times.*check credentials, endpoint and network, and try again when"
+    with server.failing(fail_first(99, "503", having="optim")), pytest.raises(CheckpointError, match=told):
         open_checkpoint(folder, Comm())
+    (warned,) = caplog.messages
+    assert "trying again in" in warned and f"{folder}/" in warned
 
 
 def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: State) -> None:
@@ -219,6 +224,30 @@ def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: Stat
         with pytest.raises(CheckpointError, match="there is no bucket s3://no-such-bucket; check its name"):
             find("s3://no-such-bucket/run")
     assert read_latest(f"s3://{BUCKET}/nowhere") is None
+    with pytest.raises(StorageError, match="cannot be written .there is no bucket s3://no-such-bucket; check its name"):
+        convert_checkpoint(f"s3://{BUCKET}/small", "s3://no-such-bucket/converted")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"endpoint": "http://127.0.0.1:1"}, {"endpoint_url": "no address"}],
+    ids=str,
+)
+def test_options_that_a_store_does_not_take_are_told(server: Server, options: Any) -> None:
+    try:
+        remote.set_options({**server.options, **options})
+        with pytest.raises(ConfigError, match=f"s3://{BUCKET}/small.*`storage_options`"):
+            find_checkpoint(f"s3://{BUCKET}/small")
+    finally:
+        remote.set_options(server.options)
+
+
+def test_no_credentials_are_told_as_such(server: Server) -> None:
+    def work() -> None:
+        raise NoCredentialsError
+
+    with pytest.raises(OSError, match="NoCredentialsError: .*; check the credentials"):
+        attempts.attempt(work, "s3://bucket/run")
 
 
 @pytest.mark.usefixtures("alone")
