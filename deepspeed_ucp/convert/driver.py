@@ -349,7 +349,7 @@ def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[W
 
 def _prepare_folder(work: _Conversion) -> None:
     folder, sizes = work.staging.folder, sorted(file.image.size for file in work.files)
-    check_space(folder, sum(sizes[-work.report.workers :] if work.staging.is_remote else sizes), work.staging.elsewhere)
+    check_space(folder, sum(sizes[-work.report.workers :] if work.staging.is_remote else sizes))
     make_folders(folder, [*(file.path for file in work.files), *work.steps])
     with suppress(FileNotFoundError):
         os.unlink(work.staging.path(HALT))  # of an earlier attempt

@@ -129,7 +129,7 @@ def _begin(staging: Staging | RemoteStaging, nbytes: int, overwrite: bool, stack
     staging.check_destination(overwrite)
     staging.begin({})
     stack.enter_context(staging.attempt())
-    check_space(staging.folder, nbytes, staging.elsewhere)
+    check_space(staging.folder, nbytes)
 
 
 def _warn_losses(index: AtomicIndex, selection: Selection) -> None:

@@ -86,7 +86,8 @@ def _pause(count: int, what: str, error: Exception) -> None:
     """Exponential backoff with full jitter, so that thousands of ranks do not come back at once."""
     pause = random.uniform(0, min(_PAUSE * 2 ** (count - 1), _LONGEST_PAUSE))
     level = logging.WARNING if count == _TOLD and _is_due(what) else logging.DEBUG
-    logger.log(level, "%s: trying again in %.1f s, %d times at most, after %s", what, pause, ATTEMPTS, _describe(error))
+    told = f"attempt {count} of {ATTEMPTS} failed with {_describe(error)}"
+    logger.log(level, "%s: %s; the next one is in %.1f s", what, told, pause)
     time.sleep(pause)
 
 

@@ -31,13 +31,12 @@ may have given back to its host, and fetches again: two thirds of the speed at 4
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
-def check_space(folder: str, nbytes: int, elsewhere: str = "write elsewhere") -> None:
+def check_space(folder: str, nbytes: int) -> None:
     """Refuse before the first byte what does not fit; quotas show only while writing.
 
     Args:
         folder: need not exist; what it already holds counts as written.
         nbytes: of everything that it is to hold in the end.
-        elsewhere: what to do where no room can be made.
 
     Raises:
         DiskFullError: with both figures.
@@ -50,7 +49,7 @@ def check_space(folder: str, nbytes: int, elsewhere: str = "write elsewhere") ->
     if needed > free:
         show = _show if _show(needed) != _show(free) else _show_all
         raise DiskFullError(
-            f"{folder}: disk full: needs {show(needed)}, has {show(free)} free. Make room, or {elsewhere}."
+            f"{folder}: disk full: needs {show(needed)}, has {show(free)} free. Make room, or write elsewhere."
         )
 
 

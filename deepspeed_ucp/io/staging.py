@@ -77,7 +77,6 @@ class Staging:
     """
 
     is_remote = False
-    elsewhere = "write elsewhere"
 
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination = os.path.abspath(destination)

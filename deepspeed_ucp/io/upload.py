@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
+from ..errors import CheckpointError, DiskFullError, StorageError, UnsupportedError, shorten
 from . import remote
 from .distance import choose_map
 from .journal import Journal
@@ -63,7 +63,6 @@ class RemoteStaging:
     """
 
     is_remote = True
-    elsewhere = "set TMPDIR to a folder with more room: files grow there before they go to the store"
 
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
         self.destination, self.kind = normalize(destination), kind
@@ -81,9 +80,20 @@ class RemoteStaging:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Around everything that a rank does: its scratch folder, below ``TMPDIR``."""
+        """Around everything that a rank does: its scratch folder, below ``TMPDIR``.
+
+        Raises:
+            DiskFullError: one that is raised inside, which tells of ``TMPDIR`` as well.
+        """
         with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-") as self.folder:
-            yield
+            try:
+                yield
+            except DiskFullError as error:
+                place = f"TMPDIR ({tempfile.gettempdir()})"
+                error.args += (
+                    f"Files grow below {place} before they go to the store: a folder with more room will do.",
+                )
+                raise
 
     def path(self, *parts: str) -> str:
         """A path in the scratch folder."""

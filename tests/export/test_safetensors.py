@@ -345,7 +345,7 @@ def test_an_existing_folder(tmp_path: Path) -> None:
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = open_model(tmp_path, Topology(1, 2))
 
-    def refuse(folder: str, nbytes: int, elsewhere: str) -> None:
+    def refuse(folder: str, nbytes: int) -> None:
         assert nbytes > 4 * 7700
         raise StorageError(f"{folder}: disk full")
 

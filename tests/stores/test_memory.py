@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -145,6 +146,16 @@ def test_an_export_to_a_store_is_the_one_to_a_folder(saved: Callable[..., tuple[
         export_safetensors(index, to)
     with pytest.raises(UnsupportedError, match="Export on one node"):
         run_ranks(2, lambda rank, comm: export_safetensors(index, f"{to}2", comm))
+
+
+def test_where_a_full_disk_is_that_files_for_a_store_grow_on(
+    saved: Callable[..., tuple[str, State]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = saved(Topology(1, 2))
+    monkeypatch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
+    told = rf"(?s)needs .*, has 1,000 bytes free.*Files grow below TMPDIR \({tempfile.gettempdir()}\)"
+    with pytest.raises(StorageError, match=told):
+        convert_checkpoint(folder, f"{URL}/converted")
 
 
 @pytest.mark.parametrize("stopped", [1, 12, -2, -1], ids=["first", "middle", "optimizer-state", "manifest"])

@@ -200,7 +200,7 @@ def test_a_server_that_keeps_failing_is_told(
     with server.failing(fail_first(99, "503", having="optim")), pytest.raises(CheckpointError, match=told):
         open_checkpoint(folder, Comm())
     (warned,) = caplog.messages
-    assert "trying again in" in warned and f"{folder}/" in warned
+    assert "attempt 3 of 4 failed with" in warned and f"{folder}/" in warned
 
 
 def test_what_may_not_be_read_is_not_asked_for_again(server: Server, small: State) -> None:
