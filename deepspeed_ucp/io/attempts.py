@@ -104,7 +104,8 @@ def _find_cause(error: Exception) -> Exception:
     """What fsspec says of the web's files is that they are not there, whatever failed."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
-        return cause if type(cause).__module__.split(".")[0] == "aiohttp" else error
+        told = isinstance(cause, (TypeError, ValueError, TimeoutError, ConnectionError))
+        return cause if told or type(cause).__module__.split(".")[0] == "aiohttp" else error
     return error
 
 

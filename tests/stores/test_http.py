@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from deepspeed_ucp.cli import main
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
 from deepspeed_ucp.io import attempts, gets, links, ranged, store
 from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.reshard import check_content, load, make_targets, open_everywhere
@@ -217,6 +217,15 @@ def test_what_fails_is_not_told_as_absent(folder: Path) -> None:
     context.load_cert_chain(folder / "key")
     with serve(folder, Ranged, context) as url, pytest.raises(CheckpointError, match="CERTIFICATE_VERIFY_FAILED"):
         find_checkpoint(url)
+
+
+def test_options_that_are_not_the_webs_are_told(folder: Path) -> None:
+    try:
+        store.set_storage_options({"endpoint": "http://minio:9000"})
+        with serve(folder, Ranged) as url, pytest.raises(ConfigError, match=r"run.*endpoint.*`storage_options`"):
+            find_checkpoint(url)
+    finally:
+        store.set_storage_options({})
 
 
 def make_certificate(folder: Path) -> Path:
