@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ..errors import ConfigError
+from .paths import find_store
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -93,7 +94,7 @@ def _pause(count: int, what: str, error: Exception) -> None:
 
 def _is_due(url: str) -> bool:
     """Whether nothing was told of a URL's store for a while."""
-    store, now = "/".join(url.split("/")[:3]), time.monotonic()
+    store, now = find_store(url), time.monotonic()
     if now - _told.get(store, -_SILENCE) < _SILENCE:
         return False
     _told[store] = now

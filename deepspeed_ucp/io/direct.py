@@ -43,14 +43,14 @@ _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EFAULT}
 """``EFAULT`` tells memory of a device's driver, which no disk can be given."""
 
 
-class _Own(threading.local):
+class _ThreadMemory(threading.local):
     """Memory of a thread's own."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
 
 
-_own = _Own()
+_own = _ThreadMemory()
 
 
 @functools.cache
@@ -130,8 +130,9 @@ def write_past(fd: int, view: memoryview, offset: int) -> bool:
     while done < view.nbytes:
         piece = view[done : done + _WRITTEN]
         if not is_aligned:
-            piece = _own.scratch.take(piece.nbytes)
-            piece[:] = view[done : done + _WRITTEN]
+            aligned = _own.scratch.take(piece.nbytes)
+            aligned[:] = piece
+            piece = aligned
         try:
             done += os.pwrite(fd, piece, offset + done)
         except OSError as error:
@@ -142,7 +143,7 @@ def write_past(fd: int, view: memoryview, offset: int) -> bool:
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether the system does not read past the cache here, rather than not at all."""
+    """Whether the system does not read or write past the cache here, rather than not at all."""
     return error.errno in _REFUSED
 
 

@@ -44,3 +44,8 @@ def normalize(path: str) -> str:
         return os.path.abspath(_LOCAL.sub("", path, count=1))
     scheme, _, rest = path.partition("://")
     return f"{scheme}://{rest.rstrip('/')}"
+
+
+def find_store(url: str) -> str:
+    """The part of a URL that names the store, or the bucket: ``s3://bucket``."""
+    return "/".join(url.split("/")[:3])

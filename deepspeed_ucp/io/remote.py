@@ -19,7 +19,7 @@ from .attempts import CHECK_OPTIONS, attempt
 from .gets import read_all
 from .links import Access, forget_refusals
 from .memory import pause_collection
-from .paths import FOLDER, Entry, normalize
+from .paths import FOLDER, Entry, find_store, normalize
 
 T = TypeVar("T")
 
@@ -305,5 +305,4 @@ def _write(work: Callable[[], None], url: str) -> None:
     except NotImplementedError as error:
         raise UnsupportedError(f"{url}: {_READ_ONLY}") from error
     except FileNotFoundError as error:
-        bucket = "/".join(url.split("/")[:3])
-        raise FileNotFoundError(f"there is no bucket {bucket}; check its name and the endpoint") from error
+        raise FileNotFoundError(f"there is no bucket {find_store(url)}; check its name and the endpoint") from error

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from ..io import direct
 from ..io.checksum import Checked
 from ..io.distance import count_readers
 from ..io.memory import Scratch
@@ -14,7 +15,7 @@ from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .reader import AtomReader, Item
 from .united import UnitedAtom
 
-_ALIGNED = 4096
+_ALIGNED = direct.ALIGNMENT
 """Bytes; in memory ranges begin at multiples of it, so that they can be written from there past the page cache."""
 
 MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
