@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,13 +19,39 @@ _PER_CORE, _LEAST, _MOST = 4, 8, 64
 
 def count_threads() -> int:
     """As many as read and write well: several for each core of this rank's share, as most of their time is waiting."""
+    return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // _count_ranks(), _LEAST), _MOST)
+
+
+def _count_ranks() -> int:
+    """Ranks on this machine, which share its cores."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    ranks = max(int(next((value for value in map(os.environ.get, names) if value), "1")), 1)
-    return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // ranks, _LEAST), _MOST)
+    return max(int(next((value for value in map(os.environ.get, names) if value), "1")), 1)
+
+
+@contextmanager
+def limit_torch(threads: int | None = None) -> Iterator[None]:
+    """Inside, torch divides an operation among no more threads than these, by default this rank's share of the cores.
+
+    Without a limit each rank, and each thread of ours, has an operation of its own on all cores. OpenMP's threads then
+    wait for others that have no core, and spin meanwhile: loads on 2 cores took between 1 and 4 times as long.
+    """
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    most = max(len(os.sched_getaffinity(0)) // _count_ranks(), 1) if threads is None else threads
+    if torch is None or before <= most:
+        yield
+        return
+    torch.set_num_threads(most)  # also that of threads which begin inside
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:
     """Let threads take jobs one by one, in order; all of them have ended when this returns or raises.
+
+    Torch does not divide what they do any further.
 
     Args:
         work: what each thread does, with the jobs that it gets.
@@ -51,14 +79,15 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
     count = max(min(threads, len(jobs)), 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ucp-work")
     futures: list[Future[None]] = []
-    try:
-        futures += [pool.submit(run) for _ in range(count)]
-        for future in futures:
-            future.result()
-    finally:
-        stop.set()
-        _wait_for_end(futures)
-        pool.shutdown()
+    with limit_torch(1):
+        try:
+            futures += [pool.submit(run) for _ in range(count)]
+            for future in futures:
+                future.result()
+        finally:
+            stop.set()
+            _wait_for_end(futures)
+            pool.shutdown()
 
 
 def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:

@@ -18,6 +18,7 @@ from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host, pause_collection
 from ..io.paths import is_url, normalize
 from ..io.store import begin_reading, set_storage_options
+from ..io.threads import limit_torch
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import open_checkpoint
@@ -397,7 +398,8 @@ def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Load
         engine.optimizer.checkpoint_event_prologue()
     target.prepare()
     try:
-        return index.run.state_file, load_direct(job, index, target)
+        with limit_torch():
+            return index.run.state_file, load_direct(job, index, target)
     finally:
         target.swaps.discard()
         if engine._optimizer_has_ckpt_event_epilogue():
