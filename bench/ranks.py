@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _context = multiprocessing.get_context("fork")
 _SHARED_MEMORY = Path("/dev/shm")
 _libc = ctypes.CDLL(None)
@@ -126,6 +128,7 @@ def _run_rank(body: Body, peer: Peer, log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     _set_launcher_environment(peer)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the parent has read its own already
     try:
         answer = ("done", body(peer))
     except Exception:  # noqa: BLE001 (the boundary of the process: the parent raises it)

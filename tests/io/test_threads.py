@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from deepspeed_ucp.io.threads import count_threads, run_threads
+from deepspeed_ucp.io.threads import count_threads, limit_torch, run_threads
 
 
 @pytest.mark.parametrize("threads", [1, 3, 20])
@@ -80,3 +81,35 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert count_threads() == 8
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(2000)))
     assert count_threads() == 64
+
+
+@pytest.fixture
+def threads_of_torch() -> Iterator[int]:
+    """More than a rank's share of the cores is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    yield 6
+    torch.set_num_threads(before)
+
+
+def test_torch_divides_nothing_that_a_thread_of_ours_does(threads_of_torch: int) -> None:
+    seen: list[int] = []
+
+    def work(turn: Iterator[int]) -> None:
+        seen.extend(torch.get_num_threads() for _ in turn)
+
+    run_threads(range(10), work, 3)
+    assert seen == [1] * 10
+    assert torch.get_num_threads() == threads_of_torch
+    with pytest.raises(ZeroDivisionError):
+        run_threads([0], lambda turn: [1 // job for job in turn], 3)  # type: ignore[arg-type, return-value]
+    assert torch.get_num_threads() == threads_of_torch
+
+
+def test_torch_works_with_a_ranks_share_of_the_cores(threads_of_torch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for ranks, share in (("4", 4), ("100", 1), ("1", threads_of_torch)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        with limit_torch():
+            assert torch.get_num_threads() == share
+        assert torch.get_num_threads() == threads_of_torch

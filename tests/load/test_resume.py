@@ -18,6 +18,7 @@ from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
     LoaderChoice,
+    _load,
     _resume_tag,
     decide,
     find_damage,
@@ -216,6 +217,24 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(monkeypatc
         engine.step()
     _resume_tag(make_job(engine, Comm()), "folder", "tag", lambda: (None, None), **more)
     assert engine.step() == "stepped"
+
+
+def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", lambda *_: torch.get_num_threads())
+    engine = SimpleNamespace(
+        _optimizer_has_ckpt_event_prologue=lambda: False, _optimizer_has_ckpt_event_epilogue=lambda: False
+    )
+    target: Any = SimpleNamespace(prepare=lambda: None, swaps=SimpleNamespace(discard=lambda: None))
+    index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert _load(make_job(engine, Comm()), "", index, target) == ("states", 1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
