@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -259,14 +260,13 @@ def _tell_failure(error: RankFailed) -> str:
 
 
 def run_rounds(bench: Bench, chosen: Sequence[str], rounds: int) -> list[Measured]:
-    """All chosen cases in each round, next to each other; each round begins with another of them.
+    """All chosen cases in each round, next to each other, in an order that is drawn for the round.
 
     A load of upstream's that has failed is not tried again.
     """
     measured: list[Measured] = []
     for round_ in range(rounds):
-        shift = round_ % len(chosen)
-        for case in [*chosen[shift:], *chosen[:shift]]:
+        for case in random.Random(round_).sample(chosen, len(chosen)):
             if any(m.case == case and not m.seconds for m in measured):
                 continue
             result = bench.measure(case, round_)
