@@ -7,7 +7,6 @@ checksum while they are in there, one copy out to memory that nobody has touched
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from isal import isal_zlib
 from meters import Io
+from ranks import map_memory
 
 from deepspeed_ucp.io.memory import allocate_large
 
@@ -149,7 +149,7 @@ def _make_buffered_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
 
 def _make_direct_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
     descriptors = _open(pieces, os.O_DIRECT)
-    fresh = np.frombuffer(_map_memory(max(1, sum(piece.length for piece in pieces))), np.uint8)
+    fresh = np.frombuffer(map_memory(max(1, sum(piece.length for piece in pieces))), np.uint8)
     starts = dict(zip(pieces, np.cumsum([0, *(piece.length for piece in pieces[:-1])]).tolist(), strict=False))
 
     def make() -> _Reader:
@@ -173,8 +173,3 @@ def _make_direct_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
         return read
 
     return make
-
-
-def _map_memory(size: int) -> mmap.mmap:
-    """Memory that nobody has touched, page by page."""
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

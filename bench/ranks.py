@@ -128,8 +128,13 @@ def touch_memory() -> None:
     a case that follows smaller ones would take up to twice as long.
     """
     nbytes = psutil.virtual_memory().available * 3 // 4
-    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    with map_memory(nbytes) as memory:
         np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Memory that nobody has touched, page by page."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def release_free_memory() -> None:

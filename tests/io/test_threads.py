@@ -101,8 +101,12 @@ def test_torch_divides_nothing_that_a_thread_of_ours_does(threads_of_torch: int)
     run_threads(range(10), work, 3)
     assert seen == [1] * 10
     assert torch.get_num_threads() == threads_of_torch
+
+    def fail(turn: Iterator[int]) -> None:
+        seen.extend(1 // job for job in turn)
+
     with pytest.raises(ZeroDivisionError):
-        run_threads([0], lambda turn: [1 // job for job in turn], 3)  # type: ignore[arg-type, return-value]
+        run_threads([0], fail, 3)
     assert torch.get_num_threads() == threads_of_torch
 
 
