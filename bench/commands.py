@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,21 +140,25 @@ def _read_kib(pid: int, file: str, key: str) -> int:
     return 0
 
 
+def draw_rounds(cases: Sequence[str], rounds: int) -> Iterator[tuple[str, int]]:
+    """(case, round): all cases in each round, next to each other, in an order that is drawn for the round."""
+    for round_ in range(rounds):
+        yield from ((case, round_) for case in random.Random(round_).sample(cases, len(cases)))
+
+
 def run_in_turns(
     cases: Sequence[str], rounds: int, measure: Callable[[str, int], Run], say: Callable[[str], None]
 ) -> list[Run]:
-    """All cases in each round, next to each other; each round begins with another. What failed is not tried again."""
+    """All cases in each round. What failed is not tried again."""
     found: list[Run] = []
-    for round_ in range(rounds):
-        shift = round_ % len(cases)
-        for case in [*cases[shift:], *cases[:shift]]:
-            if any(run.case == case and run.fault for run in found):
-                continue
-            run = measure(case, round_)
-            found.append(run)
-            say(
-                f"round {round_ + 1}/{rounds}  {case:16}  {run.seconds:7.2f} s + {run.sync_seconds:.2f} s sync  "
-                f"{run.storage_bytes / (1 << 30):6.2f} GiB read, {run.written_bytes / (1 << 30):.2f} written  "
-                f"{run.peak_bytes >> 20} MiB  {run.fault}"
-            )
+    for case, round_ in draw_rounds(cases, rounds):
+        if any(run.case == case and run.fault for run in found):
+            continue
+        run = measure(case, round_)
+        found.append(run)
+        say(
+            f"round {round_ + 1}/{rounds}  {case:16}  {run.seconds:7.2f} s + {run.sync_seconds:.2f} s sync  "
+            f"{run.storage_bytes / (1 << 30):6.2f} GiB read, {run.written_bytes / (1 << 30):.2f} written  "
+            f"{run.peak_bytes >> 20} MiB  {run.fault}"
+        )
     return found

@@ -1,7 +1,7 @@
 """Real engines over a GPT-shaped list of parameters: one that trains a step and saves, and the loads to be measured.
 
-Every function that returns a body imports DeepSpeed already imported by the parent; only `ours` imports the plugin, so
-that the other cases run without its hook.
+Ranks are forked from a parent that has imported everything and put the plugin's hook off; those that measure the plugin
+put it on again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from fingerprint import STATES, Part, hold_whole, sum_parts
 from meters import Io, peak_resident_bytes, reset_peak, resident_bytes
 from ranks import Body, Peer, release_free_memory
 from torch import nn
+
+import deepspeed_ucp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -146,7 +148,7 @@ def load_into(
     def body(peer: Peer) -> dict[str, Any]:
         deepspeed.init_distributed("gloo")
         if with_plugin:
-            import deepspeed_ucp  # noqa: F401  (here and not above: the other cases run without its hook)
+            deepspeed_ucp.install()
         engine, tell = make()
         release_free_memory()
         peer.ready()

@@ -102,6 +102,7 @@ class Results:
         conversion_seconds: of upstream's conversion, None where it was not run.
         conversion_failures: attempts at it that failed before.
         command: that measured.
+        import_seconds: of what the plugin imports at a process's first load.
     """
 
     measured: tuple[Measured, ...]
@@ -110,6 +111,7 @@ class Results:
     conversion_seconds: float | None
     conversion_failures: int
     command: str
+    import_seconds: float = 0.0
 
     @property
     def rounds(self) -> int:
@@ -157,8 +159,9 @@ def explain(results: Results) -> str:
 the free memory has been used a moment ago: what has been free for long a virtual machine's host takes back, and who
 uses it next waits. In each of {results.rounds} rounds all cases follow each other, in an order drawn for it; ratios
 are medians of per-round ratios. The time is that of `engine.load_checkpoint` alone in an engine that is ready, after a
-barrier, of the slowest rank. The floor is {THREADS} threads a process that read the records of the state once, in two
-ways in each round, of which the faster counts: `preadv` into buffers that they reuse; and past the page cache
+barrier, of the slowest rank. What a process's first load imports of the plugin is there before; it would take
+{results.import_seconds:.2f} s more. The floor is {THREADS} threads a process that read the records of the state once,
+in two ways in each round, of which the faster counts: `preadv` into buffers that they reuse; and past the page cache
 (`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in the cache and a copy out to fresh memory.
 *Processor* is what all processes together used of it, the system's work for them included; *from storage* is
 `read_bytes` of /proc/self/io, likewise. *Extra memory a rank* is the peak resident size during the load (VmHWM, reset

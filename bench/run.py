@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
-import random
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from cold import make_cold  # noqa: E402
+from commands import draw_rounds  # noqa: E402
 from engines import state_bytes  # noqa: E402
 from fingerprint import Sums, find_differing, join_parts  # noqa: E402
 from floor import DIRECT, allows_direct, floor_body  # noqa: E402
@@ -51,6 +53,8 @@ from restart import make_restart_section, measure_restarts  # noqa: E402
 from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
 from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
 
+import deepspeed_ucp  # noqa: E402
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,6 +70,16 @@ import time
 from deepspeed.checkpoint import ds_to_universal
 began = time.perf_counter()
 ds_to_universal.main(ds_to_universal.parse_arguments())
+print(time.perf_counter() - began)
+"""
+
+
+IMPORT = """
+import time
+import deepspeed
+import deepspeed_ucp
+began = time.perf_counter()
+import deepspeed_ucp.load.resume
 print(time.perf_counter() - began)
 """
 
@@ -260,23 +274,26 @@ def _tell_failure(error: RankFailed) -> str:
 
 
 def run_rounds(bench: Bench, chosen: Sequence[str], rounds: int) -> list[Measured]:
-    """All chosen cases in each round, next to each other, in an order that is drawn for the round.
-
-    A load of upstream's that has failed is not tried again.
-    """
+    """All chosen cases in each round. A load of upstream's that has failed is not tried again."""
     measured: list[Measured] = []
-    for round_ in range(rounds):
-        for case in random.Random(round_).sample(chosen, len(chosen)):
-            if any(m.case == case and not m.seconds for m in measured):
-                continue
-            result = bench.measure(case, round_)
-            measured.append(result)
-            say(
-                f"round {round_ + 1}/{rounds}  {case:13}  {result.seconds:7.2f} s  {result.busy:5.2f} s busy  "
-                f"{result.storage_bytes / (1 << 30):6.2f} GiB from storage  "
-                f"extra {result.extra_bytes >> 20} MiB, kept {result.kept_bytes >> 20} MiB  {result.fault}"
-            )
+    for case, round_ in draw_rounds(chosen, rounds):
+        if any(m.case == case and not m.seconds for m in measured):
+            continue
+        result = bench.measure(case, round_)
+        measured.append(result)
+        say(
+            f"round {round_ + 1}/{rounds}  {case:13}  {result.seconds:7.2f} s  {result.busy:5.2f} s busy  "
+            f"{result.storage_bytes / (1 << 30):6.2f} GiB from storage  "
+            f"extra {result.extra_bytes >> 20} MiB, kept {result.kept_bytes >> 20} MiB  {result.fault}"
+        )
     return measured
+
+
+@functools.cache
+def measure_import() -> float:
+    """Seconds that a process's first load imports for, median of three processes."""
+    runs = [subprocess.run([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, check=True) for _ in range(3)]
+    return statistics.median(float(run.stdout.split()[-1]) for run in runs)
 
 
 def run_source(suite: Suite, folder: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -307,7 +324,8 @@ def run_loads(bench: Bench, args: argparse.Namespace) -> dict[str, Any] | None:
     measured = run_rounds(bench, chosen, args.rounds)
     shutil.rmtree(bench.universal, ignore_errors=True)
     parameters, size = bench.parameters, state_bytes(bench.parameters)
-    return dataclasses.asdict(Results(tuple(measured), parameters, size, conversion, failures, tell_command()))
+    results = Results(tuple(measured), parameters, size, conversion, failures, tell_command(), measure_import())
+    return dataclasses.asdict(results)
 
 
 def run_offline(
@@ -396,6 +414,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    deepspeed_ucp.uninstall()  # the ranks are forked
     out = ROOT / "bench_out"
     out.mkdir(exist_ok=True)
     (out / ".gitignore").write_text("*\n")
