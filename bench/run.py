@@ -357,7 +357,8 @@ def make_page(found: dict[str, Any]) -> str:
         sections.append(make_plan_section(found[PLAN]))
     if RESTART in found:
         sections.append(make_restart_section(found[RESTART]))
-    how = f"{explain(suites[0][1])}\n\n" if suites else ""
+    newest = max((results for _, results in suites), key=lambda each: each.import_seconds, default=None)  # others lack it
+    how = f"{explain(newest)}\n\n" if newest else ""
     return f"# Benchmarks\n\n`make bench` on {describe_machine()}.\n\n{how}" + "\n".join(sections)
 
 
