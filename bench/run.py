@@ -357,7 +357,8 @@ def make_page(found: dict[str, Any]) -> str:
         sections.append(make_plan_section(found[PLAN]))
     if RESTART in found:
         sections.append(make_restart_section(found[RESTART]))
-    newest = max((results for _, results in suites), key=lambda each: each.import_seconds, default=None)  # others lack it
+    # Results of an earlier form do not tell what a first load imports.
+    newest = max((results for _, results in suites), key=lambda each: each.import_seconds, default=None)
     how = f"{explain(newest)}\n\n" if newest else ""
     return f"# Benchmarks\n\n`make bench` on {describe_machine()}.\n\n{how}" + "\n".join(sections)
 
