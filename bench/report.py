@@ -155,7 +155,7 @@ def take_faster(one: Mapping[int, float], other: Mapping[int, float]) -> dict[in
 
 def explain(results: Results) -> str:
     """How the loads were measured, the same in all sections."""
-    return f"""The page cache is cold before every load (dropped with posix_fadvise, checked with mincore), and most of
+    return f"""The page cache is cold before every case (dropped with posix_fadvise, checked with mincore), and most of
 the free memory has been used a moment ago: what has been free for long a virtual machine's host takes back, and who
 uses it next waits. In each of {results.rounds} rounds all cases follow each other, in an order drawn for it; ratios
 are medians of per-round ratios. The time is that of `engine.load_checkpoint` alone in an engine that is ready, after a
