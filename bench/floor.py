@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from cold import map_memory
 from isal import isal_zlib
 from meters import Io
-from ranks import map_memory
 
 from deepspeed_ucp.io.memory import allocate_large
 

@@ -15,7 +15,7 @@ from cold import make_cold
 from commands import Run, Told, run_command, run_in_turns, sync_folder
 from fingerprint import STATES, Sums, sum_whole
 from floor import DIRECT, allows_direct, file_pieces, floor_body
-from ranks import Peer, Ranks, touch_memory
+from ranks import Peer, Ranks
 
 OURS = (sys.executable, "-m", "deepspeed_ucp")
 UPSTREAM = "deepspeed.checkpoint.ds_to_universal"
@@ -286,7 +286,6 @@ class Bench:
         if job.is_floor:
             self.source.output.mkdir()
         os.sync()  # what others have written must not be written out meanwhile
-        touch_memory()
         make_cold(self.source.checkpoint)
         command = job.command(self.source) if job.command else []
         told = run_command(command, self.source.logs / f"{job.name}.log")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
 import multiprocessing
 import os
 import socket
@@ -15,8 +14,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 
 _context = multiprocessing.get_context("fork")
@@ -83,7 +80,6 @@ class Ranks:
     def run(self, before: Callable[[], object] = lambda: None) -> list[Any]:
         """Wait until all ranks are ready, call `before`, let them go; what each rank's body returned, by rank."""
         self._receive("ready")
-        touch_memory()
         before()
         for connection in self._connections:
             connection.send("go")
@@ -119,22 +115,6 @@ def remove_reduce_buffers(port: int) -> None:
     """Remove what DeepSpeed's shared-memory collectives of the launch at `port` left in /dev/shm (69 MB a rank)."""
     for file in _SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         file.unlink(missing_ok=True)
-
-
-def touch_memory() -> None:
-    """Use most of the free memory once, and free it.
-
-    A virtual machine's host takes back what has been free for some seconds. Whoever uses it next would wait for it:
-    a case that follows smaller ones would take up to twice as long.
-    """
-    nbytes = psutil.virtual_memory().available * 3 // 4
-    with map_memory(nbytes) as memory:
-        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
-
-
-def map_memory(nbytes: int) -> mmap.mmap:
-    """Memory that nobody has touched, page by page."""
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def release_free_memory() -> None:

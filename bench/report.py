@@ -155,14 +155,15 @@ def take_faster(one: Mapping[int, float], other: Mapping[int, float]) -> dict[in
 
 def explain(results: Results) -> str:
     """How the loads were measured, the same in all sections."""
-    return f"""The page cache is cold before every case (dropped with posix_fadvise, checked with mincore), and most of
-the free memory has been used a moment ago: what has been free for long a virtual machine's host takes back, and who
-uses it next waits. In each of {results.rounds} rounds all cases follow each other, in an order drawn for it; ratios
-are medians of per-round ratios. The time is that of `engine.load_checkpoint` alone in an engine that is ready, after a
-barrier, of the slowest rank. What a process's first load imports of the plugin is there before; it would take
-{results.import_seconds:.2f} s more. The floor is {THREADS} threads a process that read the records of the state once,
-in two ways in each round, of which the faster counts: `preadv` into buffers that they reuse; and past the page cache
-(`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in the cache and a copy out to fresh memory.
+    return f"""The page cache is cold before every case (dropped with posix_fadvise, checked with mincore), and memory
+of four times the checkpoint's size has been used a moment ago: what has been free for long a virtual machine's host
+takes back, and who uses it next waits. In each of {results.rounds} rounds all cases follow each other, in an order
+drawn for it; ratios are medians of per-round ratios. The time is that of `engine.load_checkpoint` alone in an engine
+that is ready, after a barrier, of the slowest rank. What a process's first load imports of the plugin is there before;
+it would take {results.import_seconds:.2f} s more. The floor is {THREADS} threads a process that read the records of the
+state once, in two ways in each round, of which the faster counts: `preadv` into buffers that they reuse; and past the
+page cache (`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in the cache and a copy out to
+fresh memory.
 *Processor* is what all processes together used of it, the system's work for them included; *from storage* is
 `read_bytes` of /proc/self/io, likewise. *Extra memory a rank* is the peak resident size during the load (VmHWM, reset
 before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the process holds
