@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,44 +25,47 @@ class StillWarm(RuntimeError):
     """The page cache keeps the checkpoint although everything permitted was done to drop it."""
 
 
-def make_cold(root: Path) -> int:
-    """Drop every file below `root` from the page cache; the bytes that stay cached (normally 0).
-
-    Before that as much memory as four times their bytes is used once.
+def make_cold(*roots: Path) -> int:
+    """Use memory, and drop every file below `roots` from the page cache; the bytes that stay cached (normally 0).
 
     Raises StillWarm when more than 1 % of the bytes stay: a load measured then would not come from the storage.
     """
-    files = [file for file in sorted(root.rglob("*")) if file.is_file()]
-    total = sum(file.stat().st_size for file in files)
-    touch_memory(4 * total)
+    files = list_files(*roots)
+    touch_memory(files)
     for file in files:
         _drop(file)
     resident = sum(resident_bytes(file) for file in files)
     if resident:
         _drop_all_caches()
         resident = sum(resident_bytes(file) for file in files)
+    total = sum(file.stat().st_size for file in files)
     if resident > total // 100:
         raise StillWarm(
-            f"{resident} of {total} bytes below {root} are still cached; as root /proc/sys/vm/drop_caches "
-            "would empty the cache"
+            f"{resident} of {total} bytes below {', '.join(map(str, roots))} are still cached; as root "
+            "/proc/sys/vm/drop_caches would empty the cache"
         )
     return resident
 
 
-def touch_memory(nbytes: int) -> None:
-    """Use so much memory once, but leave a quarter of what is free, and free it.
+def list_files(*roots: Path) -> list[Path]:
+    """All files below folders."""
+    return [file for root in roots for file in sorted(root.rglob("*")) if file.is_file()]
+
+
+def touch_memory(files: Sequence[Path]) -> None:
+    """Use as much memory as four times the files' bytes once, but leave a quarter of what is free, and free it.
 
     A virtual machine's host takes back what has been free for some seconds. Whoever uses it next would wait for it:
     a case that follows smaller ones would take up to twice as long.
     """
-    nbytes = min(nbytes, psutil.virtual_memory().available * 3 // 4)
-    with map_memory(max(nbytes, 1)) as memory:
+    wanted = 4 * sum(file.stat().st_size for file in files)
+    with map_memory(min(wanted, psutil.virtual_memory().available * 3 // 4)) as memory:
         np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """Memory that nobody has touched, page by page."""
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Memory that nobody has touched, page by page; a byte at least."""
+    return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def resident_bytes(file: Path) -> int:

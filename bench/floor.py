@@ -149,7 +149,7 @@ def _make_buffered_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
 
 def _make_direct_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
     descriptors = _open(pieces, os.O_DIRECT)
-    fresh = np.frombuffer(map_memory(max(1, sum(piece.length for piece in pieces))), np.uint8)
+    fresh = np.frombuffer(map_memory(sum(piece.length for piece in pieces)), np.uint8)
     starts = dict(zip(pieces, np.cumsum([0, *(piece.length for piece in pieces[:-1])]).tolist(), strict=False))
 
     def make() -> _Reader:

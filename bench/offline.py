@@ -276,8 +276,6 @@ class Bench:
             if told.code:
                 raise CommandFailed(f"{job.name}: exit code {told.code}; see {self.source.logs}")
             self._prepared.add(job.name)
-        if self.source.weights.exists():
-            make_cold(self.source.weights)
 
     def _call(self, job: Job) -> tuple[Told, float]:
         self._prepare(job)
@@ -286,7 +284,7 @@ class Bench:
         if job.is_floor:
             self.source.output.mkdir()
         os.sync()  # what others have written must not be written out meanwhile
-        make_cold(self.source.checkpoint)
+        make_cold(self.source.checkpoint, self.source.weights)  # the latter where a job has prepared them
         command = job.command(self.source) if job.command else []
         told = run_command(command, self.source.logs / f"{job.name}.log")
         return told, sync_folder(self.source.out) if not told.code else 0.0
