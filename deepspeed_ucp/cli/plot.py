@@ -27,7 +27,7 @@ _LINE = 0.17
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Row:
+class MapRow:
     """One line of the map: the files of one rank, or of one role where no single rank can be named.
 
     Attributes:
@@ -52,12 +52,12 @@ class Map:
         marks: layers as (start in bytes, end, label).
     """
 
-    rows: tuple[Row, ...]
-    lanes: dict[tuple[Row, str], list[tuple[float, float, int]]]
+    rows: tuple[MapRow, ...]
+    lanes: dict[tuple[MapRow, str], list[tuple[float, float, int]]]
     width: float
     marks: tuple[tuple[float, float, str], ...]
 
-    def sum_bytes(self, row: Row | None = None, kind: str | None = None) -> int:
+    def sum_bytes(self, row: MapRow | None = None, kind: str | None = None) -> int:
         """Bytes of one row, of one kind, or of all."""
         held = (spans for (r, k), spans in self.lanes.items() if row in (r, None) and kind in (k, None))
         return sum(nbytes for spans in held for *_, nbytes in spans)
@@ -68,7 +68,7 @@ def make_map(index: AtomicIndex, parameters: Sequence[Parameter]) -> Map:
     places, width = _lay_out(parameters)
     whole = {row.param: row.numel for row in parameters}
     rows = _name_rows(index)
-    lanes: dict[tuple[Row, str], list[tuple[float, float, int]]] = {}
+    lanes: dict[tuple[MapRow, str], list[tuple[float, float, int]]] = {}
     for key, atom in index.stored.atoms.items():
         kind = {MASTER: MASTERS, MODULE: OTHERS, COPY: COPIES}.get(key.state, STATES)
         start, end = places[key.param]
@@ -106,34 +106,34 @@ def _spread(atom: Atom, numel: int | None) -> list[tuple[float, float, int, int]
     return found
 
 
-def _name_rows(index: AtomicIndex) -> dict[str, Row]:
+def _name_rows(index: AtomicIndex) -> dict[str, MapRow]:
     """The row of every file, by the file's name."""
     names = [os.path.basename(file.path) for file in index.stored.files]
-    rows = {name: Row((2,), "", name) for name in names}
+    rows = {name: MapRow((2,), "", name) for name in names}
     if index.run.topology.wrapper == "atomic":
         states = [f"{state}.pt" for state in sort_states({key.state for key in index.stored.atoms})]
-        return {**rows, **{name: Row((order,), "", name) for order, name in enumerate(states)}}
+        return {**rows, **{name: MapRow((order,), "", name) for order, name in enumerate(states)}}
     folder, state_file = os.path.split(index.run.state_file)
     listing = sort_files(folder, dict.fromkeys([*names, state_file], 0))
     rows |= {name: _name_rank(index, mp, None) for mp, name in listing.model.items()}
     rows |= {name: _name_rank(index, mp, dp) for (mp, dp), name in listing.model_zero3.items()}
     rows |= {name: _name_rank(index, mp, dp) for (_, mp, dp), name in listing.optim.items()}
     for (layer, _, _), name in listing.experts.items():
-        rows[name] = Row((1, layer), "experts", "all layers" if layer == NO_LAYER else f"layer {layer}")
+        rows[name] = MapRow((1, layer), "experts", "all layers" if layer == NO_LAYER else f"layer {layer}")
     for (mp, ep), name in listing.expert_optim.items():
         rows[name] = replace(_name_rank(index, mp, ep), label=f"ep {ep}")
     for (_, tp), name in listing.layers.items():
         label = f"tp {tp}" if index.run.topology.tp > 1 else "all layers"
-        rows[name] = Row((1, max(tp, 0)), "layer files", label)
+        rows[name] = MapRow((1, max(tp, 0)), "layer files", label)
     return rows
 
 
-def _name_rank(index: AtomicIndex, mp: int, dp: int | None) -> Row:
+def _name_rank(index: AtomicIndex, mp: int, dp: int | None) -> MapRow:
     topology = index.run.topology
     stage, rank = divmod(mp, max(topology.tp, 1))
     used = [f"pp {stage}"] * (topology.pp > 1) + [f"tp {rank}"] * (topology.tp > 1)
     order = (0, stage, rank, -1 if dp is None else dp)
-    return Row(order, " · ".join(used), "model states" if dp is None else f"dp {dp}")
+    return MapRow(order, " · ".join(used), "model states" if dp is None else f"dp {dp}")
 
 
 def _mark_layers(places: dict[ParamKey, tuple[float, float]]) -> list[tuple[float, float, str]]:

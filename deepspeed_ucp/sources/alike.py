@@ -129,7 +129,7 @@ class _Made(Sequence[T]):
         return tuple(self.make(number, self.numbers) for number in found)
 
 
-class Batch:
+class FileBatch:
     """Files of one form, and the numbers of their pieces as columns.
 
     Attributes:
@@ -176,10 +176,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FileRun:
     """Some of a batch's files: which they are in it, and which partitions of a flat buffer they hold."""
 
-    batch: Batch
+    batch: FileBatch
     files: Sequence[int]
     parts: Sequence[int]
 
@@ -203,18 +203,18 @@ class Run:
             return range(first + files.start, first + files.stop, files.step)
         return [first + file for file in files]
 
-    def split(self) -> Iterator[Run]:
+    def split(self) -> Iterator[FileRun]:
         """Each file for itself."""
         for file, part in zip(self.files, self.parts, strict=True):
-            yield Run(self.batch, [file], [part])
+            yield FileRun(self.batch, [file], [part])
 
 
 class Batches:
     """All optimizer files of a save, by form."""
 
     def __init__(self, headers: Iterable[FileHeader]) -> None:
-        self._batches: dict[int, Batch] = {}
-        self._places: dict[str, tuple[Batch, int]] = {}
+        self._batches: dict[int, FileBatch] = {}
+        self._places: dict[str, tuple[FileBatch, int]] = {}
         for header in headers:
             self._add(header)
 
@@ -226,19 +226,19 @@ class Batches:
         key = id(form.optim if form else optim)
         batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[key] = Batch(form or Form(optim))
+            batch = self._batches[key] = FileBatch(form or Form(optim))
         self._places[header.name] = batch, len(batch.files)
         batch.add(header, optim.masters.numbers if isinstance(optim.masters, _Made) else number_pieces(optim))
 
-    def list_runs(self, headers: Iterable[FileHeader]) -> list[Run]:
+    def list_runs(self, headers: Iterable[FileHeader]) -> list[FileRun]:
         """The files that hold a flat buffer, partition by partition."""
-        found: dict[int, tuple[Batch, list[int], list[int]]] = {}
+        found: dict[int, tuple[FileBatch, list[int], list[int]]] = {}
         for part, header in enumerate(headers):
             batch, file = self._places[header.name]
             _, files, parts = found.setdefault(id(batch), (batch, [], []))
             files.append(file)
             parts.append(part)
-        return [Run(batch, _find_range(files), parts) for batch, files, parts in found.values()]
+        return [FileRun(batch, _find_range(files), parts) for batch, files, parts in found.values()]
 
 
 def _find_range(numbers: list[int]) -> Sequence[int]:

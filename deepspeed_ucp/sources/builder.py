@@ -31,7 +31,7 @@ from ..errors import CheckpointError
 from ..flat import Cut, FlatBuffer
 from ..sight import Sight
 from ..torchsave.records import FileRecord
-from .alike import CRC, NBYTES, OFFSET, Batch, Batches
+from .alike import CRC, NBYTES, OFFSET, Batches, FileBatch
 from .files import Listing
 from .headers import FileHeader, Piece, Shape, TensorStates
 from .ranks import SavedRank
@@ -94,7 +94,7 @@ class Builder:
             self.records.append(Record(file, record.offset, record.nbytes, record.crc))
         return found
 
-    def number_records(self, batch: Batch, piece: int) -> int:
+    def number_records(self, batch: FileBatch, piece: int) -> int:
         """Number of the first file's record with a piece; those of the batch's other files follow."""
         first = batch.form.firsts[piece]
         found = batch.records.get(first)

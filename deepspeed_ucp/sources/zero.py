@@ -14,7 +14,7 @@ from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, Spr
 from ..errors import CheckpointError, shorten
 from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
-from .alike import NUMEL, START, Batches, Run
+from .alike import NUMEL, START, Batches, FileRun
 from .builder import Builder
 from .expertfiles import count_filed
 from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
@@ -195,7 +195,7 @@ class _Holders:
     """The files of ranks that hold the same parameters, what these have alike, and by group what they say to hold."""
 
     shards: list[FileHeader]
-    runs: list[Run]
+    runs: list[FileRun]
     slices: list[tuple[Slices, ...]]
 
 
@@ -316,7 +316,7 @@ class _Adder:
             nothing = _get_optim(shard).masters[self.index].narrow(0, 0)
             self.builder.add(self.rank, name, MASTER, shard, replace(nothing, shape=shape))
 
-    def _add_run(self, run: Run) -> None:
+    def _add_run(self, run: FileRun) -> None:
         """The masters, and the optimizer's states.
 
         Of a sub-group that is swapped only what is in no swap file, as a step, is taken from the state file.
@@ -334,14 +334,14 @@ class _Adder:
             for same in self._split(run):
                 self._add_states(same, swaps)
 
-    def _split(self, run: Run) -> Iterable[Run]:
+    def _split(self, run: FileRun) -> Iterable[FileRun]:
         """The files apart where their states are of different sizes."""
         form = run.batch.form
         pieces = [self.index, *form.list_states(self.index)] if form.optim.elastic else form.list_states(self.index)
         sizes = set(zip(*(run.pick(piece, NUMEL) for piece in pieces), strict=True))
         return run.split() if len(sizes) > 1 else (run,)
 
-    def _check_masters(self, run: Run) -> None:
+    def _check_masters(self, run: FileRun) -> None:
         """Whether the files' partitions are as large as they have to be, and of the parameters that they have to be.
 
         Raises:
@@ -363,7 +363,7 @@ class _Adder:
         if not self.buffer.by_parameter:
             self._check_slices(run)
 
-    def _check_slices(self, run: Run) -> None:
+    def _check_slices(self, run: FileRun) -> None:
         """``param_slice_mappings`` tell a shard of another rank or run; their names are right without round robin.
 
         Raises:
@@ -402,7 +402,7 @@ class _Adder:
                 "partition). The file belongs to another rank, run or world size; put the right one back."
             )
 
-    def _add_states(self, run: Run, swapped: Container[str]) -> None:
+    def _add_states(self, run: FileRun, swapped: Container[str]) -> None:
         """The optimizer's states in files that have them in the same sizes."""
         shard = self.held_by.shards[run.parts[0]]
         optim, form = _get_optim(shard), run.batch.form
@@ -416,13 +416,13 @@ class _Adder:
         for state in self.builder.sort_states(params, states, stored, shard):
             self._put_pieces(state, pieces[state], run)
 
-    def _list_names(self, run: Run) -> Iterable[str]:
+    def _list_names(self, run: FileRun) -> Iterable[str]:
         """The parameters of which files have some elements."""
         if len(run.parts) == self.buffer.parts:
             return [name for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True) if count(shape)]
         return dict.fromkeys(cut.name for part in run.parts for cut in self.buffer.cuts(part))
 
-    def _put_pieces(self, state: str, piece: int, run: Run) -> None:
+    def _put_pieces(self, state: str, piece: int, run: FileRun) -> None:
         """Note where files have a state."""
         first = run.batch.make_piece(piece, run.files[0])
         if first.fault:
