@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ class Run:
         durable_seconds: the part of `seconds` in which it made its output durable itself.
         storage_bytes, written_bytes: of it and its processes.
         peak_bytes: the highest resident size of one process, or the highest sum of several's proportional sizes.
-        fault: why it came to nothing; "" otherwise.
+        fault: why it came to nothing (`seconds` is 0 then); "" otherwise.
     """
 
     case: str
@@ -45,6 +44,14 @@ class Run:
     peak_bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     fault: str = ""
+
+    def tell(self) -> str:
+        """One line for who waits."""
+        return (
+            f"{self.case:16}  {self.seconds:7.2f} s + {self.sync_seconds:.2f} s sync  "
+            f"{self.storage_bytes / (1 << 30):6.2f} GiB read, {self.written_bytes / (1 << 30):.2f} written  "
+            f"{self.peak_bytes >> 20} MiB  {self.fault}"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,27 +145,3 @@ def _read_kib(pid: int, file: str, key: str) -> int:
             if line.startswith(key):
                 return int(line.split()[1])
     return 0
-
-
-def draw_rounds(cases: Sequence[str], rounds: int) -> Iterator[tuple[str, int]]:
-    """(case, round): all cases in each round, next to each other, in an order that is drawn for the round."""
-    for round_ in range(rounds):
-        yield from ((case, round_) for case in random.Random(round_).sample(cases, len(cases)))
-
-
-def run_in_turns(
-    cases: Sequence[str], rounds: int, measure: Callable[[str, int], Run], say: Callable[[str], None]
-) -> list[Run]:
-    """All cases in each round. What failed is not tried again."""
-    found: list[Run] = []
-    for case, round_ in draw_rounds(cases, rounds):
-        if any(run.case == case and run.fault for run in found):
-            continue
-        run = measure(case, round_)
-        found.append(run)
-        say(
-            f"round {round_ + 1}/{rounds}  {case:16}  {run.seconds:7.2f} s + {run.sync_seconds:.2f} s sync  "
-            f"{run.storage_bytes / (1 << 30):6.2f} GiB read, {run.written_bytes / (1 << 30):.2f} written  "
-            f"{run.peak_bytes >> 20} MiB  {run.fault}"
-        )
-    return found

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cold import make_cold
-from commands import draw_rounds
 from engines import state_bytes
 from fingerprint import Sums, find_differing, join_parts
 from floor import DIRECT, allows_direct, floor_body
@@ -23,6 +22,7 @@ from objects import BUCKET, get_body, make_warm, serve
 from offline import Source
 from ranks import Body, RankFailed, Ranks
 from report import Measured, Results
+from rounds import run_in_turns
 
 if TYPE_CHECKING:
     from suites import Suite
@@ -88,25 +88,10 @@ class Bench:
             return None
         wanted = any(name.startswith("upstream") for name in chosen)
         conversion, failures = self.convert() if wanted else (None, 0)
-        measured = self._run_rounds(chosen, rounds)
+        measured = run_in_turns(chosen, rounds, self.measure, self._say)
         shutil.rmtree(self.universal, ignore_errors=True)
         size = state_bytes(self.parameters)
         return Results(tuple(measured), self.parameters, size, conversion, failures, command, measure_import())
-
-    def _run_rounds(self, chosen: Sequence[str], rounds: int) -> list[Measured]:
-        """All chosen cases in each round. A load of upstream's that has failed is not tried again."""
-        measured: list[Measured] = []
-        for case, round_ in draw_rounds(chosen, rounds):
-            if any(m.case == case and not m.seconds for m in measured):
-                continue
-            result = self.measure(case, round_)
-            measured.append(result)
-            self._say(
-                f"round {round_ + 1}/{rounds}  {case:13}  {result.seconds:7.2f} s  {result.busy:5.2f} s busy  "
-                f"{result.storage_bytes / (1 << 30):6.2f} GiB from storage  "
-                f"extra {result.extra_bytes >> 20} MiB, kept {result.kept_bytes >> 20} MiB  {result.fault}"
-            )
-        return measured
 
     def convert(self) -> tuple[float, int]:
         """Seconds of upstream's conversion with a cold cache, without its interpreter's start; how often it failed.

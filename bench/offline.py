@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from cold import make_cold
-from commands import Run, Told, run_command, run_in_turns, sync_folder
+from commands import Run, Told, run_command, sync_folder
 from fingerprint import STATES, Sums, sum_whole
 from floor import DIRECT, allows_direct, file_pieces, floor_body
 from ranks import Peer, Ranks
+from rounds import run_in_turns
 
 OURS = (sys.executable, "-m", "deepspeed_ucp")
 UPSTREAM = "deepspeed.checkpoint.ds_to_universal"
@@ -229,7 +230,7 @@ class Bench:
 
     def run(self, rounds: int, only: Sequence[str] | None = None) -> list[Run]:
         chosen = [name for name in self.jobs if not only or name in only]
-        return run_in_turns(chosen, rounds, self.measure, self._say) if chosen else []
+        return run_in_turns(chosen, rounds, self.measure, self._say)
 
     def find_workers(self) -> tuple[int, int]:
         """Upstream's fastest numbers of workers, by one cold run of each."""

@@ -41,6 +41,14 @@ class Measured:
     phases: Mapping[str, float] = field(default_factory=dict)
     fault: str = ""
 
+    def tell(self) -> str:
+        """One line for who waits."""
+        return (
+            f"{self.case:13}  {self.seconds:7.2f} s  {self.busy:5.2f} s busy  "
+            f"{self.storage_bytes / (1 << 30):6.2f} GiB from storage  "
+            f"extra {self.extra_bytes >> 20} MiB, kept {self.kept_bytes >> 20} MiB  {self.fault}"
+        )
+
 
 @dataclass(frozen=True)
 class Case:

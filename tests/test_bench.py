@@ -157,9 +157,10 @@ def test_what_failed_is_told_and_not_tried_again(offline: ModuleType) -> None:
 
     def measure(case: str, round_: int) -> Any:
         tried.append((case, round_))
-        return commands.Run(case, round_, 1.0, fault="broken" if case == "upstream-convert" else "")
+        seconds, fault = (0.0, "broken") if case == "upstream-convert" else (1.0, "")
+        return commands.Run(case, round_, seconds, fault=fault)
 
-    runs = commands.run_in_turns(["ours-convert", "upstream-convert"], 2, measure, lambda text: None)
+    runs = sys.modules["rounds"].run_in_turns(["ours-convert", "upstream-convert"], 2, measure, lambda text: None)
     assert sorted(tried) == [("ours-convert", 0), ("ours-convert", 1), ("upstream-convert", 0)]
     found = offline.Found(tuple(runs), 1, 1, 1, (2, 2), "")
     assert "broken" in offline.commands_table(found, sys.modules["offline"].CONVERT)
@@ -201,6 +202,21 @@ def test_the_faster_way_to_read_is_the_floor(report: ModuleType) -> None:
     case = report.Case("ours-2", "ours", floor="floor-2", floor_limit=1.5)
     (target,) = [target for target in report.make_targets(results, [case]) if "floor" in target.text]
     assert (target.value, target.reached) == (1.5, True)
+
+
+def test_a_load_of_other_values_is_timed_in_every_round(report: ModuleType) -> None:
+    """Unlike one that came to nothing."""
+    faults = {"upstream-dp2": (2.0, "loads other values"), "upstream-z3": (0.0, "fails")}
+
+    def measure(case: str, round_: int) -> Any:
+        seconds, fault = faults[case]
+        return report.Measured(case, round_, seconds, 3 << 30, fault=fault)
+
+    told: list[str] = []
+    found = sys.modules["rounds"].run_in_turns([*faults], 2, measure, told.append)
+    tried = sorted((each.case, each.round) for each in found)
+    assert tried == [("upstream-dp2", 0), ("upstream-dp2", 1), ("upstream-z3", 0)]
+    assert told[-1].startswith("round 2/2  upstream-dp2      2.00 s")
 
 
 def test_the_decision_is_held_against_the_load_that_it_leaves_to_deepspeed(report: ModuleType) -> None:
