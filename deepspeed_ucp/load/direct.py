@@ -11,7 +11,8 @@ good, the engine is marked as one that must not be used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +46,8 @@ from .job import LoadArguments, LoadJob, LoadReport
 from .prepare import Work, prepare
 from .states import attach_states
 from .transfer import Transfer
+
+logger = logging.getLogger("deepspeed_ucp")
 
 
 def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, Any]:
@@ -84,12 +87,6 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     source = _assemble(transfer, report) if arguments.custom_load_fn is not None else None
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
 
-    def restore_others() -> None:
-        if not arguments.load_module_only:
-            restore_helpers(engine, saved, with_scheduler=arguments.load_lr_scheduler_states)
-        for key, module in modules.items():
-            module.set_extra_state(extra[key])
-
     def finish() -> None:
         if with_states:
             attach_states(target, work.states, work.match)
@@ -97,7 +94,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
 
     with guard_engine(engine, with_states=with_states):
         with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
-            comm.run(restore_others)
+            comm.run(lambda: _restore_others(job, index, saved, [(each, extra[key]) for key, each in modules.items()]))
         if source is not None:
             run_custom_load(job, source, target, masters_follow=not work.touched)
             source = None  # as large as the model
@@ -300,6 +297,18 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     if (place.tp, place.pp) != (index.run.degrees or (topology.tp, topology.pp)):
         return None
     return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == topology.dp else 0)
+
+
+def _restore_others(
+    job: LoadJob, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
+) -> None:
+    """Scheduler, random-ltd and data sampler, and modules' extra states."""
+    if not job.arguments.load_module_only:
+        told = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
+        if told and job.comm.rank == 0:
+            logger.warning("%s: %s", index.run.state_file, " ".join(told))
+    for module, state in modules:
+        module.set_extra_state(state)
 
 
 def _finish(

@@ -44,15 +44,41 @@ def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
     engine.loaded_checkpoint_mp_world_size = saved.get("mp_world_size", 1)
 
 
-def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> None:
-    """Give lr scheduler, random-ltd scheduler and data sampler their saved state."""
-    if with_scheduler and engine.lr_scheduler is not None and saved.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
-    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and saved.get("random_ltd") is not None:
-        engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
-    loader = engine.training_dataloader
-    if loader is not None and engine.curriculum_learning_enabled() and saved.get("data_sampler") is not None:
-        loader.data_sampler.load_state_dict(saved["data_sampler"])
+def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> list[str]:
+    """Give lr scheduler, random-ltd scheduler and data sampler their saved state.
+
+    Returns:
+        What is wrong where only one side has one of them, and what to do. It is no error: a trainer may step a
+        scheduler that the engine does not know, or the new run may be meant to have another.
+    """
+    loader = engine.training_dataloader if engine.curriculum_learning_enabled() else None
+    helpers = {
+        "lr_scheduler": engine.lr_scheduler,
+        "random_ltd": engine.random_ltd_scheduler if engine.random_ltd_enabled() else None,
+        "data_sampler": loader.data_sampler if loader is not None else None,
+    }
+    if not with_scheduler:
+        del helpers["lr_scheduler"]
+    live = {key for key, helper in helpers.items() if helper is not None}
+    kept = {key for key in helpers if saved.get(key) is not None}
+    for key, helper in helpers.items():
+        if key in live & kept:
+            helper.load_state_dict(saved[key])
+    new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
+    told = []
+    if new:
+        told.append(
+            f"only this engine has {new}: begun anew at step {saved['global_steps']} of the run. Train with what the "
+            "saved run had, or set it to that step yourself."
+        )
+    if unused:
+        told.append(
+            f"only the checkpoint has {unused}: its state is not used. Train with what the saved run had, unless this "
+            "is meant, or the trainer goes on with its own."
+        )
+    if "lr_scheduler" in live ^ kept:
+        told.append("load_lr_scheduler_states=False leaves the lr_scheduler alone, and its saved state to the caller.")
+    return told
 
 
 def restore_rates(engine: Any) -> None:
@@ -68,16 +94,15 @@ def restore_rates(engine: Any) -> None:
         group["lr"] = rate
 
 
-def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> bool:
-    """Take over a dynamic loss scaler's state where both sides scale dynamically; True when taken."""
+def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:
+    """Take over a dynamic loss scaler's state where both sides scale dynamically."""
     scaler = getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
     live_dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
     if not (live_dynamic and saved.get("dynamic")):
-        return False
+        return
     for key, value in saved.items():
         if key != "dynamic" and hasattr(scaler, key):
             setattr(scaler, key, value)
-    return True
 
 
 def restore_clip(wrapped: Any, clip_grad: float | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +65,9 @@ class Scheduler:
 class FakeEngine:
     """As much of an engine as the end of a load touches."""
 
-    random_ltd_scheduler = training_dataloader = None
+    lr_scheduler: Any
+    random_ltd_scheduler: Any = None
+    training_dataloader: Any = None
     module = torch.nn.Module()
 
     def __init__(self, target: FakeTarget, steps: int = 0) -> None:
@@ -74,10 +77,10 @@ class FakeEngine:
         self.loaded_checkpoint_mp_world_size: int | None = None
 
     def random_ltd_enabled(self) -> bool:
-        return False
+        return self.random_ltd_scheduler is not None
 
     def curriculum_learning_enabled(self) -> bool:
-        return False
+        return self.training_dataloader is not None
 
     def train_batch_size(self) -> int:
         return 4
@@ -198,6 +201,30 @@ def test_without_the_scheduler(tmp_path: Path) -> None:
     engine, _, client = run_load(open_for(path, rank), rank, load_lr_scheduler_states=False)
     assert engine.lr_scheduler.loaded is None
     assert client["lr_scheduler"] == {"last": 11}
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_what_only_one_side_has_is_told(live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A schedule that begins anew, and a state that nothing takes; once, by the first rank."""
+    held = {} if live else {key: {"last": 11} for key in ("lr_scheduler", "random_ltd", "data_sampler")}
+    path, _ = write(tmp_path, Topology(1, 3), run=Run(global_steps=12, **held))  # type: ignore[arg-type]
+
+    def work(number: int, comm: Comm) -> None:
+        rank = FakeTarget(PLAIN, Topology(2, 2), number)
+        engine = FakeEngine(rank)
+        engine.lr_scheduler = engine.random_ltd_scheduler = Scheduler() if live else None
+        engine.training_dataloader = SimpleNamespace(data_sampler=Scheduler()) if live else None
+        run_load(open_for(path, rank, comm), rank, comm, engine=engine)
+        leave = {"load_lr_scheduler_states": False}
+        run_load(open_for(path, rank, comm), rank, comm, engine=FakeEngine(rank), **leave)  # asked for: not told
+
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        run_ranks(2, work)
+    told = [each for each in caplog.messages if "lr_scheduler" in each]
+    assert len(told) == 1
+    side = "only this engine has" if live else "only the checkpoint has"
+    assert f"{side} lr_scheduler, random_ltd, data_sampler" in told[0]
+    assert "step 12" in told[0] or not live
 
 
 def test_without_optimizer_states(tmp_path: Path) -> None:
