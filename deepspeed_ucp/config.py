@@ -23,7 +23,8 @@ class UniversalConfig(BaseModel):
             checkpoint first, with all ranks of the launch, and loads that; later launches take it as it is.
         atomic_dir: folder that atomic checkpoints go to, as ``<tag>_universal``; the checkpoint's own by default.
         verify: ``crc`` compares every byte read with the CRC32 that training wrote, before any live buffer changes.
-        window_mb: staging memory per rank beyond the engine's own buffers, in MiB.
+        window_mb: staging memory per rank beyond the engine's own buffers, in MiB; an engine that has trained, or reads
+            from a store, takes a second copy of what it cannot make again besides, where enough memory is free.
         threads: reading threads per rank; 0 chooses from the cores that the rank may use.
         preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``, and
             ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
