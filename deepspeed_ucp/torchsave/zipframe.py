@@ -138,10 +138,6 @@ class ZipImage:
         """What follows the storage's bytes, at ``data_offset + nbytes``; ``crc`` is the CRC32 of these."""
         return self.entries[-1].describe(crc) + self._directory(crc)
 
-    def directory_crc(self, crc: int) -> int:
-        """CRC32 of the zip's directory, as a reader of the file's header tells it (``FileRef.header_crc``)."""
-        return int(isal_zlib.crc32(self._directory(crc)))
-
     @property
     def size(self) -> int:
         """Bytes of the whole file."""

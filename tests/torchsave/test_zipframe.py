@@ -57,7 +57,8 @@ def test_every_dtype_and_shape(dtype, tmp_path):
             assert loaded["param"].is_contiguous()
             assert bytes(loaded["param"].untyped_storage()) == data
         header = read_header(str(path))
-        assert header.crc == image.directory_crc(zlib.crc32(data))
+        closing = image.tail(zlib.crc32(data))
+        assert header.crc == zlib.crc32(closing[closing.index(b"PK\x01\x02") :])
         ref = header.tree["param"]
         assert (ref.dtype, ref.shape) == (dtype, shape)
 
