@@ -32,9 +32,14 @@ class Totals:
     """Sizes in bytes as stored (replicas of tensor-parallel ranks included), and counts.
 
     Attributes:
+        parameters: how many, each once.
         elements: of all parameters, each once; None where a shape is not known.
+        masters, states, copies: bytes of the masters, of the optimizer's states, and of the model's copies.
+        module: bytes of frozen parameters and buffers.
+        client: bytes of the client state's tensors.
         padding: bytes of the records that are no tensor's: alignment, partitions' ends, replicas that are not read.
         rest: bytes of the files beyond the records: pickles, zip directories.
+        files, file_bytes: how many files, and their bytes in all.
     """
 
     parameters: int

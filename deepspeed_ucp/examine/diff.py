@@ -37,6 +37,7 @@ class AtomDifference:
         index: of the first element that differs, in the logical tensor; in the shard of rank ``shard`` where nothing
             tells how the shards make up the whole.
         text: shapes that differ.
+        instance: number of the pipeline stage's own copy, where several hold the parameter with values of their own.
     """
 
     name: str

@@ -74,6 +74,9 @@ def split_stages(names: Sequence[str], weights: Mapping[str, int], pp: int) -> S
 
     Modules that a pipeline ties (``tied_modules``) are held by the first and the last stage; what has no layer's number
     goes to the first stage where it comes before the layers, else to the last.
+
+    Raises:
+        MismatchError: there are fewer layers than stages.
     """
     numbered = {name: layer for name in names if (layer := find_layer(name)) is not None and not name.startswith(TIED)}
     layers = sorted(set(numbered.values()))

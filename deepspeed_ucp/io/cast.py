@@ -61,7 +61,11 @@ def _cast_torch(data: memoryview, source: str, into: memoryview, target: str) ->
 
 
 def average(copies: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The mean of tensors in double precision, added in their order, so that equal copies give themselves."""
+    """The mean of tensors in double precision, added in their order, so that equal copies give themselves.
+
+    Raises:
+        ValueError: there are none.
+    """
     total, number = None, 0
     for copy in copies:
         total = copy.double() if total is None else total.add_(copy.double())

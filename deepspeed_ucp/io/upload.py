@@ -115,7 +115,11 @@ class RemoteStaging:
         return Journal(self.path(f".ucp-journal-{node}"))
 
     def check_destination(self, overwrite: bool) -> None:
-        """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle."""
+        """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle.
+
+        Raises:
+            CheckpointError: something of others' is there, or a whole output that is not to be replaced.
+        """
         held = self._list()
         tops = {name.split("/")[0] for name in held} - {_UNFINISHED}
         if foreign := sorted(top for top in tops if not self._is_own(top) and not self.kind.kept.fullmatch(top)):

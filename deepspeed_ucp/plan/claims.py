@@ -67,6 +67,8 @@ class Claim:
     """``count`` runs of ``run`` bytes, ``step`` bytes apart, of one block of a record, and where they go.
 
     Attributes:
+        record: its number in the index.
+        offset: byte of the record at which the first run begins.
         fresh: they go to memory that is not part of the engine yet.
         parts: destinations of the bytes in order.
     """

@@ -104,6 +104,7 @@ class OptimHeader:
 
     Attributes:
         kind: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused`` or ``torch``.
+        stage: of ZeRO; 0 where there is none, 1 of ``bf16``.
         masters: per flat buffer the fp32 partition (unfused: of all groups' parameters in order).
         tensors: the optimizer's states per flat buffer (or per parameter), in the order of the param groups.
         owners: the param group of each of ``tensors``.
@@ -112,6 +113,9 @@ class OptimHeader:
         partition_count: per group.
         paddings: ZeRO 1/2 and BF16: per group, elements of padding at the end of the partition.
         alignment: ZeRO 1/2: per group, elements of padding behind each parameter (``parameter_alignment``).
+        elastic: saved by ``elastic_checkpoint``: each rank's states without padding, no hyper-parameters.
+        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
+        clip_grad: gradient clipping stored with the optimizer, or None.
         names: atom names of each group's parameters, where the param groups tell them.
         partition_ranks: of ZeRO 3 with AutoEP: per sub-group the data-parallel ranks that hold it.
     """
@@ -146,8 +150,13 @@ class ModelHeader:
     Attributes:
         module: the model's tensors; None where the file has none (a pipeline's lie in layer files).
         nested: the module dict was nested; ``module`` has its keys joined by dots.
+        buffers: names of the module's persistent buffers.
         param_shapes: per param group (per sub-group of ZeRO 3) its parameters as the module spells them, with shapes.
+        frozen_shapes: of the frozen parameters, whole.
+        frozen: their elements, where the file has them apart from ``module``; of ZeRO 3 this rank's.
         shared: tied parameters → the name that holds the data.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, as far as they are told.
+        optim: the optimizer of stage 0; None where it has files of its own, or is not saved.
         degrees: (pipeline, tensor) parallel degrees, or None in older releases.
         hints: what the client state tells about the model (see :class:`~deepspeed_ucp.atoms.ModelInfo`).
         others: storages that belong to none of these: the client's tensors.

@@ -30,6 +30,9 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
     Dataclass instances become dicts of their fields with their class's name under ``__class__``; of ``args`` (a
     Namespace or a dict, as Megatron-DeepSpeed's ``checkpointing.py`` stores it) only scalars and lists of them remain.
+
+    Raises:
+        CheckpointError: one has more parts than any run writes.
     """
     for key in (INFO, "args"):
         if has_more_parts(tree.get(key), _MOST_PARTS):

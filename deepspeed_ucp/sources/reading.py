@@ -173,6 +173,12 @@ class HeaderReader:
         return Piece(record, value.offset * itemsize, value.shape, value.dtype, fault)
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
+        """What a file of model states tells; within :func:`explain_damage`, which names the file for other errors.
+
+        Raises:
+            CheckpointError: a tensor's bytes are not all there, or something else is where one should be.
+            UnsupportedError: an optimizer wrapper that is not covered.
+        """
         saved = tree.get("module")
         if saved is not None and not isinstance(saved, dict):
             raise TypeError(f"{describe(saved)} for the module's state_dict")
@@ -211,6 +217,12 @@ class HeaderReader:
         return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
+        """What an optimizer's state dict tells, by the wrapper that saved it; within :func:`explain_damage` as well.
+
+        Raises:
+            CheckpointError: as :meth:`read_model`.
+            UnsupportedError: a wrapper that is not covered, or of a DeepSpeed release too old.
+        """
         if "single_partition_of_fp32_groups" in state:
             return self._read_zero12(state)
         if "fp32_flat_groups" in state:

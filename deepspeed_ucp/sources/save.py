@@ -91,7 +91,11 @@ class Save:
         return told.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
 
     def model(self, mp: int) -> ModelHeader:
-        """What the first data-parallel rank of a model-parallel rank says about the model."""
+        """What the first data-parallel rank of a model-parallel rank says about the model.
+
+        Raises:
+            CheckpointError: its file holds no model states.
+        """
         model = self.models[mp][0].model
         if model is None:
             raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no model states.")
@@ -107,7 +111,11 @@ class Save:
         return range(first, first + self.tp) if self.folds_experts else range(mp, mp + 1)
 
     def optim(self, mp: int) -> OptimHeader:
-        """The optimizer in a model-parallel rank's model states (stage 0)."""
+        """The optimizer in a model-parallel rank's model states (stage 0).
+
+        Raises:
+            CheckpointError: they hold none.
+        """
         optim = self.model(mp).optim
         if optim is None:
             raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no optimizer state.")

@@ -124,9 +124,11 @@ class StorageRef:
 
 @dataclass(eq=False, slots=True)
 class TensorRef:
-    """A tensor in a file: its storage and its view of it (offset and strides in elements).
+    """A tensor in a file: its storage and its view of it.
 
     Attributes:
+        offset: element of the storage at which it begins.
+        shape, stride: per dimension; strides in elements.
         dtype: name of the element type, as ``float32``.
         made: the call by which the pickle makes it.
         data: the bytes (little-endian) of the only element, where the tensor has one and its file was read; else None.

@@ -96,7 +96,7 @@ class Fingerprint(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An atomic checkpoint's description. Fields that are not described here are those of ``AtomicIndex``.
+    """An atomic checkpoint's description.
 
     Attributes:
         version: of the format.
@@ -107,8 +107,12 @@ class Manifest:
         states: files without atoms.
         state_file: the one that carries scheduler, counters and client state.
         patterns: name → {"pattern": as data, "origin": what told it}.
+        scalars, scalar_dtypes, groups, counters, scaler, clip_grad, optimizer: of the run, as in ``RunState``.
+        aliases, buffers, instances, hints: of the model, as in ``ModelInfo``.
         view: of the source, see :func:`digest_view`.
         verified: every byte of the source was held against its checksum.
+        dropped: as in ``Limits``.
+        kind: the same in every manifest; tells the file from other JSON.
         fused: parameters in which all experts of a layer lie one behind the other: name → how many; the index has an
             atom for each. Not written where there are none.
     """
