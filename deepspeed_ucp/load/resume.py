@@ -23,7 +23,7 @@ from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import open_checkpoint
 from ..sources.files import holds_atoms, list_entries
-from ..sources.latest import list_older
+from ..sources.latest import list_older, list_unsealed
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.checks import Checks
 from ..stream.report import OutputReport
@@ -98,26 +98,35 @@ def resume(
     if tag is not None or not config.fallback:
         loaded = _resume_tag(job, load_dir, found, own, upstream=upstream, unknown=unknown)
     else:
-        tags = comm.once(lambda: list_older(load_dir, found, sealed=config.seal))
-        loaded = _resume_first_whole(job, load_dir, tags, own, upstream=upstream, unknown=unknown)
+        loaded = _resume_first_whole(job, load_dir, found, own, upstream=upstream, unknown=unknown)
     write_report(job, loaded[0])
     return loaded
 
 
-def _resume_first_whole(
-    job: LoadJob, load_dir: str, tags: Sequence[str], own: Callable[..., Loaded], **more: Any
-) -> Loaded:
-    """Resume from the first of the tags that is whole; collective.
+def _resume_first_whole(job: LoadJob, load_dir: str, newest: str, own: Callable[..., Loaded], **more: Any) -> Loaded:
+    """Resume from the newest tag that is whole; collective.
 
     Raises:
         CheckpointError: none is, or one was found damaged when the engine was being filled.
+        UcpError: what is no fault of a tag's files; an older one is not to be taken because of it.
     """
+    places = (load_dir, *job.config.also)
+
+    def look() -> tuple[list[str], set[str]]:
+        tags = list_older(places, newest)
+        return tags, list_unsealed(places, tags) if job.config.seal else set()
+
+    tags, unsealed = job.comm.once(look)
+    marked = getattr(job.engine, BROKEN, None)  # an earlier load's mark is no reason to leave the older tags alone
     passed: list[str] = []
     for tag in tags:
+        if tag in unsealed:
+            passed.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
+            continue
         try:
             loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), **more)
         except CheckpointError as error:
-            if hasattr(job.engine, BROKEN):
+            if getattr(job.engine, BROKEN, None) is not marked:
                 raise
             passed.append(str(error))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
@@ -103,20 +104,34 @@ def find_newest(load_dir: str) -> str | None:
     return max(find_tags(load_dir), key=lambda tag: _find_time(os.path.join(load_dir, tag)), default=None)
 
 
-def list_older(load_dir: str, tag: str, *, sealed: bool = False) -> list[str]:
-    """The tag and those beside it that were saved before it, the newest first.
+def list_older(places: Sequence[str], tag: str) -> list[str]:
+    """The tag and those that were saved before it, the newest first.
 
     Args:
-        sealed: the job seals its saves: where any of them is sealed, one that is not was never finished.
+        places: folders of all tags. Of one in several the earliest time counts: copies come later than the save.
     """
-    above = os.path.dirname(tag)
-    tags = [os.path.join(above, each) for each in find_tags(os.path.join(load_dir, above))]
-    times = {each: _find_time(os.path.join(load_dir, each)) for each in tags}
+    above, times = os.path.dirname(tag), dict[str, float]()
+    for place in places:
+        for each in find_tags(os.path.join(place, above)):
+            known, time = os.path.join(above, each), _find_time(os.path.join(place, above, each))
+            times[known] = min(time, times.get(known, time))
     newest = times.get(tag, float("inf"))
     older = [each for each, time in times.items() if time <= newest and each != tag]
-    found = [tag, *sorted(older, key=lambda each: times[each], reverse=True)]
-    whole = [each for each in found if exists(os.path.join(load_dir, each, SEAL))] if sealed else []
-    return whole or found
+    return [tag, *sorted(older, key=lambda each: times[each], reverse=True)]
+
+
+def list_unsealed(places: Sequence[str], tags: Sequence[str]) -> set[str]:
+    """Those tags that have a seal in no place, in a job that seals its saves; none where no tag has one."""
+    sealed = {tag for tag in tags if any(_is_sealed(os.path.join(place, tag)) for place in places)}
+    return set(tags) - sealed if sealed else set()
+
+
+def _is_sealed(folder: str) -> bool:
+    """In a place that is out of reach there is no seal."""
+    try:
+        return exists(os.path.join(folder, SEAL))
+    except OSError:
+        return False
 
 
 def _find_time(folder: str) -> float:

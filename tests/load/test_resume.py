@@ -15,6 +15,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load import tags
+from deepspeed_ucp.load.direct import mark
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
     LoaderChoice,
@@ -28,8 +29,9 @@ from deepspeed_ucp.load.resume import (
 )
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
-from deepspeed_ucp.targets.guard import HALF_STATES
+from deepspeed_ucp.targets.guard import HALF_STATES, release
 from tests.load.test_reshard import flip
 from tests.ranks import run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -152,8 +154,10 @@ def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
 class UpstreamEngine:
     """As much of an engine as is looked at before its buffers are."""
 
-    def use_node_local_storage(self) -> bool:
+    def load_universal_checkpoint(self) -> bool:
         return False
+
+    use_node_local_storage = load_universal_checkpoint
 
 
 def make_job(engine: object, comm: Comm, **options: bool) -> LoadJob:
@@ -279,6 +283,90 @@ def test_weights_alone_do_not_mend_an_engine_whose_optimizer_is_half_loaded(
     setattr(engine, HALF_STATES, True)
     with pytest.raises(CheckpointError, match=r"optimizer states are a mixture.*Load with the optimizer states"):
         resume(engine, str(folder), None, LoadArguments(**arguments), UniversalConfig(), lambda: (None, None))
+
+
+LOADING = "deepspeed_ucp.load.resume._resume_tag"
+CUT = CheckpointError("cut off.")
+
+
+class FallingBack:
+    """What a load with `fallback` takes of tags that are loaded, or that fail in given ways."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.tried, self.engine = str(folder), list[str](), UpstreamEngine()
+        self.fails: dict[str, Exception] = {}
+        self.marks: set[str] = set()
+        monkeypatch.setattr(LOADING, self._resume_tag)
+        for time, tag in enumerate(("global_step1", "global_step2", "global_step3"), 10):
+            (folder / tag).mkdir(exist_ok=True)
+            (folder / tag / STATES).touch()
+            os.utime(folder / tag / STATES, (time, time))
+        (folder / "latest").write_text("global_step3")
+
+    def _resume_tag(self, job: LoadJob, _folder: str, tag: str, *_: Any, **__: Any) -> tuple[str, None]:
+        self.tried.append(tag)
+        if tag in self.marks:
+            mark(job.engine, self.fails[tag], with_states=True)
+        if tag in self.fails:
+            raise self.fails[tag]
+        release(job.engine)
+        return tag, None
+
+    def load(self, **options: Any) -> str | None:
+        self.tried.clear()
+        config = UniversalConfig(fallback=True, **options)
+        return resume(self.engine, self.folder, None, LoadArguments(), config, lambda **_: (None, None))[0]
+
+
+@pytest.fixture
+def falling_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallingBack:
+    (tmp_path / "run").mkdir()
+    return FallingBack(tmp_path / "run", monkeypatch)
+
+
+def test_a_tag_without_a_seal_is_passed_over_by_name(
+    falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a save left that was cut off; where no tag has one, none had to be sealed."""
+    assert falling_back.load(seal=True) == "global_step3"
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / "run" / tag / SEAL).touch()
+    assert falling_back.load(seal=False) == "global_step3"
+    assert not caplog.records
+    assert falling_back.load(seal=True) == "global_step2" and falling_back.tried == ["global_step2"]
+    (warning,) = caplog.records
+    assert "resumed from global_step2" in warning.getMessage()
+    assert f"{tmp_path}/run/global_step3: has no seal" in warning.getMessage()
+    assert "global_step1" not in warning.getMessage()
+    falling_back.fails = dict.fromkeys(("global_step1", "global_step2"), CUT)
+    with pytest.raises(CheckpointError, match=r"none of its 3 checkpoints is whole: .*global_step3: has no seal"):
+        falling_back.load(seal=True)
+
+
+def test_seals_and_older_tags_are_looked_for_in_every_place(falling_back: FallingBack, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    for tag in ("global_step2", "global_step3"):
+        (there / tag).mkdir(parents=True)
+        (there / tag / SEAL).touch()
+    (tmp_path / "run" / "global_step2" / SEAL).touch()
+    assert falling_back.load(seal=True, also=[str(there)]) == "global_step3"
+    (tmp_path / "run" / "global_step2").rename(tmp_path / "aside")
+    (there / "global_step2" / STATES).touch()
+    os.utime(there / "global_step2" / STATES, (11, 11))
+    falling_back.fails = {"global_step3": CUT}
+    assert falling_back.load(also=[str(there), str(tmp_path / "absent")]) == "global_step2"
+
+
+def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_left_half_changed(
+    falling_back: FallingBack,
+) -> None:
+    falling_back.fails, falling_back.marks = {"global_step3": CUT}, {"global_step3"}
+    for _ in range(2):  # marked anew, in the same words, by what this very load has done
+        with pytest.raises(CheckpointError, match=r"^cut off\.$"):
+            falling_back.load()
+        assert falling_back.tried == ["global_step3"]
+    falling_back.marks.clear()
+    assert falling_back.load() == "global_step2"
 
 
 class Harmful:

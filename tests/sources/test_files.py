@@ -21,7 +21,7 @@ from deepspeed_ucp.sources.files import (
     read_swap_name,
     sort_files,
 )
-from deepspeed_ucp.sources.latest import find_newest, list_older
+from deepspeed_ucp.sources.latest import find_newest, list_older, list_unsealed
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -241,17 +241,40 @@ def test_tags_are_told_apart_by_the_times_of_every_writers_files(tmp_path: Path)
     for time, tag in enumerate(("run/step9", "run/step10", "run/step11"), 10):
         save_at(time, tmp_path / tag, "mp_rank_00_model_states.pt-0.1")
     save_at(50, tmp_path / "other")
-    assert list_older(str(tmp_path / "run"), "step11") == ["step11", "step10", "step9"]
-    assert list_older(str(tmp_path), "run/step11") == ["run/step11", "run/step10", "run/step9"]
+    assert list_older([str(tmp_path / "run")], "step11") == ["step11", "step10", "step9"]
+    assert list_older([str(tmp_path)], "run/step11") == ["run/step11", "run/step10", "run/step9"]
     assert find_newest(str(tmp_path / "run")) == "step11"
 
 
 def test_older_checkpoints_are_those_that_were_saved_before(tmp_path: Path) -> None:
     for time, tag in ((30, "c"), (10, "a"), (40, "later"), (20, "b")):
         save_at(time, tmp_path / tag)
-    folder = str(tmp_path)
-    assert list_older(folder, "c") == ["c", "b", "a"]
-    assert list_older(folder, "c", sealed=True) == ["c", "b", "a"]
-    for tag in ("a", "b"):
-        (tmp_path / tag / SEAL).touch()
-    assert list_older(folder, "c", sealed=True) == ["b", "a"]
+    assert list_older([str(tmp_path)], "c") == ["c", "b", "a"]
+
+
+def test_older_checkpoints_of_all_places_are_told_by_their_first_times(tmp_path: Path) -> None:
+    for time, tag in ((30, "here/c"), (99, "there/b"), (20, "nearby/b"), (40, "there/later"), (10, "there/a")):
+        save_at(time, tmp_path / tag)
+    places = [str(tmp_path / name) for name in ("here", "there", "nearby", "absent")]
+    assert list_older(places, "c") == ["c", "b", "a"]
+    assert list_older(places[:1], "a") == ["a", "c"]  # which nothing tells the time of
+
+
+def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tags, places = ["c", "b", "a"], [str(tmp_path), str(tmp_path / "there")]
+    for tag in tags:
+        (tmp_path / tag).mkdir()
+        (tmp_path / "there" / tag).mkdir(parents=True)
+    assert list_unsealed(places, tags) == set()
+    (tmp_path / "a" / SEAL).touch()
+    assert list_unsealed(places, tags) == {"b", "c"}
+    (tmp_path / "there" / "c" / SEAL).touch()
+    assert list_unsealed(places, tags) == {"b"}
+
+    def look(path: str) -> bool:
+        if path.startswith(places[1]):
+            raise ConnectionError("out of reach")
+        return os.path.exists(path)
+
+    monkeypatch.setattr("deepspeed_ucp.sources.latest.exists", look)
+    assert list_unsealed(places, tags) == {"b", "c"}
