@@ -22,7 +22,6 @@ from .errors import UcpError
 from .io.paths import is_url
 from .io.store import begin_reading, set_storage_options
 from .lifeline import beat
-from .load.direct import guard_engine
 from .load.job import LoadArguments
 from .load.off import load_switched_off
 from .load.resume import resume
@@ -30,6 +29,7 @@ from .patterns import from_config
 from .preemption import end_step
 from .sources.open import seal_folder
 from .sources.seal import remove_seal
+from .targets.guard import guard_engine
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -12,8 +12,7 @@ good, the engine is marked as one that must not be used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
-from ..errors import CheckpointError, MismatchError, Objections, UcpError, UnsupportedError
+from ..errors import CheckpointError, MismatchError, Objections, UnsupportedError
 from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file
@@ -38,7 +37,7 @@ from ..targets.finish import (
     restore_rates,
     restore_scaler,
 )
-from ..targets.guard import BROKEN, HALF_STATES, release, seal
+from ..targets.guard import guard_engine
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects, read_objects
 from .custom import assemble_module, run_custom_load
@@ -159,42 +158,6 @@ def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: b
 def has_masters(target: Target, comm: Comm) -> bool:
     """Whether some rank's optimizer owns parameters (a pipeline stage may have none); collective."""
     return any(comm.gather(bool(target.flats)))
-
-
-@contextmanager
-def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
-    """Inside, the engine changes: an error marks it as one that must not be used, success takes the mark away.
-
-    Args:
-        with_states: its optimizer's states change as well.
-
-    Raises:
-        UcpError: the error with the mark's text; one that is not ours as a CheckpointError.
-    """
-    try:
-        yield
-    except Exception as error:
-        kind = type(error) if isinstance(error, UcpError) else CheckpointError
-        told = kind(mark(engine, error, with_states=with_states))
-        told.shared, told.echo = getattr(error, "shared", False), getattr(error, "echo", False)
-        raise told from error
-    except BaseException as interrupt:
-        mark(engine, interrupt, with_states=with_states)
-        raise
-    release(engine)
-
-
-def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
-    """Have an engine refuse to go on that a load has left half changed; what it then says."""
-    reason = str(error) or type(error).__name__
-    told = (
-        f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
-        "used. Load again (this tag or another one), or build the engine anew."
-    )
-    setattr(engine, BROKEN, told)
-    setattr(engine, HALF_STATES, with_states or getattr(engine, HALF_STATES, False))
-    seal(engine)
-    return told
 
 
 def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:

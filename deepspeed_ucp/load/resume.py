@@ -30,14 +30,14 @@ from ..stream.report import OutputReport
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files, list_shared, list_unsaved
 from ..targets.finish import refresh_after_own_load
-from ..targets.guard import BROKEN, check_states, release
+from ..targets.guard import BROKEN, check_states, mark, release
 from ..topology import ATOMIC, find_differences
 from .census import join_groups, list_live_rules, take_census
 from .client import check_trusted
-from .direct import has_masters, load_direct, mark
+from .direct import has_masters, load_direct
 from .job import LoadArguments, LoadJob, LoadReport
+from .report import write_report
 from .tags import find_tag
-from .told import write_report
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UcpError
 
 BROKEN = "_ucp_broken"
 """Attribute of an engine that holds a part of a checkpoint: why it must not be used."""
@@ -13,7 +15,7 @@ BROKEN = "_ucp_broken"
 HALF_STATES = "_ucp_half_states"
 """Attribute of such an engine: its optimizer's states may be a mixture, which a load of the weights alone leaves."""
 
-_SEALED = ("step", "train_batch", "save_checkpoint", "save_16bit_model")
+_BLOCKED = ("step", "train_batch", "save_checkpoint", "save_16bit_model")
 """Methods that would train on with such state, or save it."""
 
 
@@ -33,10 +35,46 @@ def check_states(engine: Any, *, with_states: bool) -> None:
         )
 
 
-def seal(engine: Any) -> None:
+@contextmanager
+def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
+    """Inside, the engine changes: an error marks it as one that must not be used, success takes the mark away.
+
+    Args:
+        with_states: its optimizer's states change as well.
+
+    Raises:
+        UcpError: the error with the mark's text; one that is not ours as a CheckpointError.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = type(error) if isinstance(error, UcpError) else CheckpointError
+        told = kind(mark(engine, error, with_states=with_states))
+        told.shared, told.echo = getattr(error, "shared", False), getattr(error, "echo", False)
+        raise told from error
+    except BaseException as interrupt:
+        mark(engine, interrupt, with_states=with_states)
+        raise
+    release(engine)
+
+
+def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
+    """Have an engine refuse to go on that a load has left half changed; what it then says."""
+    reason = str(error) or type(error).__name__
+    told = (
+        f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
+        "used. Load again (this tag or another one), or build the engine anew."
+    )
+    setattr(engine, BROKEN, told)
+    setattr(engine, HALF_STATES, with_states or getattr(engine, HALF_STATES, False))
+    block(engine)
+    return told
+
+
+def block(engine: Any) -> None:
     """Let these methods of this engine raise, if a load has left it half changed; others are left alone."""
     message = getattr(engine, BROKEN, None)
-    for name in _SEALED if message else ():
+    for name in _BLOCKED if message else ():
         if hasattr(engine, name):
             engine.__dict__[name] = partial(_refuse, str(message))
 
@@ -47,8 +85,8 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
 
 def release(engine: Any) -> None:
     """After a load that succeeded: the engine's own methods again."""
-    for mark in (BROKEN, HALF_STATES):
-        engine.__dict__.pop(mark, None)
-    for name in _SEALED:
+    for attribute in (BROKEN, HALF_STATES):
+        engine.__dict__.pop(attribute, None)
+    for name in _BLOCKED:
         if getattr(engine.__dict__.get(name), "func", None) is _refuse:
             del engine.__dict__[name]

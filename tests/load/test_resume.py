@@ -15,7 +15,6 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.load import tags
-from deepspeed_ucp.load.direct import mark
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
     LoaderChoice,
@@ -31,7 +30,7 @@ from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
-from deepspeed_ucp.targets.guard import HALF_STATES, release
+from deepspeed_ucp.targets.guard import HALF_STATES, mark, release
 from tests.load.test_reshard import flip
 from tests.ranks import run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.targets.guard import BROKEN, release, seal
+from deepspeed_ucp.targets.guard import BROKEN, block, release
 
 
 class Engine:
@@ -22,14 +22,14 @@ class Engine:
 
 def test_a_whole_engine_is_left_alone() -> None:
     engine = Engine()
-    seal(engine)
+    block(engine)
     assert vars(engine) == {}
 
 
 def test_a_broken_engine_neither_steps_nor_saves_until_a_load_succeeds() -> None:
     engine = Engine()
     setattr(engine, BROKEN, "it holds a part of the checkpoint")
-    seal(engine)
+    block(engine)
     for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
         with pytest.raises(CheckpointError, match="a part of the checkpoint"):
             use()
