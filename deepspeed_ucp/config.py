@@ -33,7 +33,8 @@ class UniversalConfig(BaseModel):
         seal: after each save write ``ucp_seal.json`` beside its files, with their sizes and checksums. A load refuses
             files that are not those that were sealed, which nothing else may tell (another run's at the same step).
         fallback: where the newest checkpoint is not whole (files are missing or damaged, or it lacks the seal that
-            ``seal`` gives), take the newest one before it that is, with a warning.
+            ``seal`` gives), take the newest one before it that is, with a warning. What is no fault of the files, such
+            as classes that need consent, is an error all the same.
         param_groups: ``saved`` gives every param group the hyper-parameters of the saved group with its parameters.
             ``live`` keeps this run's groups with their hyper-parameters, however the saved run had grouped its
             parameters (Megatron-DeepSpeed makes other groups at ZeRO 3).

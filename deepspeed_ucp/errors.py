@@ -51,11 +51,11 @@ class MismatchError(UcpError):
 
 
 class UnsupportedError(UcpError):
-    """The checkpoint or the engine uses a feature that the plugin does not cover (yet)."""
+    """The checkpoint or the engine uses a feature that the plugin does not cover (yet), or not without consent."""
 
 
 class StorageError(UcpError):
-    """The system cannot read or write a file."""
+    """A file cannot be read or written: the system cannot, or what lies there is in use or is not to be replaced."""
 
 
 class DiskFullError(StorageError):

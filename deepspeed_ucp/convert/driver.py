@@ -17,7 +17,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.disk import check_space, write_atomically
 from ..io.memory import Scratch
@@ -252,7 +252,7 @@ def _reuse(work: _Conversion) -> bool:
     """Whether the destination is the same conversion, complete; rank 0 alone.
 
     Raises:
-        CheckpointError: it is something else.
+        StorageError: it is something else.
     """
     staging, options = work.staging, work.options
     manifest = None if options.overwrite else _read_own(staging.destination)
@@ -272,7 +272,7 @@ def _read_own(folder: str) -> Manifest | None:
     """The destination's manifest; None where it has none, or none that can be read."""
     try:
         return read_manifest(folder)
-    except CheckpointError as error:
+    except (CheckpointError, UnsupportedError) as error:
         logger.warning("not reused: %s", error)
         return None
 
@@ -357,7 +357,7 @@ def _prepare_folder(work: _Conversion) -> None:
 
 def _check_folder(folder: str) -> None:
     if not os.path.isdir(folder):
-        raise CheckpointError(
+        raise StorageError(
             f"{folder}: is not here; rank 0 has made it. Every node needs the same destination: name a folder on a "
             "shared file system."
         )

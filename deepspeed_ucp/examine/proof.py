@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..sources.atomic.manifest import AtomRecord, Manifest, read_manifest_file
 from ..sources.findings import Finding
 from ..sources.open import FolderReport
@@ -26,7 +26,7 @@ def read_proof(path: str) -> Proof:
     for read in (read_seal, read_manifest_file):
         try:
             return read(path)
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, UnsupportedError, OSError) as error:
             faults.append(str(error))
     raise ConfigError(f"--against: neither a seal ({faults[0]}) nor a manifest ({faults[1]}).")
 

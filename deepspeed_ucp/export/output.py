@@ -84,7 +84,7 @@ def stage_export(
         nbytes: what will be written.
 
     Raises:
-        CheckpointError: the destination may not be written, or somebody else writes it.
+        StorageError: the destination may not be written, or somebody else writes it.
         DiskFullError: there is not enough room.
     """
     index = selection.index

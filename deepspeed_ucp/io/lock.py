@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import CheckpointError
+from ..errors import StorageError
 from .disk import explain_full
 
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -28,7 +28,7 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
         purpose: what the holder does, for the message of whoever comes second.
 
     Raises:
-        CheckpointError: another process holds it; names host, pid and time.
+        StorageError: another process holds it; names host, pid and time.
     """
     fd = _acquire(path, purpose)
     try:
@@ -70,14 +70,14 @@ def _take(fd: int, made: bool, path: str, purpose: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(
+        raise StorageError(
             f"{path}: {purpose} is under way already ({_read_holder(fd)}). Wait until it has ended."
         ) from error
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
         if not made:
-            raise CheckpointError(
+            raise StorageError(
                 f"{path}: {purpose} is under way already ({_read_holder(fd)}), or was killed: this file system has no "
                 "locks that end with their holder. If that process is no more, remove the file and run it again."
             ) from error

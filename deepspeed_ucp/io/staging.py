@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from glob import escape, glob
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError, DiskFullError, MismatchError, UnsupportedError, shorten
+from ..errors import CheckpointError, ConfigError, DiskFullError, MismatchError, StorageError, UnsupportedError, shorten
 from .disk import explain_full, sync_folder, sync_tree, write_atomically
 from .journal import Journal, read_journal
 from .lock import hold_lock
@@ -73,7 +73,7 @@ class Staging:
         kind: what it will be.
 
     Raises:
-        CheckpointError: it can be no folder of its own (the root), or source and destination lie in each other.
+        StorageError: it can be no folder of its own (the root), or source and destination lie in each other.
     """
 
     is_remote = False
@@ -83,7 +83,7 @@ class Staging:
         self.kind = kind
         self.parent, self.name = os.path.split(self.destination)
         if not self.name:
-            raise CheckpointError(f"{destination}: the root folder cannot be {kind.name}; name a folder below it.")
+            raise StorageError(f"{destination}: the root folder cannot be {kind.name}; name a folder below it.")
         _check_apart(self.destination, source)
         self.folder = self._beside("partial")
         self.aside = self._beside("old")
@@ -108,7 +108,7 @@ class Staging:
         """Be the only one who writes this destination; a commit that was killed half-way is put right first.
 
         Raises:
-            CheckpointError: somebody else writes the same destination.
+            StorageError: somebody else writes the same destination.
             DiskFullError: there is no room.
         """
         with explain_full(self.parent):
@@ -137,21 +137,21 @@ class Staging:
             overwrite: the user wants an existing output of this kind to be replaced.
 
         Raises:
-            CheckpointError: it is something that is never removed, or there without ``overwrite``.
+            StorageError: it is something that is never removed, or there without ``overwrite``.
         """
         if _is_vacant(self.destination):
             return
         if os.path.islink(self.destination) or not self.kind.is_one(self.destination):
-            raise CheckpointError(
+            raise StorageError(
                 f"{self.destination}: exists and is not {self.kind.name}, so it is left alone. Write elsewhere."
             )
         if foreign := self.kind.find_foreign(self.destination):
-            raise CheckpointError(
+            raise StorageError(
                 f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
                 "alone. Write elsewhere."
             )
         if not overwrite:
-            raise CheckpointError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
+            raise StorageError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
 
     def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Make the staging folder, or go on with that of an earlier attempt at the same thing.
@@ -249,7 +249,8 @@ class Staging:
             overwrite: an output of the same kind at the destination is replaced.
 
         Raises:
-            CheckpointError: the destination may not be replaced, or the staging folder is not whole.
+            StorageError: the destination may not be replaced.
+            CheckpointError: the staging folder is not whole.
             DiskFullError: there turned out to be no room.
         """
         if not self.kind.is_one(self.folder):
@@ -275,9 +276,7 @@ class Staging:
     def _exchange(self, overwrite: bool) -> None:
         if not _is_vacant(self.destination):
             if not overwrite or os.path.islink(self.destination) or not self.kind.is_one(self.destination):
-                raise CheckpointError(
-                    f"{self.destination}: appeared while the {self.kind.maker} ran; it is not replaced."
-                )
+                raise StorageError(f"{self.destination}: appeared while the {self.kind.maker} ran; it is not replaced.")
             os.rename(self.destination, self.aside)
         os.rename(self.folder, self.destination)
         sync_folder(self.parent)
@@ -287,9 +286,9 @@ def _check_apart(destination: str, source: str) -> None:
     real, origin = os.path.realpath(destination), os.path.realpath(source)
     common = os.path.commonpath([real, origin])
     if common == real:
-        raise CheckpointError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
+        raise StorageError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
     if common == origin:
-        raise CheckpointError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
+        raise StorageError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
 
 
 def _is_vacant(path: str) -> bool:

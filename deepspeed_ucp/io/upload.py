@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ..errors import CheckpointError, DiskFullError, StorageError, UnsupportedError, shorten
+from ..errors import DiskFullError, StorageError, UnsupportedError, shorten
 from . import remote
 from .distance import choose_map
 from .journal import Journal
@@ -28,7 +28,7 @@ def open_staging(destination: str, source: str, kind: OutputKind) -> Staging | R
     """Where an output grows, of a folder or of a URL.
 
     Raises:
-        CheckpointError: it can be no folder of its own, or source and destination lie in each other.
+        StorageError: it can be no folder of its own, or source and destination lie in each other.
     """
     return (RemoteStaging if is_url(destination) else Staging)(destination, source, kind)
 
@@ -58,7 +58,7 @@ class RemoteStaging:
         folder: this rank's scratch folder, inside :meth:`scratch`.
 
     Raises:
-        CheckpointError: it can be no folder of its own, or source and destination lie in each other.
+        StorageError: it can be no folder of its own, or source and destination lie in each other.
         UnsupportedError: it is read only.
     """
 
@@ -70,12 +70,12 @@ class RemoteStaging:
         if self.destination.startswith(("http://", "https://")):
             raise UnsupportedError(f"{destination}: is read only. Write to a folder, or to a store that takes files.")
         if "://" not in self.parent:
-            raise CheckpointError(f"{destination}: a whole bucket cannot be {kind.name}; name a folder in it.")
+            raise StorageError(f"{destination}: a whole bucket cannot be {kind.name}; name a folder in it.")
         origin = normalize(source)
         if f"{origin}/".startswith(f"{self.destination}/"):
-            raise CheckpointError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
+            raise StorageError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
         if self.destination.startswith(f"{origin}/"):
-            raise CheckpointError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
+            raise StorageError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
         self.folder = ""
 
     @contextmanager
@@ -118,17 +118,17 @@ class RemoteStaging:
         """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle.
 
         Raises:
-            CheckpointError: something of others' is there, or a whole output that is not to be replaced.
+            StorageError: something of others' is there, or a whole output that is not to be replaced.
         """
         held = self._list()
         tops = {name.split("/")[0] for name in held} - {_UNFINISHED}
         if foreign := sorted(top for top in tops if not self._is_own(top) and not self.kind.kept.fullmatch(top)):
-            raise CheckpointError(
+            raise StorageError(
                 f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
                 "alone. Write elsewhere."
             )
         if not overwrite and _UNFINISHED not in held and any(name in held for name in self.kind.last):
-            raise CheckpointError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
+            raise StorageError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
 
     def _list(self) -> list[str]:
         try:
@@ -136,7 +136,7 @@ class RemoteStaging:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"{self.destination}: cannot be listed ({error}).") from error
+            raise StorageError(f"{self.destination}: cannot be listed ({error}).") from error
 
     def _is_own(self, name: str) -> bool:
         return self.kind.parts.fullmatch(name) is not None

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..errors import CheckpointError, UcpError, shorten
+from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..targets import pickled_classes
 from ..torchsave.dtypes import STORAGE_DTYPES
 from ..torchsave.objects import Global, PickledObject, describe, walk
@@ -55,7 +55,8 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
         checked: hold tensors against their checksums.
 
     Raises:
-        CheckpointError: the client state holds classes that are not known to be harmless, or is damaged.
+        CheckpointError: the client state is damaged.
+        UnsupportedError: it holds classes that are not known to be harmless, or what this process cannot make.
     """
     return make_objects(read_header(path), trust_pickle=trust_pickle, checked=checked)
 
@@ -94,7 +95,7 @@ def check_trusted(named: Mapping[str, str]) -> None:
         named: dotted names of classes and functions, each with a file that names it.
 
     Raises:
-        CheckpointError: naming all of it.
+        UnsupportedError: naming all of it.
     """
     allowed = _list_allowed()
     unknown = [name for name in named if not _allow(name, allowed)]
@@ -103,7 +104,7 @@ def check_trusted(named: Mapping[str, str]) -> None:
 
 def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:
     if named := shorten(dict.fromkeys(map(_strip_use, unknown)), 20):
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{path}: holds objects that are not unpickled without your consent ({named}). If you trust the "
             "checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
             '"checkpoint": {"universal": {"trust_pickle": true}}.'
@@ -239,9 +240,9 @@ def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | N
         return _ClientUnpickler(data, file, allowed).load()  # type: ignore[no-any-return]
     except UcpError:
         raise
-    except Exception as error:
+    except Exception as error:  # all of it was read before as inert data: what fails now is the objects' own code
         kind = type(error).__name__
-        raise CheckpointError(f"{file.path}: its client state cannot be unpickled ({kind}: {error}).") from error
+        raise UnsupportedError(f"{file.path}: its client state cannot be unpickled ({kind}: {error}).") from error
 
 
 class _ClientUnpickler(pickle.Unpickler):

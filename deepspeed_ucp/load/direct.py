@@ -198,7 +198,8 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     states), else what the first rank's does; of the data-parallel ranks, where each has a file, it is the same.
 
     Raises:
-        CheckpointError: it is damaged, or no save of an engine.
+        CheckpointError: it is damaged.
+        UnsupportedError: it is no save of an engine, or needs the user's consent.
     """
     comm, checked = job.comm, job.config.verify == "crc"
     if checked:
@@ -219,7 +220,7 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     def take() -> dict[str, Any]:
         held = saved if own is None else others.pop() if others else _read_objects(index, own, **options)
         if "global_steps" not in held and not job.arguments.load_module_only:
-            raise CheckpointError(
+            raise UnsupportedError(
                 f"{own or index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For "
                 "its weights use load_module_only=True."
             )

@@ -215,8 +215,7 @@ def _trust_own_files(job: LoadJob, folder: str, why: str) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
 
     Raises:
-        UnsupportedError: they tell another one.
-        CheckpointError: they hold classes that are not known to be harmless.
+        UnsupportedError: they tell another one, or hold classes that are not known to be harmless.
     """
     if is_url(folder):
         raise UnsupportedError(f"{folder}: {why}, so that only DeepSpeed's own load can read it, which reads no URLs.")
@@ -257,7 +256,7 @@ def _leave_own_files(job: LoadJob, folder: str, why: str, target: Target | None 
     """Leave a load to DeepSpeed, whose files tell the live topology; collective.
 
     Raises:
-        CheckpointError: they hold classes that are not known to be harmless.
+        UnsupportedError: they hold classes that are not known to be harmless.
     """
     engine, comm = job.engine, job.comm
     if not job.config.trust_pickle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
-from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
+from ..errors import MismatchError, UnsupportedError, shorten
 from ..flat import Shape
 from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
 
@@ -48,7 +48,7 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
     """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's.
 
     Raises:
-        CheckpointError: what the checkpoint tells of itself is of another form than DeepSpeed's.
+        UnsupportedError: what the checkpoint tells of itself is of another form than DeepSpeed's.
     """
     found = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
     if info := index.model.hints.get(INFO):
@@ -57,7 +57,7 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
         except MismatchError as error:
             if rules:  # the user's word counts before it; what that leaves open is refused all the same
                 return [*found, *live]
-            raise CheckpointError(f"{index.run.state_file}: {error}. Give the model's patterns.") from error
+            raise UnsupportedError(f"{index.run.state_file}: {error}. Give the model's patterns.") from error
     if index.model.hints.get("args"):
         found.append(from_arguments())
     return [*found, *live]

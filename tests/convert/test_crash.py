@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.convert import driver
-from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
+from deepspeed_ucp.errors import StorageError, UnsupportedError
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
 from tests.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
@@ -255,7 +255,7 @@ def test_a_second_converter_refuses_and_the_first_gets_through(
             os._exit(0)
     os.close(here[1])
     os.read(here[0], 1)
-    with pytest.raises(CheckpointError, match=f"a conversion to .*{DST} is under way already .pid {child} on "):
+    with pytest.raises(StorageError, match=f"a conversion to .*{DST} is under way already .pid {child} on "):
         convert(root)
     os.close(there[1])
     os.waitpid(child, 0)
@@ -276,7 +276,7 @@ def test_an_output_that_lost_files_is_not_reused(
     convert(root)
     path = root / DST / name
     path.unlink() if damage == "removed" else os.truncate(path, 100)
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert(root)
     convert(root, overwrite=True)
     assert read_bytes(root / DST) == make_reference(root, tmp_path)
@@ -295,7 +295,7 @@ def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
     """The user has corrected a rule."""
     write_source(tmp_path, topology=replace(TOPOLOGY, tp=2))
     convert(tmp_path, patterns=make_rules(WRONG))
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert(tmp_path, patterns=make_rules(RIGHT))
     assert convert(tmp_path, patterns=make_rules(WRONG)).reused
     old = read_bytes(tmp_path / DST)["zero/layer.weight/fp32.pt"]
@@ -353,7 +353,7 @@ def test_a_save_that_was_converted_into_its_own_folder_is_never_replaced(
     shutil.copytree(source / "global_step3", other)
     (other / "zero").mkdir()
     (other / "zero" / "optimizer_state.pt").touch()
-    with pytest.raises(CheckpointError, match="holds what no conversion wrote .*optim_states"):
+    with pytest.raises(StorageError, match="holds what no conversion wrote .*optim_states"):
         convert(root, other, overwrite=True)
 
 

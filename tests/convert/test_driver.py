@@ -17,7 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths
-from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
@@ -121,7 +121,7 @@ def test_an_output_of_another_source_is_refused_without_overwrite(tmp_path: Path
     to = tmp_path / "out"
     convert_checkpoint(str(tmp_path / "one"), str(to), options=OPTIONS)
     before = read_bytes(to)
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert_checkpoint(str(tmp_path / "two"), str(to), options=OPTIONS)
     assert read_bytes(to) == before
     convert_checkpoint(str(tmp_path / "two"), str(to), options=ConvertOptions(workers=2, overwrite=True))
@@ -263,7 +263,7 @@ def test_names_of_a_stage_0_source_belong_to_the_output(tmp_path: Path) -> None:
     wrong, right = ([["k", "q"]], [["q", "k"]])
     to = str(tmp_path / "out")
     convert_checkpoint(str(tmp_path / "tag"), to, groups=wrong, options=OPTIONS)
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert_checkpoint(str(tmp_path / "tag"), to, groups=right, options=OPTIONS)
     convert_checkpoint(str(tmp_path / "tag"), to, groups=right, options=ConvertOptions(workers=1, overwrite=True))
     found = torch.load(f"{to}/zero/q/exp_avg.pt", weights_only=True)["param"]
@@ -277,7 +277,7 @@ def test_an_atomic_source_is_told_by_its_bytes(tmp_path: Path) -> None:
     to = str(tmp_path / "copy")
     assert not convert_checkpoint(str(tmp_path / "tag0_universal"), to, options=OPTIONS).reused
     assert convert_checkpoint(str(tmp_path / "tag0_universal"), to, options=OPTIONS).reused
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert_checkpoint(str(tmp_path / "tag1_universal"), to, options=OPTIONS)
 
 
@@ -290,7 +290,7 @@ def test_a_source_without_checksums_is_told_by_its_time(tmp_path: Path) -> None:
         make_source(seed=1).write(tmp_path / "tag")
     finally:
         torch.serialization.set_crc32_options(True)
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
 
 
@@ -299,7 +299,7 @@ def test_what_was_made_unverified_is_not_reused_by_who_wants_it_verified(tmp_pat
     unverified = ConvertOptions(workers=1, verify=False)
     convert_checkpoint(str(tmp_path / "tag"), options=unverified)
     assert convert_checkpoint(str(tmp_path / "tag"), options=unverified).reused
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
 
 
@@ -334,7 +334,7 @@ def test_strangers_in_the_destination_stay(tmp_path: Path) -> None:
     first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
     notes = Path(first.destination) / "notes.txt"
     notes.write_text("mine")
-    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+    with pytest.raises(StorageError, match=r"notes\.txt"):
         convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, overwrite=True))
     assert notes.read_text() == "mine"
 

@@ -189,7 +189,14 @@ def list_planted() -> list[Refused]:
     ]
     words = ("posix.mkdir", "trust_pickle")
     return [
-        Refused(f"code-in-{name}-to-{target}", case, (name, *words), damage=at(name, plant), target=target)
+        Refused(
+            f"code-in-{name}-to-{target}",
+            case,
+            (name, *words),
+            "UnsupportedError",
+            damage=at(name, plant),
+            target=target,
+        )
         for case, name, target in places
     ]
 

@@ -331,12 +331,12 @@ def test_an_existing_folder(tmp_path: Path) -> None:
     index, out = open_model(tmp_path, Topology(1, 2)), tmp_path / "out"
     out.mkdir()
     export_safetensors(index, str(out))  # an empty folder is as good as none
-    with pytest.raises(CheckpointError, match="--overwrite"):
+    with pytest.raises(StorageError, match="--overwrite"):
         export_safetensors(index, str(out))
     export_safetensors(index, str(out), options=ExportOptions(overwrite=True), max_shard=100)
     assert not (out / "model.safetensors").exists() and len(load_all(out)) == 7
     (out / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+    with pytest.raises(StorageError, match=r"thesis\.tex"):
         export_safetensors(index, str(out), options=ExportOptions(overwrite=True))
     assert (out / "thesis.tex").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
@@ -362,7 +362,7 @@ def test_a_killed_export_is_begun_anew(tmp_path: Path) -> None:
     (Path(folder.folder) / "model-00001-of-00009.safetensors").write_bytes(b"half")
     Path(folder.aside).mkdir()
     (Path(folder.aside) / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="--overwrite"):  # killed between two renames: what was there is back
+    with pytest.raises(StorageError, match="--overwrite"):  # killed between two renames: what was there is back
         export_safetensors(index, str(tmp_path / "out"))
     export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(overwrite=True))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

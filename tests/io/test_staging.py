@@ -231,7 +231,7 @@ def test_what_is_there_counts_as_written_and_holes_do_not(tmp_path: Path, monkey
 
 def test_the_second_converter_refuses_and_names_the_first(staging: Staging) -> None:
     with staging.lock():
-        with pytest.raises(CheckpointError, match=f"step1_universal is under way already .pid {os.getpid()} on "):
+        with pytest.raises(StorageError, match=f"step1_universal is under way already .pid {os.getpid()} on "):
             stage(staging.destination).lock().__enter__()
         with stage(staging.destination + "2").lock():
             pass
@@ -266,7 +266,7 @@ def test_a_lock_file_that_goes_while_it_is_opened_is_made_anew(
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with staging.lock():
         assert os.path.exists(staging.lock_path)
-        with pytest.raises(CheckpointError, match="under way"):
+        with pytest.raises(StorageError, match="under way"):
             staging.lock().__enter__()
 
 
@@ -280,7 +280,7 @@ def test_many_at_once_are_one_after_the_other(staging: Staging) -> None:
                     inside[0] += 1
                     most[0] = max(most[0], inside[0])
                     inside[0] -= 1
-            except CheckpointError:
+            except StorageError:
                 refused[0] += 1
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -300,7 +300,7 @@ def test_without_flock_the_file_itself_is_the_lock(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with staging.lock(), pytest.raises(CheckpointError, match="or was killed.*remove the file and run it again"):
+    with staging.lock(), pytest.raises(StorageError, match="or was killed.*remove the file and run it again"):
         stage(staging.destination).lock().__enter__()
     assert not os.listdir(staging.parent)
 
@@ -308,7 +308,7 @@ def test_without_flock_the_file_itself_is_the_lock(
 def test_a_lock_that_is_being_signed_is_a_lock(staging: Staging) -> None:
     with open(staging.lock_path, "w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="by a process that has not told its name"):
+        with pytest.raises(StorageError, match="by a process that has not told its name"):
             staging.lock().__enter__()
 
 
@@ -331,11 +331,11 @@ def test_what_is_no_atomic_checkpoint_is_never_removed(staging: Staging, tmp_pat
     staging.check_destination(overwrite=False)
     (destination / "notes.txt").touch()
     for overwrite in (False, True):
-        with pytest.raises(CheckpointError, match="is not an output, so it is left alone"):
+        with pytest.raises(StorageError, match="is not an output, so it is left alone"):
             staging.check_destination(overwrite)
     staging.begin(IDENTITY)
     write_atomically(staging.path(MANIFEST), b"new")
-    with pytest.raises(CheckpointError, match="appeared while the conversion ran"):
+    with pytest.raises(StorageError, match="appeared while the conversion ran"):
         staging.commit(None, overwrite=True)
     assert read_tree(destination) == {"notes.txt": ""}
 
@@ -346,7 +346,7 @@ def test_an_atomic_checkpoint_is_replaced_only_where_that_is_asked_for(mark: str
     destination = Path(staging.destination)
     (destination / "zero").mkdir(parents=True)
     (destination / mark).touch()
-    with pytest.raises(CheckpointError, match="--overwrite .overwrite=True. replaces it"):
+    with pytest.raises(StorageError, match="--overwrite .overwrite=True. replaces it"):
         staging.check_destination(overwrite=False)
     staging.check_destination(overwrite=True)
 
@@ -356,13 +356,13 @@ def test_files_and_links_are_left_alone(kind: str, staging: Staging, tmp_path: P
     make_atomic(tmp_path / "other")
     destination = Path(staging.destination)
     destination.touch() if kind == "file" else destination.symlink_to(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="left alone"):
+    with pytest.raises(StorageError, match="left alone"):
         staging.check_destination(overwrite=True)
 
 
 @pytest.mark.parametrize("source", [".", "inner", "inner/more"])
 def test_the_source_is_not_written_over(source: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds the checkpoint that is read"):
+    with pytest.raises(StorageError, match="holds the checkpoint that is read"):
         stage(tmp_path / "out", tmp_path / "out" / source)
     stage(tmp_path / "out2", tmp_path / "out" / source)
 
@@ -371,13 +371,13 @@ def test_the_source_is_not_written_over(source: str, tmp_path: Path) -> None:
 def test_nothing_is_written_into_the_source(inner: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "link").symlink_to(tmp_path / "source")
-    with pytest.raises(CheckpointError, match="lies in the checkpoint that is read"):
+    with pytest.raises(StorageError, match="lies in the checkpoint that is read"):
         stage(tmp_path / "source" / inner, tmp_path / "source")
     assert [path.name for path in (tmp_path / "source").iterdir()] == ["link"]
 
 
 def test_the_root_is_no_destination() -> None:
-    with pytest.raises(CheckpointError, match="root folder"):
+    with pytest.raises(StorageError, match="root folder"):
         stage("/")
 
 
@@ -425,7 +425,7 @@ def test_what_cannot_be_gone_on_with_is_never_left(error: BaseException, tmp_pat
 def test_files_of_others_beside_an_output_stay_where_that_is_so_for_the_kind(tmp_path: Path) -> None:
     make_atomic(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"config\.json.*left alone"):
+    with pytest.raises(StorageError, match=r"config\.json.*left alone"):
         stage(tmp_path / "out").check_destination(overwrite=True)
     staging = stage(tmp_path / "out", kind=replace(KIND, kept=re.compile(r"config\.json")))
     staging.check_destination(overwrite=True)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.load.client import check_trusted, read_objects
 from deepspeed_ucp.sources.reading import list_globals, read_stage
 from deepspeed_ucp.torchsave.torchfile import read_header
@@ -277,7 +277,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_an_unknown_class_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     value, name = UNKNOWN[kind]
-    with pytest.raises(CheckpointError, match=rf"consent \(.*({name})") as error:
+    with pytest.raises(UnsupportedError, match=rf"consent \(.*({name})") as error:
         read_back(tmp_path, value)
     text = str(error.value)
     assert str(tmp_path) in text
@@ -332,9 +332,9 @@ def test_values_that_are_more_than_given_attributes_are_refused(kind: str, tmp_p
     path = write(tmp_path, {"mine": "here"})
     _replace_pickled(path, FORGED[kind], Path(path))
     RUNS.clear()
-    with pytest.raises(CheckpointError, match=r"consent \(.*Settings"):
+    with pytest.raises(UnsupportedError, match=r"consent \(.*Settings"):
         read_objects(path, trust_pickle=False)
-    with pytest.raises(CheckpointError, match=r"consent \(.*Settings"):
+    with pytest.raises(UnsupportedError, match=r"consent \(.*Settings"):
         check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
     assert not RUNS
 
@@ -346,15 +346,15 @@ def test_members_of_enums_are_not_changed(tmp_path: Path) -> None:
         changed = name(module, attribute) + ONE + b"\x85R}" + text("_value_") + text("other") + b"sb"
         _replace_pickled(path, changed, Path(path).with_name("forged"))
         forged = str(Path(path).with_name("forged"))
-        with pytest.raises(CheckpointError, match=rf"consent \(.*{attribute}"):
+        with pytest.raises(UnsupportedError, match=rf"consent \(.*{attribute}"):
             read_objects(forged, trust_pickle=False)
-        with pytest.raises(CheckpointError, match=rf"consent \(.*{attribute}"):
+        with pytest.raises(UnsupportedError, match=rf"consent \(.*{attribute}"):
             check_trusted(dict.fromkeys(list_globals(read_header(forged)), forged))
 
 
 def test_names_of_values_do_not_speak_for_calls() -> None:
     for names in ([f"{CLASS_NAME}()", CLASS_NAME], [CLASS_NAME]):
-        with pytest.raises(CheckpointError, match="Settings"):
+        with pytest.raises(UnsupportedError, match="Settings"):
             check_trusted(dict.fromkeys(names, "x.pt"))
     check_trusted({f"{CLASS_NAME}()": "x.pt"})
 
@@ -364,8 +364,18 @@ def test_the_users_consent_is_honoured(tmp_path: Path) -> None:
     assert list(read_back(tmp_path / "b", collections.deque([1, 2]), trust_pickle=True)) == [1, 2]
     with torch.serialization.safe_globals([Own]):
         assert read_back(tmp_path / "c", Own(4)).value == 4
-    with pytest.raises(CheckpointError):
+    with pytest.raises(UnsupportedError):
         read_back(tmp_path / "d", Own(5))
+
+
+def test_what_this_process_cannot_make_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save's class has another name by now, say."""
+    monkeypatch.setattr(Own, "__module__", "test_client_of_then")
+    monkeypatch.setitem(sys.modules, "test_client_of_then", sys.modules[__name__])
+    path = write(tmp_path, {"mine": Own(3)})
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match="cannot be unpickled .ModuleNotFoundError: .*test_client_of_then"):
+        read_objects(path, trust_pickle=True)
 
 
 def test_what_is_allowed_here_stays_here(tmp_path: Path) -> None:
@@ -416,9 +426,9 @@ def test_an_older_pythons_members_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "name"), [(Mood, "__init_subclass__"), (dict, "fromkeys"), (object, "__class__")])
 def test_nothing_else_is_looked_up(kind: type, name: str, tmp_path: Path) -> None:
     torch.save({"x": OldMember(kind, name)}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="is no enum with a member|not unpickled without your consent"):
+    with pytest.raises(UnsupportedError, match="is no enum with a member|not unpickled without your consent"):
         read_objects(str(tmp_path / "x.pt"), trust_pickle=False)
-    with pytest.raises(CheckpointError, match=f"not unpickled without your consent .*{name}"):
+    with pytest.raises(UnsupportedError, match=f"not unpickled without your consent .*{name}"):
         check_trusted(dict.fromkeys(list_globals(read_header(str(tmp_path / "x.pt"))), "x.pt"))
 
 
@@ -444,5 +454,5 @@ class Holder:
 )
 def test_a_lookup_in_any_other_way_is_refused_before_deepspeeds_own_load(held: Holder, tmp_path: Path) -> None:
     torch.save({"x": held, "mood": OldMember(Mood, "GLAD")}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"not unpickled without your consent .*builtins\.getattr"):
+    with pytest.raises(UnsupportedError, match=r"not unpickled without your consent .*builtins\.getattr"):
         check_trusted(dict.fromkeys(list_globals(read_header(str(tmp_path / "x.pt"))), "x.pt"))

@@ -245,6 +245,12 @@ def test_the_module_only(tmp_path: Path) -> None:
     check_loaded([rank], State({name: {"fp32": atoms["fp32"]} for name, atoms in state.atoms.items()}, {}, ()))
     assert not rank.wrapped.state
     assert (engine.global_steps, engine.lr_scheduler.loaded) == (0, None)
+    states = path / "mp_rank_00_model_states.pt"
+    tree = torch.load(states, weights_only=False)
+    torch.save({key: value for key, value in tree.items() if key != "global_steps"}, states)
+    run_load(open_for(path, rank), rank, load_module_only=True)
+    with pytest.raises(UnsupportedError, match=f"{states.name}: has no global_steps.*load_module_only=True"):
+        run_load(open_for(path, rank), rank)
 
 
 def test_a_lenient_load_passes_parameters_over_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -393,7 +399,7 @@ def test_a_foreign_shard_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
 def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Scheduler()}))
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    with pytest.raises(CheckpointError, match="Scheduler"):
+    with pytest.raises(UnsupportedError, match="Scheduler"):
         run_load(open_for(path, rank), rank)
     check_untouched(rank)
     run_load(open_for(path, rank), rank, config=UniversalConfig(trust_pickle=True))
@@ -406,7 +412,7 @@ def test_all_objections_are_one_message(tmp_path: Path) -> None:
     params = (*PLAIN.params[:-1], replace(PLAIN.params[-1], name="other"))
     rank = FakeTarget(replace(PLAIN, params=params), Topology(2), 0)
     rank.group_members = lambda: {0: ("a", "b")}  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(UnsupportedError) as told:
         run_load(open_for(path, rank), rank)
     lines = str(told.value).splitlines()
     assert len(lines) == 3, lines

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
@@ -368,6 +368,14 @@ def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_left_half_ch
     assert falling_back.load() == "global_step2"
 
 
+def test_what_is_no_fault_of_the_files_is_told_and_no_older_tag_taken(falling_back: FallingBack) -> None:
+    for error in (UnsupportedError("needs your consent."), StorageError("is under way already.")):
+        falling_back.fails = {"global_step3": error}
+        with pytest.raises(type(error), match=str(error)):
+            falling_back.load()
+        assert falling_back.tried == ["global_step3"]
+
+
 class Harmful:
     """A class that nobody has allowed."""
 
@@ -412,7 +420,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: 
         return decide(make_job(NodeLocalEngine(), comm, **options), str(tmp_path)).reason
 
     for ranks in (1, 2):
-        with pytest.raises(CheckpointError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
+        with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
             run_ranks(ranks, lambda _, comm: choose(comm))
     assert "own files" in choose(Comm(), trust_pickle=True)
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / name)
@@ -427,7 +435,7 @@ def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
         torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / str(rank) / STATES)
     torch.save({}, tmp_path / "0" / "layer_1_expert_0_mp_rank_00_model_states.pt")
     torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / "0" / STATES)
-    with pytest.raises(CheckpointError, match=f"{STATES}.*Harmful"):
+    with pytest.raises(UnsupportedError, match=f"{STATES}.*Harmful"):
         run_ranks(2, lambda rank, comm: decide(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
 
 
@@ -441,7 +449,7 @@ def test_code_in_an_atomic_checkpoint_is_refused_before_deepspeed_loads_it(name:
         return decide(make_job(NodeLocalEngine(), comm, **options), str(tmp_path), upstream=True).reason
 
     for ranks in (1, 2):
-        with pytest.raises(CheckpointError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
+        with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
             run_ranks(ranks, lambda _, comm: choose(comm))
     assert "load_universal" in choose(Comm(), trust_pickle=True)
     torch.save({}, tmp_path / name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Atoms, Fragment, Record, Shard
-from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.patterns import Replicate, ShardV, from_config
 from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
 from deepspeed_ucp.plan.settling import list_weights, settle_index
@@ -70,10 +70,10 @@ def test_what_autotp_says_of_unnamed_parameters_is_not_said_of_buffers() -> None
     assert settle_index(make_index([None, None], hints=info)).patterns["b"] == ShardV()
 
 
-def test_odd_metadata_is_the_files_fault() -> None:
+def test_odd_metadata_is_told_with_its_file() -> None:
     index = make_index([7, 7], hints={"universal_checkpoint_info": {"affine_map": ["b"]}})
     with pytest.raises(
-        CheckpointError, match=r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
+        UnsupportedError, match=r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
     ):
         settle_index(index)
     rules = from_config([{"match": "b", "pattern": "replicate"}])

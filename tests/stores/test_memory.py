@@ -142,7 +142,7 @@ def test_an_export_to_a_store_is_the_one_to_a_folder(saved: Callable[..., tuple[
     export_safetensors(index, str(tmp_path / "local"), max_shard=20_000)
     export_safetensors(index, to, max_shard=20_000)
     assert read_store(to) == read_local(tmp_path / "local")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(StorageError, match="exists already"):
         export_safetensors(index, to)
     with pytest.raises(UnsupportedError, match="Export on one node"):
         run_ranks(2, lambda rank, comm: export_safetensors(index, f"{to}2", comm))
@@ -189,11 +189,11 @@ def test_a_stopped_upload_looks_whole_to_nobody(
 def test_what_is_not_ours_is_left_alone(saved: Callable[..., tuple[str, State]]) -> None:
     folder, _ = saved(Topology(1, 2))
     remote.put_bytes("memory://stores/there/thesis.tex", b"years of work")
-    with pytest.raises(CheckpointError, match=r"left alone.*thesis|thesis.*left alone"):
+    with pytest.raises(StorageError, match=r"left alone.*thesis|thesis.*left alone"):
         convert_checkpoint(folder, "memory://stores/there", options=ConvertOptions(overwrite=True))
-    with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+    with pytest.raises(StorageError, match="lies in the checkpoint"):
         convert_checkpoint(URL, f"{find_checkpoint(URL)}/inside")
-    with pytest.raises(CheckpointError, match="whole bucket"):
+    with pytest.raises(StorageError, match="whole bucket"):
         convert_checkpoint(URL, "memory://stores")
     with pytest.raises(UnsupportedError, match="is read only"):
         convert_checkpoint(URL, "https://host/run")

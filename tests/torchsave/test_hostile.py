@@ -328,7 +328,7 @@ def test_the_names_in_all_files_are_known_before_any_runs(tmp_path: Path) -> Non
     run = Run(client_state={"foo": own_function, "bar": [time.sleep]})
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run))
     index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
-    with pytest.raises(CheckpointError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
+    with pytest.raises(UnsupportedError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
         check_trusted(index.run.globals)
     with torch.serialization.safe_globals([own_function, time.sleep]):
         check_trusted(index.run.globals)

@@ -19,7 +19,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, UcpError
+from deepspeed_ucp.errors import UcpError, UnsupportedError
 from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.headers import Unread
@@ -141,7 +141,7 @@ def test_the_client_state_runs_code_only_with_the_users_consent(tmp_path: Path, 
     path = tmp_path / "x"
     write_files(path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run), legacy=legacy)
     file = str(path / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match=r"touch.*trust_pickle"):
+    with pytest.raises(UnsupportedError, match=r"touch.*trust_pickle"):
         read_objects(file, trust_pickle=UniversalConfig().trust_pickle)
     assert not mark.exists()
     read_objects(file, trust_pickle=True)

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Type
 from typing_extensions import Required, TypedDict
 
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
-from ...errors import CheckpointError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...experts import holds_experts
 from ...io.store import find_change, read_small
 from ...patterns import Pattern, record_pattern
@@ -167,7 +167,8 @@ def parse_manifest(text: str, path: str) -> Manifest:
     """A manifest from its file's text; ``path`` is for messages.
 
     Raises:
-        CheckpointError: not a manifest, of an unknown format, or damaged.
+        CheckpointError: not a manifest, or damaged.
+        UnsupportedError: of an unknown format.
     """
     try:
         told = load_json(text)
@@ -189,7 +190,7 @@ def _check_form(told: Any, path: str) -> None:
     if not isinstance(told, dict) or told.get("kind") != _KIND:
         raise CheckpointError(f"{path}: is no manifest of an atomic checkpoint.")
     if told.get("version") != FORMAT:
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{path}: is of format {told.get('version')!r}, this release reads format {FORMAT}. It was written by "
             f"deepspeed_ucp {told.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again."
         )
@@ -248,6 +249,7 @@ def read_manifest(folder: str) -> Manifest | None:
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
+        UnsupportedError: it is of an unknown format.
     """
     try:
         return read_manifest_file(os.path.join(folder, MANIFEST))
@@ -261,6 +263,7 @@ def read_manifest_file(path: str) -> Manifest:
     Raises:
         FileNotFoundError: there is none.
         CheckpointError: it cannot be read, or is damaged.
+        UnsupportedError: it is of an unknown format.
     """
     try:
         return parse_manifest(read_small(path).decode("utf-8"), path)
