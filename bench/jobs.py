@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from plan import SUB_GROUP, FakeTarget, Grid, list_targets
+from grid import SUB_GROUP, FakeTarget, Grid, list_targets
 from synthetic import STEP, Shape, Sizes, Source, align, make_piece, pad_flat
 
 from deepspeed_ucp.atoms import count

@@ -198,8 +198,9 @@ class Bench:
 
     def _measure_stored(self, case: str, round_: int) -> Measured:
         with serve(self.checkpoint) as store:
-            options = {"universal": {"storage_options": store.options}}
-            topology = replace(self.suite.topologies[case], checkpoint=options)
+            topology = self.suite.topologies[case]
+            options = {**topology.checkpoint["universal"], "storage_options": store.options}
+            topology = replace(topology, checkpoint={"universal": options})
             body = self.suite.load_body(topology, self.params_m, f"s3://{BUCKET}", TAG, True)
             with self._ranks(topology.ranks, body, case) as ranks:
                 told = ranks.run(before=lambda: make_warm(self.checkpoint))

@@ -24,7 +24,6 @@ from loads import Bench  # noqa: E402
 from offline import BEST, Source  # noqa: E402
 from offline import Bench as OfflineBench  # noqa: E402
 from offline_report import Found, make_offline_section, summarise  # noqa: E402
-from planning import make_plan_section, measure_plans  # noqa: E402
 from report import (  # noqa: E402
     AT_SCALE,
     SUMMARY,
@@ -47,9 +46,9 @@ import deepspeed_ucp  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PLAN, SCALING, RESTART = "plan", "scaling", "restart"
+SCALING, RESTART = "scaling", "restart"
 TITLES = {suite.name: suite.short for suite in SUITES}
-ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING, PLAN, RESTART)
+ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING, RESTART)
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
 
 
@@ -100,8 +99,6 @@ def make_page(found: dict[str, Any]) -> str:
     sections += [make_offline_section(offline.name, each, TITLES, offline.jobs) for offline, each in measured]
     if SCALING in found:
         sections.append(make_scaling_section(found[SCALING]))
-    if PLAN in found:
-        sections.append(make_plan_section(found[PLAN]))
     if RESTART in found:
         sections.append(make_restart_section(found[RESTART]))
     # Results of an earlier form do not tell what a first load imports.
@@ -181,8 +178,6 @@ def main() -> None:
                 shutil.rmtree(folder / suite.name)
         if SCALING in args.suites and not args.only:
             found[SCALING] |= {"simulated": simulate_scaling(say, quick=args.quick), "command": tell_command()}
-        if PLAN in args.suites and not args.only:
-            found[PLAN] = measure_plans(folder / PLAN, quick=args.quick, rounds=args.rounds, say=say)
         if RESTART in args.suites and not args.only:
             found[RESTART] = measure_restarts(folder / RESTART, args.params_m, args.rounds, say)
         note.write_text(json.dumps(found, indent=1))

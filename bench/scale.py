@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))  # the plugin of this checkout, also when it is no
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from collectives import AllRanks  # noqa: E402
+from grid import PER_NODE  # noqa: E402
 from jobs import JOBS, Job  # noqa: E402
-from plan import PER_NODE  # noqa: E402
 from report import AT_SCALE, MIB, Target, put_part, table, targets_table  # noqa: E402
 from scale_plan import FOLDER, SIZES, forecast, stand_in  # noqa: E402
 from storage import STORES, simulate  # noqa: E402

@@ -19,9 +19,9 @@ from unittest import mock
 
 import numpy as np
 from collectives import AllRanks, ToldComm, count_rows, overhear, silence
+from grid import PER_NODE
 from jobs import JOBS, Job
 from meters import peak_resident_bytes, reset_peak, resident_bytes
-from plan import find_near
 from ranks import release_free_memory
 
 from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
@@ -39,7 +39,7 @@ from deepspeed_ucp.load.transfer import negotiate, spare_engine
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import GRANTED
-from deepspeed_ucp.plan.rounds import MIN_DIRECT
+from deepspeed_ucp.plan.rounds import MIN_DIRECT, Near
 from deepspeed_ucp.sources import open as opening
 from deepspeed_ucp.sources import places
 from deepspeed_ucp.sources.open import open_checkpoint
@@ -192,6 +192,11 @@ def _exchange(plan: LoadPlan, comm: ToldComm) -> None:
             received, sent = (sum(one.nbytes for ones in part for one in ones) for part in (claims, sends))
             comm.note("rounds", received, sent)
     comm.run(int)
+
+
+def find_near(rank: int, ranks: int) -> Near:
+    """The ranks of one rank's machine, which see its staging memory."""
+    return np.arange(ranks) // PER_NODE == rank // PER_NODE
 
 
 class Planner:

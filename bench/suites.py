@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ranks import Body
     from report import Results
 
+WIDE = 16  # streams of a rank that nothing else is said to (`io.distance`)
 OURS = {"universal": True}
 ASKED = {"universal": {"same_topology": "direct"}}
 UPSTREAM = {"load_universal": True}
@@ -84,7 +85,8 @@ DATA_PARALLEL = Suite(
 GPT, two param groups, AdamW, saved by 4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two
 moments). The object store is a server of S3's protocol on this machine, whose files the page cache holds: 200 MB/s a
 stream, the first byte after 20 ms. Its floor is plain GETs of the same bytes by as many processes and streams as the
-other floors have threads; with more streams it is given besides. *From storage* are the bytes of objects that it has
+load has: few, where the store is what limits both, and as many as a load uses unless it is told otherwise, where
+the server and its readers share the processors of this machine. *From storage* are the bytes of objects that it has
 sent.""",
     source=Engine(4, 1),
     topologies={
@@ -93,7 +95,8 @@ sent.""",
         "ours-3": Engine(3, 1, OURS),
         "ours-z3-2": Engine(2, 3, OURS),
         "ours-fp32-2": Engine(2, 1, OURS, "fp32"),
-        "ours-s3-2": Engine(2, 1, OURS),
+        "ours-s3-2": Engine(2, 1, {"universal": {"threads": THREADS}}),
+        "ours-s3-2-wide": Engine(2, 1, {"universal": {}}),
         "on-4": Engine(4, 1, OURS),
         "ours-same-4": Engine(4, 1, ASKED),
         "upstream": Engine(2, 1, UPSTREAM),
@@ -109,15 +112,21 @@ sent.""",
         Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
-        Case("floor-s3-2", "floor of an object store, 2 processes of 4 streams"),
-        Case("floor-s3-2-wide", "the same, 2 processes of 16 streams"),
-        Case("ours-s3-2", "ours, 2 ranks ZeRO-1, from an object store", floor="floor-s3-2", floor_limit=1 / 0.9),
+        Case("floor-s3-2", f"floor of an object store, 2 processes of {THREADS} streams"),
+        Case("floor-s3-2-wide", f"the same, 2 processes of {WIDE} streams"),
+        Case(
+            "ours-s3-2",
+            f"ours, 2 ranks ZeRO-1, from an object store by {THREADS} streams a rank",
+            floor="floor-s3-2",
+            floor_limit=1 / 0.9,
+        ),
+        Case("ours-s3-2-wide", f"ours, by {WIDE} streams a rank (the default)", floor="floor-s3-2-wide"),
     ),
     save_body=engines.save_body,
     load_body=engines.load_body,
     conversion_options=("--inject_missing_state",),
-    getters={"floor-s3-2": (2, THREADS), "floor-s3-2-wide": (2, 16)},
-    stored=frozenset(["ours-s3-2"]),
+    getters={"floor-s3-2": (2, THREADS), "floor-s3-2-wide": (2, WIDE)},
+    stored=frozenset(["ours-s3-2", "ours-s3-2-wide"]),
 )
 
 RENAMED = {"universal": {"patterns": {"rename": RENAME}}}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from plan import PER_NODE
+from grid import PER_NODE
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.forecast.target import ForecastTarget

@@ -1,9 +1,8 @@
-"""The benchmarks' own code: claims worked out for peers when planning; commands, their tables and their targets."""
+"""The benchmarks' own code: what one rank of thousands is told when planning; commands, their targets."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,60 +12,44 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import count
-from deepspeed_ucp.load.prepare import make_work
-from deepspeed_ucp.load.states import OptimizerMatch
-from deepspeed_ucp.plan import address_claims, locate, make_claims
-from deepspeed_ucp.plan.rounds import BLOCK
-
-RANK = 5
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the benchmark, which is a folder of scripts."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    return pytest.importorskip("plan")
+    return pytest.importorskip("scale_plan")
 
 
-@pytest.mark.parametrize("case", ["zero1", "zero3"])
-def test_peers_claims_are_those_that_they_would_make(bench: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "BLOCK", 4096)  # many blocks of a tiny model
-    source, grid = bench.choose_case(case, True)
-    script = bench.make_script(source, grid, RANK)
-    make_target = bench.list_targets(grid)
-    planner = bench.Planner(grid, RANK)
-    index = planner.build(source.headers())
-    told = [lambda _: [pickle.loads(blob) for blob in script.returns]]
-    match, layouts = planner.relate(index, make_target(RANK), bench.ScriptedComm(RANK, grid.ranks, told))
-    peers = bench.Peers(index, match, layouts, grid, RANK, script.mask)
-    for rank in (0, 1, RANK, grid.ranks - 1):
-        target = make_target(rank)
-        wants = make_work(OptimizerMatch(index, target, peers.match_for(target)), [], layouts, with_states=True).wants
-        pieces = [piece for want in wants.wants for piece in locate(want)]
-        claims = make_claims(pieces, lambda _: True, 4096)  # a fresh engine's masters are filled at once
-        expected = address_claims(claims, peers.blocks)[0][RANK]
-        assert len(expected)
-        np.testing.assert_array_equal(script.tables[rank], expected)
+@pytest.mark.parametrize("name", ["dense1-quick", "dense3-quick", "moe-quick"])
+def test_a_rank_is_told_the_claims_that_its_peers_make(scale: Any, name: str) -> None:
+    job, made = scale.JOBS[name](), {}
+
+    class Planner(scale.Planner):  # type: ignore[name-defined,misc]
+        def _take_tables(self, tables: list[Any]) -> list[Any]:
+            made[self.rank] = tables
+            return super()._take_tables(tables)  # type: ignore[no-any-return]
+
+    ranks = (0, 5, job.ranks - 1)
+    script = scale.make_script(job, ranks)
+    planned = [Planner(job, script, rank).plan() for rank in ranks]
+    for rank in ranks:
+        for peer in ranks:
+            np.testing.assert_array_equal(script.tables[rank][peer], made[peer][rank])
+    assert sum(len(made[peer][rank]) for peer in ranks for rank in ranks)
+    for each in planned:
+        assert each.read_bytes > 0
+        assert each.headers <= each.most_headers + 4, "those that tell which files there are, and a share of the others"
 
 
-@pytest.mark.parametrize("case", ["zero1", "zero3"])
-def test_a_rank_wants_its_part_of_the_state_and_plans_to_read_about_that(bench: Any, case: str) -> None:
-    source, grid = bench.choose_case(case, True)
-    planned = bench.plan_one(bench.make_script(source, grid, RANK))
-    held = bench.list_targets(grid)(RANK)
-    assert planned.wanted_bytes == 3 * 4 * sum(cut.numel for flat in held.flats for cut in flat.buffer.cuts(flat.part))
-    blocks = -(-12 * source.sizes.parameters // grid.ranks) + 3 * BLOCK
-    assert 0 < planned.read_bytes <= planned.wanted_bytes + blocks
-    assert planned.most_headers == -(-(planned.headers - 2) // grid.ranks)
-
-
-def test_the_paper_s_model_has_a_trillion_parameters(bench: Any) -> None:
-    source, grid = bench.choose_case("zero1", False)
-    assert 1.00e12 < source.sizes.parameters < 1.02e12
-    assert (source.ranks, grid.ranks) == (1024, 768)
-    held = [parameter for stage in source.sizes.stages(source.pp) for parameter in stage]
+def test_the_models_have_a_trillion_parameters(scale: Any) -> None:
+    dense, experts = scale.JOBS["dense1-1k"](), scale.JOBS["moe-1k"]()
+    assert 1.00e12 < dense.parameters < 1.02e12
+    assert 1.00e12 < experts.parameters < 1.04e12
+    sizes = dense.source.sizes
+    held = [parameter for stage in sizes.stages(dense.source.pp) for parameter in stage]
     tied = sum(count(parameter.shape) for parameter in held if parameter.layer < 0)
-    assert sum(count(parameter.shape) for parameter in held) == source.sizes.parameters + tied // 2
+    assert sum(count(parameter.shape) for parameter in held) == sizes.parameters + tied // 2
 
 
 # --- commands
