@@ -20,7 +20,7 @@ import torch
 
 from ..atoms import AtomicIndex, strip_compiled
 from ..comm import Comm
-from ..errors import CheckpointError, MismatchError, Objections, UnsupportedError
+from ..errors import MismatchError, Objections, UnsupportedError
 from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file

@@ -50,6 +50,7 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
 
     Raises:
         CheckpointError: it is damaged, or of another form.
+        UnsupportedError: it holds classes that are not known to be harmless.
     """
     if not os.path.isfile(path):
         return {}
