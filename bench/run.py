@@ -108,17 +108,36 @@ def make_page(found: dict[str, Any]) -> str:
 
 
 def update_readme(found: dict[str, Any]) -> None:
-    """Put the figures between README's marks, where there are any."""
+    """Put the figures between README's marks, where there are any, and what they come from."""
     file = ROOT / "README.md"
     page = file.read_text()
     if not find_part(page, FIGURES):
         return
     rows: list[list[str]] = []
+    sizes: dict[str, list[int]] = {}
     for suite in (suite for suite in SUITES if suite.name in found):
-        rows += summarise_loads(_restore(found[suite.name]), suite.cases, suite.short)
+        results = _restore(found[suite.name])
+        rows += summarise_loads(results, suite.cases, suite.short)
+        sizes.setdefault(results.command, []).append(results.parameters)
     for offline in (offline for offline in OFFLINE if offline.name in found):
-        rows += summarise(restore_runs(found[offline.name]), TITLES, offline.jobs)
-    file.write_text(put_part(page, FIGURES, table(SUMMARY, rows)))
+        runs = restore_runs(found[offline.name])
+        rows += summarise(runs, TITLES, offline.jobs)
+        for each in runs.values():
+            sizes.setdefault(each.command, []).append(each.parameters)
+    file.write_text(put_part(page, FIGURES, f"{_tell_sources(sizes)}\n\n{table(SUMMARY, rows)}"))
+
+
+def _tell_sources(sizes: dict[str, list[int]]) -> str:
+    """Which commands have measured, each with the parameters of its models."""
+    told = []
+    for command, parameters in sizes.items():
+        low, high = round(min(parameters) / 1e6), round(max(parameters) / 1e6)
+        told.append(
+            f"`{command}` ({low} M parameters)" if low == high else f"`{command}` ({low} to {high} M parameters)"
+        )
+    return "\n".join(
+        ["Measured by", ", ".join(told[:-1]), f"and {told[-1]}:"] if len(told) > 1 else ["Measured by", f"{told[0]}:"]
+    )
 
 
 def _restore(data: dict[str, Any]) -> Results:
