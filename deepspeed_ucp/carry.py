@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .comm import connect
@@ -22,8 +21,8 @@ class Carried:
     """Something that is saved and loaded with an engine.
 
     Attributes:
-        save: gives plain data; called on every rank.
-        load: takes it; called on every rank.
+        save: gives plain data; called on every rank that carries it, and no collective unless all do.
+        load: takes it; called on the ranks that carry it and have it saved, without collectives.
     """
 
     save: Callable[[], Any]
@@ -54,8 +53,11 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, An
     return {**(client_state or {}), **held}
 
 
-def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True) -> None:
+def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True, together: bool = True) -> None:
     """Take what was carried out of a loaded client state, and hand it on where it is wanted; collective.
+
+    Args:
+        together: all ranks are here, and raise the same; else there is no collective, as in DeepSpeed's own load.
 
     Raises:
         CheckpointError: it is of no form that this release knows.
@@ -63,21 +65,32 @@ def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool =
     if client_state is None:
         return
     saved = client_state.pop(KEY, {})
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f'The client state\'s "{KEY}" is a {type(saved).__name__}, expected a dict.')
     if not wanted:
         return
     comm, carried = connect(), engine.__dict__.get("_ucp_carried", {})
-    if comm.rank == 0 and (lost := [name.replace("_", " ") for name in saved if name not in carried]):
+
+    def load() -> list[str]:
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(f'The client state\'s "{KEY}" is a {type(saved).__name__}, expected a dict.')
+        for name, each in carried.items():
+            if name in saved:
+                each.load(saved[name])
+        return [name for name in carried if name not in saved]
+
+    # One collective whatever a rank has: those that read no data may carry none.
+    lacking = comm.each(load) if together else [load()]
+    if comm.rank:
+        return
+    if lost := [name.replace("_", " ") for name in saved if name not in carried]:
         logger.warning(
             "The checkpoint carries %s, which nothing in this run takes: it goes on from what this process has. What "
             "is to go on follows the engine before load_checkpoint.",
             shorten(lost),
         )
-    for name, each in carried.items():
-        if name in saved:
-            comm.run(partial(each.load, saved[name]))
-        elif comm.rank == 0:
-            logger.warning(
-                "The checkpoint carries no %s: it goes on from what this process has.", name.replace("_", " ")
-            )
+    for name in dict.fromkeys(name for names in lacking for name in names):
+        ranks = [str(rank) for rank, names in enumerate(lacking) if name in names]
+        logger.warning(
+            "The checkpoint carries no %s%s: it goes on from what this process has.",
+            name.replace("_", " "),
+            f" for ranks {shorten(ranks)}" if len(ranks) < len(lacking) else "",
+        )

@@ -180,5 +180,5 @@ def _load_checkpoint(
         path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
     if client_state is not None:
         with guard_engine(engine, with_states=False):
-            hand_out(engine, client_state, wanted=not load_module_only)
+            hand_out(engine, client_state, wanted=not load_module_only, together=config is not None)
     return path, client_state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from deepspeed_ucp.carry import KEY, collect, hand_out
+from deepspeed_ucp import carry
+from deepspeed_ucp.carry import KEY, Carried, collect, hand_out
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
-from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError
+from tests.ranks import run_ranks
 
 BATCH = 12
 WORLDS = (1, 2, 3, 4, 6, 12)
@@ -321,6 +325,44 @@ def test_what_nothing_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.text
     hand_out(Engine(global_samples=BATCH), dict(client))
     assert "carries data" in caplog.text and "before load_checkpoint" in caplog.text
+
+
+def hand_out_on_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: Sequence[tuple[Sequence[str], Any]], loaded: list[Any]
+) -> None:
+    """Each rank has what its engine carries, and what its file has under our key."""
+    here = threading.local()
+    monkeypatch.setattr(carry, "connect", lambda: here.comm)
+
+    def work(number: int, comm: Comm) -> None:
+        here.comm, (names, saved) = comm, ranks[number]
+        engine = Engine(global_samples=0)
+        for name in names:
+            carry.carry(engine, name, Carried(dict, lambda state: loaded.append((number, state))))
+        hand_out(engine, {} if saved is None else {KEY: saved})
+
+    run_ranks(len(ranks), work)
+
+
+def test_ranks_that_read_no_data_need_carry_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the stages between a pipeline's first and last, at the save, at the load, or at both."""
+    loaded: list[Any] = []
+    some, none = (["data"], {"data": 1}), ((), None)
+    hand_out_on_ranks(monkeypatch, [some, none, some], loaded)
+    assert (loaded, caplog.text) == ([(0, 1), (2, 1)], "")
+    hand_out_on_ranks(monkeypatch, [some, (["data"], None), (["data"], {})], loaded)
+    assert loaded[2:] == [(0, 1)]
+    assert "carries no data for ranks 1, 2" in caplog.text
+    caplog.clear()
+    hand_out_on_ranks(monkeypatch, [(["data"], None)] * 2, loaded)
+    assert "carries no data:" in caplog.text
+
+
+def test_what_one_rank_cannot_take_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"rank 1.*is a list"):
+        hand_out_on_ranks(monkeypatch, [((), None), (["data"], [1])], [])
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:

@@ -133,6 +133,16 @@ def test_an_engine_whose_data_cannot_go_on_is_not_used() -> None:
     assert engine.step() == "stepped"
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_with_the_plugin_off_ranks_tell_each_other_nothing(on: bool, tmp_path: Path) -> None:
+    """DeepSpeed's own load may be called on some ranks alone."""
+    engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig() if on else None))
+    with mock.patch("deepspeed_ucp.carry.connect") as connect:
+        connect.return_value.rank, connect.return_value.each.return_value = 0, [[]]
+        call(engine, str(tmp_path))
+    assert connect.return_value.each.called is on
+
+
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
 def test_who_loads_is_shown_unless_the_script_chose_a_level(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     log = logging.getLogger("deepspeed_ucp")
