@@ -15,6 +15,9 @@ logger = logging.getLogger("deepspeed_ucp")
 KEY = "deepspeed_ucp"
 """Key of a client state."""
 
+RANDOM_STATES = "random_states"
+"""Name under which :mod:`deepspeed_ucp.rng` is carried."""
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:
@@ -38,6 +41,11 @@ def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
     held: dict[str, Carried] = engine.__dict__.setdefault("_ucp_carried", {})
     former, held[name] = held.get(name), carried
     return former
+
+
+def is_carried(engine: Any, name: str) -> bool:
+    """Whether something is saved and loaded with ``engine`` under a name."""
+    return name in engine.__dict__.get("_ucp_carried", {})
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:

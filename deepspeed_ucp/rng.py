@@ -23,10 +23,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-from .carry import Carried, carry
+from .carry import RANDOM_STATES, Carried, carry
 from .comm import connect
 from .errors import CheckpointError
 from .targets import Place, find_place
+from .targets.coverage import find_data_sampler
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -38,6 +39,7 @@ State = tuple[Any, ...]
 
 _VERSION = 1
 _TRACKER = "tracker:"
+_SAMPLER = "data_sampler"
 _EVERY_AXIS, _MODEL_AXES = (0, 1, 2), (0, 1)
 
 
@@ -56,9 +58,10 @@ class Generator:
     seed: Callable[[int], None]
 
 
-def list_generators() -> dict[str, Generator]:
-    """All generators of this process by name: Python's, numpy's and torch's global ones, the accelerator's, and those
-    of DeepSpeed's activation checkpointing, which draw apart on tensor-parallel ranks."""
+def list_generators(engine: Any = None) -> dict[str, Generator]:
+    """All generators of this process by name: Python's, numpy's and torch's global ones, the accelerator's, those of
+    DeepSpeed's activation checkpointing, which draw apart on tensor-parallel ranks, and that of an engine's curriculum
+    sampler, from which the first rank draws for all."""
     found = {
         "python": Generator(_read_python, _write_python, random.seed),
         "numpy": Generator(_read_numpy, _write_numpy, _seed_numpy),
@@ -75,12 +78,16 @@ def list_generators() -> dict[str, Generator]:
             lambda data: device.set_rng_state(_unpack(data)),
             device.manual_seed,
         )
+    sampler = find_data_sampler(engine)
+    if sampler is not None:
+        found[_SAMPLER] = _draw_with(sampler.np_rng.bit_generator)
     return found | {f"{_TRACKER}{name}": _track(name) for name in get_cuda_rng_tracker().get_states()}
 
 
 def follow(engine: Any) -> None:
-    """Save and restore the random states of all ranks with every ``save_checkpoint`` and ``load_checkpoint``."""
-    carry(engine, "random_states", Carried(partial(capture, engine), partial(_restore_and_tell, engine)))
+    """Save and restore the random states of all ranks with every ``save_checkpoint`` and ``load_checkpoint``; to be
+    called on every rank."""
+    carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(_restore_and_tell, engine)))
 
 
 def _restore_and_tell(engine: Any, saved: Mapping[str, Any]) -> None:
@@ -95,6 +102,11 @@ def _restore_and_tell(engine: Any, saved: Mapping[str, Any]) -> None:
             "seed) before load_checkpoint, or what they draw is not what it was",
             ", ".join(lost),
         )
+    if _SAMPLER in derived and rank == 0:
+        logger.warning(
+            "the random states were saved without that of the curriculum sampler: it draws other samples than the "
+            "saved run would have, the same at every resume"
+        )
 
 
 def capture(engine: Any) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def capture(engine: Any) -> dict[str, Any]:
         data-parallel ranks (some 10 KB each); in the file that a rank writes for itself (ZeRO 3): its own.
     """
     comm, place = connect(), find_place(engine)
-    at, own = find_coords(place), {name: each.read() for name, each in list_generators().items()}
+    at, own = find_coords(place), {name: each.read() for name, each in list_generators(engine).items()}
     digests = {name: digest(state) for name, state in own.items()}
     trackers = {name: state for name, state in own.items() if name.startswith(_TRACKER) and not place.dp_rank}
     told = comm.gather((at, digests, trackers))
@@ -140,7 +152,7 @@ def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
     """
     if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
         raise CheckpointError("The saved random states are of no form that this release knows.")
-    return take(saved, find_place(engine), list_generators())
+    return take(saved, find_place(engine), list_generators(engine))
 
 
 def take(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
@@ -262,6 +274,16 @@ def _write_numpy(kind: str, words: bytes, *rest: Any) -> None:
 
 def _seed_numpy(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002
+
+
+def _draw_with(source: np.random.BitGenerator) -> Generator:
+    def write(state: Any) -> None:
+        source.state = state
+
+    def seed(value: int) -> None:
+        write(np.random.default_rng(value).bit_generator.state)  # as the sampler makes it
+
+    return Generator(lambda: (source.state,), write, seed)
 
 
 def _track(name: str) -> Generator:

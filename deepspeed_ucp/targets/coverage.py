@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+
+from ..carry import RANDOM_STATES, is_carried
 from ..errors import UnsupportedError, shorten
 
 OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal": false}.'
@@ -100,6 +103,12 @@ _ONE_BIT = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
 """Of DeepSpeed up to 0.18 (``runtime/fp16/onebit/``)."""
 
 
+def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
+    """What draws the samples of an engine that has curriculum learning on (``data_efficiency``)."""
+    sampler = getattr(getattr(engine, "training_dataloader", None), "data_sampler", None)
+    return sampler if isinstance(sampler, DeepSpeedDataSampler) else None
+
+
 def list_unsaved(engine: Any) -> list[str]:
     """State that no save holds and that is the live engine's own after a load, in words."""
     found = []
@@ -111,6 +120,11 @@ def list_unsaved(engine: Any) -> list[str]:
         found.append(
             "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales; they come back "
             "only where this model's frozen weights were the saved ones before the load"
+        )
+    if find_data_sampler(engine) is not None and not is_carried(engine, RANDOM_STATES):
+        found.append(
+            "curriculum learning: DeepSpeed saves numpy's global generator in the place of its sampler's own, which "
+            "begins again from its seed; deepspeed_ucp.rng.follow(engine) before saves and loads lets it go on"
         )
     return found
 

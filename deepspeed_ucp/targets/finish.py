@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -62,7 +63,9 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
     live = {key for key, helper in helpers.items() if helper is not None}
     kept = {key for key in helpers if saved.get(key) is not None}
     for key, helper in helpers.items():
-        if key in live & kept:
+        if key in live & kept and key == "data_sampler":
+            _restore_sampler(helper, saved[key])
+        elif key in live & kept:
             helper.load_state_dict(saved[key])
     new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
     told = []
@@ -79,6 +82,20 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
     if "lr_scheduler" in live ^ kept:
         told.append("load_lr_scheduler_states=False leaves the lr_scheduler alone, and its saved state to the caller.")
     return told
+
+
+def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
+    """A data sampler's state, and nothing else.
+
+    DeepSpeed's method adds the saved clusters to those that the sampler has, and gives the first rank's global numpy
+    generator, from which no sampler draws, to every rank (DeepSpeed issue 8405).
+    """
+    for name in ("data_clusters", "data_cluster_sizes"):
+        if hasattr(sampler, name):
+            setattr(sampler, name, [])
+    state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    sampler.load_state_dict(saved)
+    np.random.set_state(state)  # noqa: NPY002
 
 
 def restore_rates(engine: Any) -> None:

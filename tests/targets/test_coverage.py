@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed_ucp import rng
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.targets.coverage import UnknownLayoutError, check_engine, list_unsaved
 from deepspeed_ucp.targets.engines import open_target
+from tests.curriculum import make_sampler
 from tests.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 
@@ -82,6 +85,13 @@ def test_compression_errors_that_a_load_resets_are_told() -> None:
     one_bit = type("OnebitAdam", (), {})()
     assert "compression errors" in list_unsaved(make_engine(SimpleNamespace(optimizer=one_bit)))[0]
     assert len(list_unsaved(make_engine(one_bit))) == 1
+
+
+def test_a_curriculum_sampler_that_nothing_follows_is_told(tmp_path: Path) -> None:
+    engine = make_engine(training_dataloader=SimpleNamespace(data_sampler=make_sampler(tmp_path)))
+    assert [text.partition(":")[0] for text in list_unsaved(engine)] == ["curriculum learning"]
+    rng.follow(engine)
+    assert list_unsaved(engine) == []
 
 
 def test_copies_of_zero_plus_plus_are_dropped_of_frozen_parameters_too() -> None:
