@@ -151,25 +151,29 @@ def _resume_tag(
             logger.warning("%s: %s", folder, text)
     if decision.index is None or decision.target is None:
         with report.phase("own load"):
-            loaded = _load_own(job, own)
-        if decision.target is not None:
-            refresh_after_own_load(decision.target, with_states=arguments.with_states)
-        release(engine)
-        return loaded
+            return _load_own(job, own, decision.target)
     if unknown:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
     return _load(job, folder, decision.index, decision.target)
 
 
-def _load_own(job: LoadJob, own: Callable[[], Loaded]) -> Loaded:
-    """DeepSpeed's own load, which changes the engine as it reads: after an error that is not to be used."""
+def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) -> Loaded:
+    """DeepSpeed's own load, and what it leaves stale; it changes the engine as it reads.
+
+    Whatever cuts it short, an interrupt too, leaves an engine that is not to be used.
+    """
+    with_states = job.arguments.with_states
     try:
-        return own()
-    except Exception as error:
-        told = mark(job.engine, error, with_states=job.arguments.with_states)
+        loaded = own()
+        if target is not None:
+            refresh_after_own_load(target, with_states=with_states)
+    except BaseException as error:
+        told = mark(job.engine, error, with_states=with_states)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(told)
         raise
+    release(job.engine)
+    return loaded
 
 
 def decide(job: LoadJob, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:

@@ -203,21 +203,33 @@ def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is
     assert (decision.target, decision.index) == (target, None)
 
 
-def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
+    after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what is refreshed after it."""
+
     class Engine(SimpleNamespace):
         def step(self) -> str:
             return "stepped"
 
-    def fail() -> tuple[None, None]:
-        raise KeyError("its own")
+    def fail(*_: object, **__: object) -> tuple[None, None]:
+        raise error("its own")
 
     engine, more = Engine(), {"upstream": False, "unknown": ()}
-    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: LoaderChoice("of the future"))
+    refreshed: list[object] = []
+    refresh = fail if after else lambda target, **_: refreshed.append(target)
+    choice = LoaderChoice("of the future", target=SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: choice)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
-    with pytest.raises(KeyError, match="its own"):
-        _resume_tag(make_job(engine, Comm()), "folder", "tag", fail, **more)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", refresh)
+    with pytest.raises(error, match="its own"):
+        _resume_tag(make_job(engine, Comm()), "folder", "tag", (lambda: (None, None)) if after else fail, **more)
+    assert refreshed == []
     with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
         engine.step()
+    monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", lambda *_, **__: None)
     _resume_tag(make_job(engine, Comm()), "folder", "tag", lambda: (None, None), **more)
     assert engine.step() == "stepped"
 
