@@ -103,7 +103,9 @@ class FakeTarget(Target):
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
         self.swaps = SwapFiles()
-        self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module())
+        self.has_copies = topology.kind != "raw"
+        stage = {"zero_optimization_stage": lambda: topology.stage}
+        self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module(), **stage)
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
         held = {name for param in self.own.owners for name in param.atoms}
         self.folded = {name for name in held if topology.folds_experts and find_layer(model, name)}

@@ -396,7 +396,12 @@ def list_lost(target: Target, arguments: LoadArguments, index: AtomicIndex | Non
     Args:
         index: the checkpoint; None where each rank knows its own files alone.
     """
-    return target.list_lost(index, with_states=arguments.with_states, strict=arguments.load_module_strict)
+    return target.list_lost(
+        index,
+        with_states=arguments.with_states,
+        module_only=arguments.load_module_only,
+        strict=arguments.load_module_strict,
+    )
 
 
 def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Loaded:

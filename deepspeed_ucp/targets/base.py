@@ -23,7 +23,7 @@ from ..plan.wants import find_states
 from ..topology import Topology
 from .coverage import name_device
 from .optimizer import find_other_kind, to_plain
-from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place
+from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
 from .swap import SwapFiles, SwapPlace
 
 
@@ -146,9 +146,11 @@ class Target(ABC):
         experts: layers of experts by what the names of their parameters begin with.
         folded: parameters and buffers of experts that are spread over the tensor-parallel ranks too, whole.
         ep: expert-parallel degree; of several the largest.
+        has_copies: the model computes with copies of the masters, and not with these themselves.
     """
 
     wrapper = ""
+    has_copies = True
     experts: Mapping[str, HeldExperts] = MappingProxyType({})
     folded: Set[str] = frozenset()
     ep = 1
@@ -295,6 +297,10 @@ class Target(ABC):
         """Parameters and buffers of this stage that other pipeline stages hold under the same name (tied modules)."""
         return find_instances(self.engine)
 
+    def unfiled(self) -> list[str]:
+        """Trained parameters that DeepSpeed's own load of a pipeline's layers leaves as they are."""
+        return sorted(find_unfiled(self.engine) & self.owned)
+
     def lane_of(self, name: str) -> int:
         """Which lane of a parameter, or buffer, this rank holds: of folded experts there is one."""
         return 0 if name in self.folded else self.place.tp_rank
@@ -391,25 +397,36 @@ class Target(ABC):
         return False
 
     def list_lost(
-        self, index: AtomicIndex | None = None, *, with_states: bool = True, strict: bool = True
+        self,
+        index: AtomicIndex | None = None,
+        *,
+        with_states: bool = True,
+        module_only: bool = False,
+        strict: bool = True,
     ) -> list[str]:
         """What DeepSpeed's own load does not restore, or does not notice, in the same topology, in words.
 
         Args:
             index: the checkpoint; None where each rank knows its own files alone.
-            with_states, strict: arguments of the load.
+            with_states, module_only, strict: arguments of the load.
         """
         found = [
             *self._list_lost_experts(),
-            *self.list_lost_weights(index if strict else None, with_states=with_states),
+            *self.list_lost_weights(index if strict else None, with_states=with_states, module_only=module_only),
         ]
         if with_states and self.optimizer is not None:
             found += [*self.list_lost_states(), *dict.fromkeys(self._find_other_kinds(index) if index else ())]
         return found
 
-    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool) -> list[str]:
+    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool, module_only: bool) -> list[str]:
         """Weights among that; ``index`` where all of the checkpoint has to be there."""
-        return []
+        if with_states and self.has_copies:  # the masters come back, the copies of them (`refresh_after_own_load`)
+            return []
+        found = [f"{name} (in no layer file)" for name in self.unfiled()]
+        if self.has_copies and not module_only and self.engine.zero_optimization_stage() == 0:
+            # Without ZeRO it makes masters of the loaded copies under load_module_only alone.
+            found.append("masters in a load of the weights alone")
+        return found
 
     def list_lost_states(self) -> list[str]:
         """Masters and optimizer states among that, whatever was saved."""

@@ -97,9 +97,9 @@ class Bf16Target(Zero12Target):
         return frozenset()
 
     def list_lost_states(self) -> list[str]:
-        # DeepSpeed's load gives the wrapper the file of an expert-parallel rank, which it does not take.
-        unloadable = bool(self.experts) and self.engine.zero_optimization_stage() == 0
-        return [*super().list_lost_states(), *["experts under BF16_Optimizer without ZeRO"] * unloadable]
+        # DeepSpeed's load gives the wrapper one rank's state, where it takes a list of all ranks' alone, and fails.
+        unloadable = self.engine.zero_optimization_stage() == 0
+        return [*super().list_lost_states(), *["optimizer states of BF16_Optimizer without ZeRO"] * unloadable]
 
 
 class Zero3Target(Target):
@@ -154,7 +154,7 @@ class Zero3Target(Target):
         kept: dict[int, torch.Tensor] = getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
         return kept
 
-    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool) -> list[str]:
+    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool, module_only: bool) -> list[str]:
         # Of these it takes the latest tag's, whichever it was given, or with load_module_only none.
         return [*["weights alone of ZeRO 3"] * (not with_states), *(self._find_fresh(index) if index else ())]
 
@@ -233,6 +233,7 @@ class TorchTarget(Target):
     """No wrapper (stage 0, fp32): the model's parameters are their own masters."""
 
     wrapper = "torch"
+    has_copies = False
 
     def collect(self) -> None:
         if self.wrapped is None:
@@ -259,6 +260,7 @@ class OffloadOnlyTarget(Target):
     """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
 
     wrapper = "zero3_inference"
+    has_copies = False
 
     def collect(self) -> None:
         """No masters."""

@@ -131,14 +131,13 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
 def refresh_after_own_load(target: Target, *, with_states: bool) -> None:
     """Bring up to date what DeepSpeed's own load leaves stale; collective.
 
-    Of a pipeline under ZeRO 1 or BF16_Optimizer these are copies that no file of it holds: a tied layer with a
-    ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its master comes back with the optimizer
-    and its tied weight from the first stage, but the other parameters' copies stay as they were constructed until the
-    first step (``PipelineModule.load_state_dir``). Collective over the data-parallel ranks of a stage.
+    Of a pipeline these are copies that no file of it holds: a tied layer with a ``forward_fn`` (an output layer that
+    uses the embedding) has no layer file. Its masters come back with the optimizer and its tied weight from the first
+    stage, but the other parameters' copies stay as they were constructed until the first step
+    (``PipelineModule.load_state_dir``). Collective over the data-parallel ranks of a stage.
     """
     target.drop_secondary_copies()
-    untied = with_states and any(not each.tied for each in target.instances().values())
-    if untied and target.wrapper in ("zero12", "bf16"):
+    if with_states and target.unfiled():
         target.prepare()
         target.refresh_copies()
 

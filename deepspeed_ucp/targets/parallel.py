@@ -6,10 +6,10 @@ Model parallelism reaches DeepSpeed in three ways: a Megatron-like ``mpu``, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as ds_comm
@@ -115,17 +115,59 @@ def find_instances(engine: Any) -> dict[str, Instance]:
     it as ``tied_modules.<key>``.
     """
     module = engine.module
-    if not isinstance(module, PipelineModule):
-        return {}
     found = {}
-    for key, copy in module.tied_modules.items():
-        used = [i for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec) and spec.key == key]
-        stages = sorted({module.stage_owner(layer) for layer in used})
-        tied = {id(attrgetter(attribute)(copy)) for attribute in module.tied_weight_attrs[key]}
-        for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-            instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tied)
-            found[strip_compiled(f"tied_modules.{key}.{name}")] = instance
+    for tie in _list_ties(module):
+        stages = sorted(tie.stages)
+        for name, tensor in (*tie.copy.named_parameters(), *tie.copy.named_buffers()):
+            instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tie.tied)
+            found[strip_compiled(f"{tie.name}.{name}")] = instance
     return {name: instance for name, instance in found.items() if instance.count > 1}
+
+
+def find_unfiled(engine: Any) -> set[str]:
+    """Parameters of tied modules that DeepSpeed's own load of a pipeline's weights leaves as they are, by name.
+
+    A use with a ``forward_fn`` has no layer file. Once the files are read a tied weight comes from the first stage that
+    uses the module (``_synchronize_tied_weights``), and every other parameter stays what its own stage has.
+    """
+    if getattr(engine, "has_moe_layers", False):
+        return set()  # each rank saves its whole module, and no layers
+    found = set()
+    for tie in _list_ties(engine.module):
+        for name, param in tie.copy.named_parameters():
+            source = min(tie.stages) if id(param) in tie.tied else engine.module.stage_id
+            if source not in tie.filed:
+                found.add(strip_compiled(f"{tie.name}.{name}"))
+    return found
+
+
+class _Tie(NamedTuple):
+    """A tied module that this stage has.
+
+    Attributes:
+        name: of it in the pipeline.
+        copy: this stage's.
+        stages: that use it.
+        filed: those of them that write a layer file of it.
+        tied: ids of the parameters that DeepSpeed keeps equal.
+    """
+
+    name: str
+    copy: torch.nn.Module
+    stages: set[int]
+    filed: set[int]
+    tied: set[int]
+
+
+def _list_ties(module: Any) -> Iterator[_Tie]:
+    if not isinstance(module, PipelineModule):
+        return
+    for key, copy in module.tied_modules.items():
+        specs = {i: spec for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
+        uses = [(module.stage_owner(i), spec.forward_fn is None) for i, spec in specs.items() if spec.key == key]
+        stages, filed = {stage for stage, _ in uses}, {stage for stage, has_file in uses if has_file}
+        tied = {id(attrgetter(attribute)(copy)) for attribute in module.tied_weight_attrs[key]}
+        yield _Tie(f"tied_modules.{key}", copy, stages, filed, tied)
 
 
 @dataclass(frozen=True, slots=True)

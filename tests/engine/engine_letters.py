@@ -22,7 +22,9 @@ def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> G
     """Yields a PipelineEngine, then the loss of each step. Matrices have weight decay, the rest none."""
     import deepspeed
     from deepspeed import pipe
+    from engine_cases import allow_fp16_on_cpu
 
+    allow_fp16_on_cpu()
     torch.manual_seed(seed)
     module = (pipe.DualPipeVModule if launch.dual else pipe.PipelineModule)(
         [make_layer(letter) for letter in model],

@@ -76,6 +76,8 @@ class Launch:
         }
         if self.precision != "fp32":
             config[self.precision] = {"enabled": True}
+        if self.precision == "fp16":
+            config["fp16"]["initial_scale_power"] = 8
         if self.fp32_grads:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config

@@ -110,8 +110,9 @@ def test_resumes(route: Route, runs: Runs) -> None:
 
 @pytest.mark.parametrize("route", SAME, ids=str)
 def test_same_topology_is_deepspeeds_own_load(route: Route, runs: Runs) -> None:
+    """Unless it would leave parameters as they were constructed."""
     saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
-    assert [local.direct for local in resumed] == [False] * 4
+    assert [local.direct for local in resumed] == [route.source.loses_copies] * 4
     check_losses(route, saved, resumed)
 
 

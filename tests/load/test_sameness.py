@@ -61,6 +61,19 @@ def test_weights_alone_of_zero_3(key: str, tmp_path: Path) -> None:
     assert find(tmp_path / "2", MODEL, MODEL, 2, arguments=arguments) == []
 
 
+def test_masters_in_a_load_of_the_weights_alone_without_zero(tmp_path: Path) -> None:
+    """Under load_module_only DeepSpeed makes them of the loaded copies, else they stay what they are."""
+    told = ["masters in a load of the weights alone"]
+    for kind, expected in (("fused", told), ("unfused", told), ("raw", [])):
+        topology = Topology(0, 1, "fp32" if kind == "raw" else "bf16", kind)
+        path = write_checkpoint(tmp_path / kind, MODEL, random_state(MODEL, 0), topology)
+        target = FakeTarget(MODEL, topology, 0)
+        index = open_for(path, target)
+        assert find_unnoticed(index, target, LoadArguments(load_optimizer_states=False)) == expected
+        for arguments in (ALL, LoadArguments(load_module_only=True)):
+            assert find_unnoticed(index, target, arguments) == []
+
+
 def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
     """Of more tensor-parallel ranks: DeepSpeed's own load counts the files."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))

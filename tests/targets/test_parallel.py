@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.targets import Place, find_place, live_attributes, live_universal_info, parallel
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
+from deepspeed_ucp.targets.parallel import find_unfiled
 
 
 @pytest.fixture(autouse=True)
@@ -181,3 +183,34 @@ def test_ranks_are_numbered_through_their_stage(
 def test_ranks_whose_order_is_not_known(ranks: list[int], lane: list[int], told: str, *, folded: bool) -> None:
     with pytest.raises(UnknownLayoutError, match=told):
         parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), folded=folded)
+
+
+class Stage(PipelineModule):
+    """A pipeline stage with a tied layer. H: a use with a ``forward_fn``, E: one without; a stage for each letter."""
+
+    def __init__(self, letters: str, stage: int) -> None:
+        torch.nn.Module.__init__(self)
+        functions = {"E": None, "H": torch.nn.functional.linear}
+        self._layer_specs = [TiedLayerSpec("k", torch.nn.Linear, 2, 2, forward_fn=functions[each]) for each in letters]
+        self.tied_modules, self.tied_weight_attrs = torch.nn.ModuleDict({"k": torch.nn.Linear(2, 2)}), {"k": ["weight"]}
+        self.stage_id = stage
+
+    def stage_owner(self, layer_idx: int) -> int:
+        return layer_idx
+
+
+@pytest.mark.parametrize(
+    ("letters", "stage", "found"),
+    [
+        ("EH", 0, ""),
+        ("EH", 1, "bias"),
+        ("EEH", 1, ""),
+        ("HE", 0, "bias weight"),
+        ("HE", 1, "weight"),  # the first stage's comes over it
+        ("H", 0, "bias weight"),
+    ],
+)
+def test_parameters_of_tied_modules_that_are_in_no_layer_file(letters: str, stage: int, found: str) -> None:
+    module = Stage(letters, stage)
+    assert find_unfiled(make_engine(module=module)) == {f"tied_modules.k.{name}" for name in found.split()}
+    assert find_unfiled(SimpleNamespace(module=module, has_moe_layers=True)) == set()
