@@ -89,7 +89,7 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     def finish() -> None:
         if with_states:
             attach_states(target, work.states, work.match)
-        _finish(engine, index, saved, arguments, with_states=with_states)
+        _finish(job, index, saved, with_states=with_states)
 
     with guard_engine(engine, with_states=with_states):
         with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
@@ -275,15 +275,17 @@ def _restore_others(
         module.set_extra_state(state)
 
 
-def _finish(
-    engine: Any, index: AtomicIndex, saved: dict[str, Any], arguments: LoadArguments, *, with_states: bool
-) -> None:
+def _finish(job: LoadJob, index: AtomicIndex, saved: dict[str, Any], *, with_states: bool) -> None:
+    engine, arguments = job.engine, job.arguments
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:
         return
     if with_states:
         restore_scaler(engine.optimizer, index.run.scaler)
         restore_clip(engine.optimizer, index.run.clip_grad)
-    if index.run.topology.elastic and with_states and arguments.load_lr_scheduler_states:
+    # Elastic saves keep no hyper-parameters, and of a pipeline's stages ds_to_universal keeps the first one's alone.
+    saved_rates = index.run.groups and all("lr" in group.hyper for group in index.run.groups)
+    takes_rates = saved_rates and job.config.param_groups == "saved"
+    if with_states and arguments.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)
     restore_counters(engine, saved)

@@ -245,6 +245,7 @@ def find_own_differences(job: LoadJob, folder: str, target: Target | None = None
         if target is not None:
             lost += [f"{text}, which it does not restore" for text in list_lost(target, job.arguments)]
             lost += list_shared(engine)
+        lost += list_kept(job)
         try:
             differing = compare_own_files(*describe_own_files(engine, folder))
         except CheckpointError as error:
@@ -300,7 +301,7 @@ def _compare(
     if comm.rank == 0 and (told := ", ".join(list_changes(index, target, comm.size, job.engine.train_batch_size()))):
         logger.warning("%s: this run differs from the saved one: %s", folder, told)
     found = comm.each(lambda: _list_differences(index, target, arguments) or find_scattered(index, folder))
-    everyone = [text for part in found for text in part] or list(own)
+    everyone = [text for part in found for text in part] or list(own) or list_kept(job)
     if upstream:
         everyone.append("load_universal is on, this is a normal checkpoint")
     if job.config.same_topology == "direct" and not everyone:
@@ -388,6 +389,12 @@ def find_scattered(index: AtomicIndex, folder: str) -> list[str]:
         return ["its files lie on several nodes"]
     inside = os.path.join(folder, "")
     return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]
+
+
+def list_kept(job: LoadJob) -> list[str]:
+    """What of this run DeepSpeed's own load would put the saved in the place of, against the user's word."""
+    keeps_groups = job.config.param_groups == "live" and job.arguments.with_states
+    return ['this run\'s param groups ("param_groups" is "live")'] * keeps_groups
 
 
 def list_lost(target: Target, arguments: LoadArguments, index: AtomicIndex | None = None) -> list[str]:

@@ -13,6 +13,7 @@ from deepspeed.utils import fragment_address
 
 from ..atoms import strip_compiled
 from .base import Target
+from .optimizer import restore_hyper
 
 NOT_CLIENT = (
     "module",
@@ -99,16 +100,23 @@ def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def restore_rates(engine: Any) -> None:
-    """Set the learning rates from the restored scheduler, where the checkpoint keeps no hyper-parameters (elastic)."""
+    """Set what the restored scheduler had set, where the param groups have not taken over the saved hyper-parameters.
+
+    A scheduler acts after a step, and torch's go on from the rates that they find. Without one the live rates stay.
+    """
     scheduler = engine.lr_scheduler
     if scheduler is None:
         return
+    groups = engine.optimizer.param_groups
     if type(scheduler).__module__.startswith("deepspeed"):
         rates = scheduler.get_lr()
     else:
         rates = getattr(scheduler, "_last_lr", None) or []
-    for group, rate in zip(engine.optimizer.param_groups, rates, strict=False):
-        group["lr"] = rate
+    for group, rate in zip(groups, rates, strict=False):
+        restore_hyper(group, {"lr": float(rate)})
+    moments = scheduler.get_mom() if hasattr(scheduler, "get_mom") else None  # DeepSpeed's OneCycle
+    for group, betas in zip(groups, moments or (), strict=False):
+        group["betas"] = betas
 
 
 def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:

@@ -114,6 +114,25 @@ def test_weights_without_optimizer_states(source: Case, called: str, answers: Ca
         assert state.hyper["weight_decay"] == ours.before.parameters[name].hyper["weight_decay"]
 
 
+def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, ucp_worlds: WorldPool) -> None:
+    """At stage 0 in 16 bit the masters in a load of the weights alone, and the live hyper-parameters, if asked for."""
+    case = Case(0, 2, "bf16", config={"checkpoint": {"universal": {"param_groups": "live"}}})
+    folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
+    loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(folder, {WEIGHTS[0]: True}, before=1), Load(folder)]
+    training = case.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
+    weights, module, whole = ucp_worlds.get(case.dp).run(engine_ranks.load_each, training, loads)[0]
+    assert [weights.direct, module.direct, whole.direct] == [True, False, True]
+    assert "masters in a load of the weights alone" in weights.reason
+    for name, saved in engine_ranks.saved_state(folder).parameters.items():
+        for state in (local.state.parameters[name] for local in (weights, module)):
+            assert state.value.equal(saved.value)
+            assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
+        state = whole.state.parameters[name]
+        assert saved.fp32 is not None and state.fp32 is not None and state.fp32.equal(saved.fp32)
+        assert state.hyper["lr"] == saved.hyper["lr"]  # the scheduler's
+        assert state.hyper["betas"] == (0.9, 0.999) != saved.hyper["betas"]
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_every_byte_is_read_once(source: Case, answers: Callable[[Case], Answers]) -> None:
     """Apart from the padding between partitions, which is a few elements per group and rank."""

@@ -203,6 +203,60 @@ def test_without_the_scheduler(tmp_path: Path) -> None:
     assert client["lr_scheduler"] == {"last": 11}
 
 
+class Rates(Scheduler):
+    """One of torch's, whose state holds the rates that it has set."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self._last_lr = state["rates"]
+
+
+class Cycle(Rates):
+    """DeepSpeed's OneCycle, which sets betas too."""
+
+    __module__ = "deepspeed.runtime.lr_schedules"
+
+    def get_lr(self) -> Any:
+        return self._last_lr
+
+    def get_mom(self) -> Any:
+        return [(rate, 0.5) for rate in self._last_lr]
+
+
+@pytest.mark.parametrize(
+    ("source", "kept", "grouped"),
+    [
+        (Topology(1, 3), "live", True),
+        (Topology(1, 3, elastic=True), "saved", True),
+        (Topology(1, 3), "saved", False),
+        (Topology(1, 3), "saved", True),
+    ],
+    ids=["live", "elastic", "no groups", "saved"],
+)
+def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
+    source: Topology, kept: str, grouped: bool, tmp_path: Path
+) -> None:
+    """Which would set them after the first step only."""
+    path, state = write(tmp_path, source, run=Run(lr_scheduler={"rates": [0.5, 0.25]}))
+    takes_saved = source == Topology(1, 3) and kept == "saved" and grouped
+    for scheduler in (Rates(), Cycle(), None):
+        rank = FakeTarget(PLAIN, Topology(2), 0)
+        engine, index = FakeEngine(rank), open_for(path, rank)
+        engine.lr_scheduler = scheduler
+        index = index if grouped else index.change(groups=())
+        live = [group["betas"] for group in rank.wrapped.param_groups]
+        run_load(index, rank, config=UniversalConfig(param_groups=kept), engine=engine)  # type: ignore[arg-type]
+        groups = rank.wrapped.param_groups
+        rates = [each["lr"] for each in state.groups] if takes_saved else [0.5, 0.25] if scheduler else [0.125] * 2
+        assert [group["lr"] for group in groups] == rates
+        if not takes_saved:
+            cycled = [(0.5, 0.5), (0.25, 0.5)] if isinstance(scheduler, Cycle) else live
+            assert [group["betas"] for group in groups] == cycled
+    rank = FakeTarget(PLAIN, Topology(2), 0)
+    leave = {"engine": FakeEngine(rank), "load_lr_scheduler_states": False}
+    run_load(open_for(path, rank), rank, config=UniversalConfig(param_groups="live"), **leave)
+    assert [group["lr"] for group in rank.wrapped.param_groups] == [0.125] * 2
+
+
 @pytest.mark.parametrize("live", [True, False])
 def test_what_only_one_side_has_is_told(live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A schedule that begins anew, and a state that nothing takes; once, by the first rank."""

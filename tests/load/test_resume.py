@@ -159,7 +159,7 @@ class UpstreamEngine:
     use_node_local_storage = load_universal_checkpoint
 
 
-def make_job(engine: object, comm: Comm, **options: bool) -> LoadJob:
+def make_job(engine: object, comm: Comm, **options: Any) -> LoadJob:
     return LoadJob(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
 
 
@@ -193,6 +193,10 @@ def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
     assert find_own_differences(job, folder, target) == ["Muon's momentum, which it does not restore"]
     target.list_lost = lambda *_, **__: []
+    live = make_job(NodeLocalEngine(), Comm(), param_groups="live")
+    for held in (target, None):
+        assert find_own_differences(live, folder, held) == ['this run\'s param groups ("param_groups" is "live")']
+    assert find_own_differences(replace(live, arguments=LoadArguments(load_module_only=True)), folder, target) == []
     os.truncate(tmp_path / STATES, 100)
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]
     job.engine.zero_elastic_checkpoint = lambda: True
