@@ -244,10 +244,10 @@ class RemoteStream(Positioned):
 
 
 def _join(gaps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges, those that one request had better serve joined."""
+    """Ranges that do not overlap: those that do are joined, and those that one request had better serve."""
     joined: list[tuple[int, int]] = []
     for low, high in gaps:
-        if joined and high - joined[-1][0] <= _HEAD:
+        if joined and (low < joined[-1][1] or high - joined[-1][0] <= _HEAD):
             joined[-1] = joined[-1][0], max(high, joined[-1][1])
         else:
             joined.append((low, high))

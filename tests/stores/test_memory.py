@@ -7,7 +7,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +299,30 @@ def test_neighbours_are_read_by_one_request(monkeypatch: pytest.MonkeyPatch) -> 
     assert {(check.offset, check.crc) for check in checks} == {
         (low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)
     }
+
+
+@pytest.mark.parametrize("size", [63, 64, 65, 100, 127, 128, 129])
+def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of it: its first and its last bytes, which are asked for at once, have some in common."""
+    monkeypatch.setattr(ranged, "_HEAD", 64)
+    monkeypatch.setattr(ranged, "_TAIL", 64)
+    content = bytes(range(size))
+    remote.put_bytes(f"memory://stores/ends{size}", content)
+    with RemoteStream(f"memory://stores/ends{size}") as stream:
+        for low, high in combinations(range(size + 1), 2):
+            assert stream.read_at(high - low, low) == content[low:high]
+        assert sum(len(data) for _, data in stream._blocks) == size
+
+
+def test_ranges_within_a_large_one_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranged, "_HEAD", 64)
+    content = bytes(range(256)) * 4
+    remote.put_bytes("memory://stores/ranges", content)
+    with RemoteStream("memory://stores/ranges") as stream:
+        stream.read_ahead([(300, 20)])
+        stream.read_ahead([(0, 500), (100, 50), (290, 100), (450, 200), (700, 10)])
+        assert sum(len(data) for _, data in stream._blocks) == 660
+        assert stream.read_at(710, 0) == content[:710]
 
 
 def test_blocks_that_overlap_are_joined() -> None:
