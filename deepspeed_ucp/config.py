@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .errors import ConfigError, describe_faults
+from .errors import ConfigError, describe_faults, describe_type
 
 SECTION = "checkpoint.universal"
 ENVIRONMENT = "DEEPSPEED_UCP"
@@ -115,7 +115,9 @@ def merge_options(said: Iterable[tuple[str, object]]) -> UniversalConfig | None:
         if value is None:
             continue
         if not isinstance(value, (bool, Mapping)):
-            raise ConfigError(f"{who} must be true, false or an object, found {value!r}. {describe_keys()}")
+            raise ConfigError(
+                f"{who} must be true, false or an object, found {describe_type(value)}. {describe_keys()}"
+            )
         on = value is not False
         options |= _check_options(who, value) if isinstance(value, Mapping) else {}
     return UniversalConfig.model_validate(options) if on else None
@@ -133,13 +135,13 @@ def read_environment(variables: Mapping[str, str]) -> tuple[str, object]:
     """What the environment says, as :func:`merge_options` takes it.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not JSON; says where, and nothing of the text, which may hold secrets.
     """
     who, text = f"the environment variable {ENVIRONMENT}", variables.get(ENVIRONMENT, "").strip()
     try:
         return who, json.loads(text) if text else None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{who} must be true, false or an object as JSON, found {text!r}: {error}") from None
+        raise ConfigError(f"{who} must be true, false or an object as JSON: {error}") from None
 
 
 def describe_keys() -> str:

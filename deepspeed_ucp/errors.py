@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"\d{1,18}")
+_USERINFO = re.compile(r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"@]*:))[^\s/?#\"]+@", re.IGNORECASE)
+"""What a URL says of who asks: all of it on the web, elsewhere where it has a password (``abfs`` has a container)."""
 
 
 class UcpError(RuntimeError):
     """Base of every error that this package raises on purpose.
 
     Args:
-        lines: what is told, a line each; characters in them that would not show as themselves are escaped.
+        lines: what is told, a line each, as :func:`escape` has it.
 
     Attributes:
         shared: every rank of the launch raises it.
@@ -100,10 +102,16 @@ class Objections:
 
 
 def escape(text: str) -> str:
-    """Text of a checkpoint as one line that shows what it is: no line breaks, terminal codes, changes of direction."""
+    """Text as one line that shows what it is: no line breaks, terminal codes, changes of direction; no passwords."""
+    text = hide_userinfo(text)
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def hide_userinfo(text: str) -> str:
+    """Text without what is secret in its URLs: ``https://user:password@host/run`` is ``https://…@host/run``."""
+    return _USERINFO.sub("…@", text) if "://" in text else text
 
 
 def shorten(names: object, limit: int = 8) -> str:
@@ -114,9 +122,23 @@ def shorten(names: object, limit: int = 8) -> str:
 
 
 def describe_faults(error: Any) -> str:
-    """What a pydantic ``ValidationError`` finds wrong with a configuration: where, what, and what is there."""
-    faults = [(".".join(map(str, each["loc"])), f"{each['msg']} (found {each['input']!r})") for each in error.errors()]
+    """What a pydantic ``ValidationError`` finds wrong with a configuration: where, what, and what is there.
+
+    Of most values that is the type: what stands in a wrong place may be a secret.
+    """
+    found = error.errors()
+    faults = [(".".join(map(str, each["loc"])), f"{each['msg']} (found {_tell_found(each)})") for each in found]
     return "; ".join(": ".join(filter(None, fault)) for fault in faults)
+
+
+def _tell_found(fault: Mapping[str, Any]) -> str:
+    value, is_near = fault["input"], fault["type"] in ("literal_error", "greater_than_equal", "less_than_equal")
+    return repr(value) if is_near and isinstance(value, (str, int)) else describe_type(value)
+
+
+def describe_type(value: object) -> str:
+    """A value's type for messages that must not tell the value."""
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:

@@ -62,6 +62,23 @@ def test_what_would_not_show_as_itself_is_escaped(text: str, shown: str) -> None
     assert escape(shown) == shown
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:pass@host:90/run: is gone", "https://…@host:90/run: is gone"),
+        ("HTTP://token@host/a@b", "HTTP://…@host/a@b"),
+        ('"s3://key:p@ss@bucket/run", "a:b@c"', '"s3://…@bucket/run", "a:b@c"'),
+        ("abfs://container@account/run s3://bucket/a:b@c", "abfs://container@account/run s3://bucket/a:b@c"),
+        ("http://host:80?to=a:b@c, memory://a:1/b", "http://host:80?to=a:b@c, memory://a:1/b"),
+    ],
+)
+def test_passwords_in_urls_are_not_told(text: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("deepspeed_ucp").warning("%s", text)
+    assert escape(text) == str(CheckpointError(text)) == shown
+    assert caplog.messages == [shown]
+    assert escape(shown) == shown
+
+
 def test_only_lines_of_our_own_are_lines() -> None:
     error = CheckpointError("first\nforged", "second")
     assert str(error) == "first\\nforged\nsecond"

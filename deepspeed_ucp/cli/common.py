@@ -200,7 +200,7 @@ def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
     for each in given:
         key, equals, value = each.partition("=")
         if not key or not equals:
-            raise ConfigError(f"--storage-option: KEY=VALUE is wanted, such as anon=true, found {each!r}.")
+            raise ConfigError("--storage-option: KEY=VALUE is wanted, such as anon=true.")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:

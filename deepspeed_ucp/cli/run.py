@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from .common import Commands
 
 
+def _read_json(text: str) -> Any:
+    """For argparse, which of other errors would tell the text, and that may hold secrets."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+
+
 _FLAGS = {
     "trust_pickle": "unpickle unknown classes in client states",
     "preserve_batch_size": "keep train_batch_size on other numbers of ranks by changing accumulation and micro batch",
@@ -32,9 +40,9 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "verify": ("HOW", str, "check what is read: crc (default) or off"),
     "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
     "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
-    "also": ("PLACES", json.loads, "further folders or URLs that hold the same tags, as a list in JSON"),
+    "also": ("PLACES", _read_json, "further folders or URLs that hold the same tags, as a list in JSON"),
     "report": ("DIR", str, "a folder that gets a file per load, for ds_ucp report"),
-    "storage_options": ("JSON", json.loads, "options of the stores behind URLs, as an object"),
+    "storage_options": ("JSON", _read_json, "options of the stores behind URLs, as an object"),
     "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
     "threads": ("N", int, "reading threads per rank (default: from its cores)"),
 }

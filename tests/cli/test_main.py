@@ -24,7 +24,15 @@ from deepspeed_ucp.cli import run as run_command
 from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.completion import list_actions
 from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main, split_launcher_arguments
-from deepspeed_ucp.cli.printing import emit, format_bytes, format_count, format_duration, format_table, show_progress
+from deepspeed_ucp.cli.printing import (
+    emit,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_table,
+    show_progress,
+    to_json,
+)
 from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
@@ -126,6 +134,17 @@ def test_a_wrong_command_line_shows_the_usage(argv: list[str], capsys: pytest.Ca
         main(argv)
     assert end.value.code == 2
     assert "usage: ds_ucp" in capsys.readouterr().err
+
+
+def test_options_that_may_be_secrets_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--storage-options", '{"secret": "hunter2"', "x.py"])
+    assert main(["inspect", "x", "--storage-option", "hunter2"]) == 2
+    told = capsys.readouterr().err
+    assert "--storage-options: no JSON: Expecting ',' delimiter: line 1 column 21" in told
+    assert "KEY=VALUE is wanted" in told
+    assert "hunter2" not in told
+    assert json.loads(to_json({"folder": "https://me:hunter2@host/run"})) == {"folder": "https://…@host/run"}
 
 
 def test_help_names_the_launchers(capsys: pytest.CaptureFixture[str]) -> None:
