@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.io import remote
 
 _POOL = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rank")
 
@@ -106,6 +108,10 @@ def run_ranks(size: int, work: Callable[[int, Comm], Any], order: Sequence[int] 
     if errors:
         raise errors[0]
     return results
+
+
+class Apart(remote._Process, threading.local):
+    """In the place of ``remote._process``: what each thread knows of stores, as if it were a process of its own."""
 
 
 class ThreadComm(Comm):

@@ -22,6 +22,7 @@ from .memory import pause_collection
 from .paths import FOLDER, Entry, find_store, normalize
 
 T = TypeVar("T")
+Es = TypeVar("Es", bound=Mapping[str, Entry])
 
 _CONNECTIONS = 64
 
@@ -176,7 +177,7 @@ def list_folder(folder: str) -> dict[str, Entry]:
     system, path = connect(folder)
     infos = attempt(lambda: system.ls(path, detail=True), folder)
     named = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in infos if not _is_marker(info, path)}
-    return _note(folder, {name: _complete(system, info) for name, info in named.items() if name})
+    return note(folder, {name: _complete(system, info) for name, info in named.items() if name})
 
 
 def list_tree(folder: str) -> dict[str, Entry]:
@@ -189,7 +190,7 @@ def list_tree(folder: str) -> dict[str, Entry]:
     system, path = connect(folder)
     infos = attempt(lambda: system.find(path, detail=True), folder)
     inside = {name[len(path) :].strip("/"): info for name, info in infos.items() if not _is_marker(info, path)}
-    return _note(folder, {name: _complete(system, info) for name, info in inside.items() if name})
+    return note(folder, {name: _complete(system, info) for name, info in inside.items() if name})
 
 
 def _is_marker(info: Mapping[str, Any], path: str) -> bool:
@@ -204,7 +205,8 @@ def _complete(system: Any, info: Mapping[str, Any]) -> Entry:
     return _make_entry(info)
 
 
-def _note(folder: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+def note(folder: str, entries: Es) -> Es:
+    """Keep what a listing of a folder told; ``folder`` is normal. The same entries."""
     _process.known.update({f"{folder}/{name}": entry for name, entry in entries.items() if entry.size != FOLDER})
     return entries
 

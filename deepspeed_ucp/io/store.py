@@ -65,6 +65,14 @@ def list_tree(folder: str) -> dict[str, Entry]:
     return {os.path.relpath(path, folder): find_entry(path) or Entry(0, 0.0) for path in paths}
 
 
+def note_listed(folder: str, entries: Mapping[str, Entry]) -> None:
+    """Keep what another process was told of a store's files, as if this one had listed them: reads go by it."""
+    if is_url(folder):
+        from . import remote
+
+        remote.note(normalize(folder), entries)
+
+
 def find_entry(path: str) -> Entry | None:
     """What a path leads to; None where that is nothing, or cannot be told."""
     if is_url(path):

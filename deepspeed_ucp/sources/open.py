@@ -175,7 +175,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     """
     from .seal import write_seal
 
-    where = find_files([folder], comm) if local else comm.once(lambda: list_files(folder))
+    where = find_files([folder], comm) if local else list_files(folder, comm)
     save, findings = read_save(where, comm)
 
     def check() -> list[FileHeader]:

@@ -20,6 +20,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import measure_distance
 from ..io.paths import Entry, is_url
+from ..io.store import note_listed
 from ..sight import Sight
 from ..torchsave.records import sum_directory
 from .files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name
@@ -187,13 +188,14 @@ def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
     return _unite(tuple(folders), own, comm)
 
 
-def list_files(folder: str) -> Whereabouts:
-    """The files of a folder that every rank sees, by the look of one.
+def list_files(folder: str, comm: Comm) -> Whereabouts:
+    """The files of a folder that every rank sees, by the look of one; collective.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: it cannot be listed; the same on every rank.
     """
-    entries = list_entries(folder)
+    entries = comm.once(lambda: list_entries(folder))
+    note_listed(folder, entries)
     return Whereabouts(folder, entries, (folder,), (entries,))
 
 
@@ -202,6 +204,7 @@ def _look(folder: str, comm: Comm) -> tuple[Entries, str]:
     if not is_url(folder):
         return _list(folder)
     told: tuple[Entries, str] = comm.broadcast(_list(folder) if comm.rank == 0 else None)
+    note_listed(folder, told[0])
     return told
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -17,9 +18,10 @@ from deepspeed_ucp.atoms import COPY, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.io import remote
 from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Apart, run_ranks
 from tests.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
 from tests.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
@@ -99,6 +101,24 @@ def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topolog
 def test_several_ranks_share_the_headers(made: Callable[[Topology], Path]) -> None:
     alone = open_alone(made(ZERO3))
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(made(ZERO3)), comm)) == [alone] * 3
+
+
+def test_of_a_store_every_rank_knows_the_versions(
+    made: Callable[[Topology], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of files whose headers another rank has read."""
+    system, url = fsspec.filesystem("memory"), "memory://universals/tag"
+    system.put(str(made(ZERO1)), "/universals/tag", recursive=True)
+    monkeypatch.setattr(remote, "_process", Apart())
+
+    def look(_: int, comm: Comm) -> list[str]:
+        files = open_checkpoint(url, comm).stored.files
+        return [file.path for file in files if remote.find_known(file.path) is None]
+
+    try:
+        assert run_ranks(2, look) == [[], []]
+    finally:
+        system.rm("/universals", recursive=True)
 
 
 def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
