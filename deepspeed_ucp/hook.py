@@ -20,7 +20,7 @@ from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
 from .errors import UcpError
 from .io.paths import is_url
-from .io.store import begin_reading, set_storage_options
+from .io.store import begin_reading, end_reading, set_storage_options
 from .lifeline import beat
 from .load.job import LoadArguments
 from .load.off import load_switched_off
@@ -177,7 +177,10 @@ def _load_checkpoint(
         path, client_state = load_switched_off(engine, str(load_dir), tag, own)
     else:
         arguments = LoadArguments(**wanted)
-        path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
+        try:
+            path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
+        finally:
+            end_reading()
     if client_state is not None:
         with guard_engine(engine, with_states=False):
             hand_out(engine, client_state, wanted=not load_module_only, together=config is not None)

@@ -14,6 +14,7 @@ from deepspeed_ucp import hook
 from deepspeed_ucp.carry import KEY, Carried, carry
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.io import gets
 from deepspeed_ucp.sources.files import SEAL
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -100,6 +101,17 @@ def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
 
 def test_an_engine_from_before_the_import_has_the_plugin_off() -> None:
     assert hook.get_config(FakeEngine(_config=SimpleNamespace())) is None
+
+
+def test_behind_a_load_no_connection_to_a_store_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = mock.Mock()
+    monkeypatch.setattr(gets, "close_idle", closed)
+    monkeypatch.setattr(hook, "resume", mock.Mock(side_effect=[(None, None), CheckpointError("is damaged")]))
+    engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
+    hook._load_checkpoint(mock.Mock(), engine, "dir")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        hook._load_checkpoint(mock.Mock(), engine, "dir")
+    assert closed.call_count == 2
 
 
 def test_nothing_to_resume_is_deepspeeds_business(tmp_path: Path) -> None:

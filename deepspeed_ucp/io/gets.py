@@ -60,6 +60,13 @@ class _Idle:
         with self.lock:
             self._kept[origin].append(connection)
 
+    def close(self) -> None:
+        with self.lock:
+            kept = [connection for each in self._kept.values() for connection in each]
+            self._kept.clear()
+        for connection in kept:
+            connection.close()
+
 
 _idle = _Idle()
 
@@ -71,6 +78,11 @@ def _leave() -> None:
 
 
 os.register_at_fork(after_in_child=_leave)
+
+
+def close_idle() -> None:
+    """Close the connections that wait for a request: when servers do, the descriptors here stay."""
+    _idle.close()
 
 
 def _is_dropped(connection: HTTPConnection) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -31,6 +32,13 @@ def begin_reading(paths: Iterable[str]) -> None:
         from . import remote
 
         remote.begin(path)
+
+
+def end_reading() -> None:
+    """Close what is kept open between requests to stores; the next request opens it anew."""
+    gets = sys.modules.get(f"{__package__}.gets")  # where no store was read it is not imported for this
+    if gets is not None:
+        gets.close_idle()
 
 
 def list_folder(folder: str) -> dict[str, Entry]:

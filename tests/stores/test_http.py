@@ -186,6 +186,20 @@ def test_connections_are_used_again_while_they_are_open(
     assert (handler.begun, asked) == (connections, [])
 
 
+def test_connections_that_wait_are_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kept, "begun", 0)
+    monkeypatch.setattr(gets, "_idle", gets._Idle())
+    with serve(folder, Kept) as url:
+        read_parts(url)
+        (kept,) = gets._idle._kept.values()
+        (connection,) = kept
+        store.end_reading()
+        assert connection.sock is None and not gets._idle._kept
+        read_parts(url)
+        assert Kept.begun == 2
+        store.end_reading()
+
+
 def test_a_redirection_is_left_to_the_file_system(folder: Path, asked: list[int]) -> None:
     with serve(folder, Moved) as url:
         read_parts(url.replace("/run", "/there"))
