@@ -154,6 +154,13 @@ class Stored(Protocol):
             CheckpointError: the file cannot be read.
         """
 
+    def confirm(self) -> None:
+        """Make sure that all that was read is of the file that was opened; no thread may be reading.
+
+        Raises:
+            CheckpointError: it has been replaced, or that cannot be told.
+        """
+
     def close(self) -> None:
         """Close it; no thread may be reading."""
 
@@ -161,7 +168,8 @@ class Stored(Protocol):
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        """Close it, and where nothing was raised, :meth:`confirm`."""
 
 
 class StoredFile:
@@ -235,6 +243,9 @@ class StoredFile:
             return os.preadv(self._file.fileno(), views, offset)
         except OSError as error:
             raise self._explain(error, offset) from error
+
+    def confirm(self) -> None:
+        """As :meth:`Stored.confirm`: an open file stays the same one."""
 
     def _explain(self, error: OSError, offset: int) -> CheckpointError:
         return CheckpointError(f"{self.path}: cannot be read at byte {offset} ({error.strerror or error}).")

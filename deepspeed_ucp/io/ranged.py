@@ -1,14 +1,16 @@
 """Reading of files behind URLs by ranges of bytes: states straight to their places, headers by few requests.
 
 What has come stays: an attempt goes on where the last one stopped. A file that has another version than the one that
-was listed is refused.
+was listed is refused: by the answer itself where that tells the version, else by a look at it behind the last answer.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
@@ -29,6 +31,12 @@ _HEAD = _TAIL = 64 << 10
 
 _AHEAD = 16
 """Requests of one rank that are under way at once while headers are read."""
+
+_PIECE = 2 << 20
+"""Bytes that a file system is asked for at once: it has them in memory of its own until they are copied."""
+
+_SPAN = re.compile(r"bytes\s+(\d+)-\d+/(\d+|\*)", re.IGNORECASE)
+"""Which bytes an answer has: the first one's offset, and the bytes of the file."""
 
 
 class _Ranges:
@@ -51,6 +59,7 @@ class _Ranges:
         if entry.size == FOLDER:
             raise IsADirectoryError("is a folder")
         self.entry = entry
+        self._unsure = False  # whether bytes have come whose version nobody told
 
     def fill(self, views: list[memoryview], offset: int) -> None:
         """Fill memory from byte ``offset`` on; the list is used up. An attempt goes on where the last one stopped.
@@ -84,13 +93,15 @@ class _Ranges:
         with get(link, {"Range": f"bytes={offset}-{offset + nbytes - 1}"}) as answer:
             if answer.status == 200 and (offset or answer.length != nbytes):
                 self._refuse_whole()
-            self._check(answer.headers.get("Content-Range", ""), answer.headers.get(link.version))
+            span = _SPAN.match(answer.headers.get("Content-Range", ""))
+            if span and int(span[1]) != offset:  # of a cache in between
+                raise OSError(f"bytes from {span[1]} on came where those from {offset} on were asked for")
+            self._check(int(span[2]) if span and span[2] != "*" else None, answer.headers.get(link.version))
             read_span(answer, views)
 
-    def _check(self, span: str, version: str | None) -> None:
-        """Hold an answer's headers against what was listed."""
-        size = span.rpartition("/")[2]
-        if size.isdigit() and int(size) != self.entry.size:
+    def _check(self, size: int | None, version: str | None) -> None:
+        """Hold what is told of the file now against what was listed."""
+        if size is not None and size != self.entry.size:
             raise ChangedError(CHANGED)
         if version and not self.entry.version:
             self.entry = replace(self.entry, version=version)
@@ -98,26 +109,38 @@ class _Ranges:
             raise ChangedError(CHANGED)
 
     def _ask_system(self, views: list[memoryview], offset: int, nbytes: int) -> None:
+        for low in range(offset, offset + nbytes, _PIECE):
+            self._ask_piece(views, low, min(_PIECE, offset + nbytes - low))
+
+    def _ask_piece(self, views: list[memoryview], offset: int, nbytes: int) -> None:
         data = memoryview(self.system.cat_file(self.path, start=offset, end=offset + nbytes))
         if data.nbytes > nbytes:
             self._refuse_whole()
+        self._unsure = True
         _take(views, data)
         if data.nbytes < nbytes:
-            self.compare()
+            self._compare()
             raise EOFError(f"{data.nbytes} bytes came of {nbytes}")
 
     def _refuse_whole(self) -> NoReturn:
         raise UnsupportedError(f"{self.url}: the server answers with the whole file where a part is asked for.")
 
-    def compare(self) -> None:
-        """Hold the file's version against that which was listed.
+    def confirm(self) -> None:
+        """Make sure that all that has come is of the version that was listed; no thread may be reading.
+
+        No version comes back once it was replaced: what the file is now it was when it was read.
 
         Raises:
-            ChangedError: it is another one.
+            ChangedError: it is another one now.
+            OSError: it is not there any more, or cannot be told.
         """
+        if self._unsure:
+            self._compare()
+            self._unsure = False
+
+    def _compare(self) -> None:
         now = look_up(self.url)
-        if (now.size, now.version) != (self.entry.size, self.entry.version):
-            raise ChangedError(CHANGED)
+        self._check(now.size, now.version)
 
 
 def _take(views: list[memoryview], data: memoryview) -> None:
@@ -152,14 +175,24 @@ class RemoteFile:
 
     def read(self, views: list[memoryview], offset: int) -> None:
         """As :meth:`.store.Stored.read`: one request, unless it fails."""
-        try:
+        with self._explain(f"read at byte {offset}"):
             self._ranges.fill(views, offset)
+
+    def confirm(self) -> None:
+        """As :meth:`.store.Stored.confirm`: a request, where the file system has read of it."""
+        with self._explain("looked at again"):
+            self._ranges.confirm()
+
+    @contextmanager
+    def _explain(self, work: str) -> Iterator[None]:
+        try:
+            yield
         except ChangedError as error:
             raise CheckpointError(
                 f"{self.path}: {error}: something writes to it. Load again when that has ended, or another tag."
             ) from error
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read at byte {offset} ({error}).") from error
+            raise CheckpointError(f"{self.path}: cannot be {work} ({error}).") from error
 
     def read_some(self, views: list[memoryview], offset: int) -> int:
         """As :meth:`.store.Stored.read_some`; all of it, but at the end of the file."""
@@ -176,11 +209,15 @@ class RemoteFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.confirm()
         self.close()
 
 
 class RemoteStream(Positioned):
     """A file behind a URL whose header is read: few requests, whose blocks are kept until it is closed.
+
+    As a context manager it makes sure in the end that all of them are of one version.
 
     Raises:
         OSError: it cannot be opened.
@@ -192,6 +229,13 @@ class RemoteStream(Positioned):
         self._lock = threading.Lock()
         self._blocks: list[tuple[int, bytes]] = []
         """(offset, bytes), by offset; they do not overlap."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self._ranges.confirm()
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
         """Bytes from ``offset`` on; fewer where the file ends before."""

@@ -18,12 +18,15 @@ from .memory import Scratch, ScratchPool
 from .opened import Stored, allow_open_files
 from .paths import is_url
 from .store import open_stored
-from .threads import run_threads
+from .threads import map_threads, run_threads
 
 R = TypeVar("R", bound="RecordReader")
 
 JOINED = 8 << 20
 """Bytes of a request to a store that its latency no longer shows in."""
+
+_LOOKS = 16
+"""Files of a store that are looked at again at once."""
 
 
 class Sink(Protocol):
@@ -99,7 +102,21 @@ class RecordReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is None:
+                self.confirm()
+        finally:
+            self.close()
+
+    def confirm(self) -> None:
+        """Make sure that all that was read is of the files that were opened; no thread may be reading.
+
+        Leaving the reader as a context manager does it, too: before that, where other ranks have to know of it.
+
+        Raises:
+            CheckpointError: one has been replaced.
+        """
+        map_threads(lambda file: file.confirm(), [file for file in self._open.values() if is_url(file.path)], _LOOKS)
 
     def close(self) -> None:
         """Close the files; no thread may be reading."""

@@ -32,7 +32,7 @@ _EXTRAS = {"s3": ("s3", "s3a"), "gcs": ("gs", "gcs"), "abfs": ("abfs", "abfss", 
 """The package's extras, and the schemes that each is for."""
 
 _CHANGES = ("LastModified", "last_modified", "updated", "mtime", "timeModified", "created")
-_VERSIONS = ("generation", "ETag", "etag", "md5Hash", "content_md5", *_CHANGES)
+_VERSIONS = ("generation", "ETag", "etag", "md5Hash", "content_md5")
 
 
 class _Process:
@@ -146,8 +146,14 @@ def _make_entry(info: Mapping[str, Any]) -> Entry:
     if info.get("type") == "directory" or str(info.get("mimetype")).startswith("text/html"):  # an index page
         return Entry(FOLDER, 0.0)
     changed = next((info[key] for key in _CHANGES if info.get(key)), 0.0)
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return Entry(int(info.get("size") or 0), _to_seconds(changed), version)
+    seconds = _to_seconds(changed)
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "") or _tell_time(changed, seconds)
+    return Entry(int(info.get("size") or 0), seconds, version)
+
+
+def _tell_time(changed: Any, seconds: float) -> str:
+    """A time as a version: the same whether a listing or a look at the file tells it, in a form of its own each."""
+    return repr(seconds) if seconds else str(changed or "")
 
 
 def _to_seconds(changed: Any) -> float:

@@ -156,6 +156,7 @@ class CollectiveReader:
     ) -> list[Checked]:
         checks = self._work(reader, requests, arrived, fresh)
         self.uploads.finish()
+        reader.confirm()
         return checks
 
     def _note_files(self, reader: RecordReader) -> None:

@@ -105,6 +105,7 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
         answers = iter(
             comm.ask(list(zip(ranks, questions, strict=True)), lambda question: _read_bytes(reader, *question))
         )
+        comm.run(reader.confirm)
     values = []
     for pair, (here, there) in zip(pairs, requests, strict=True):
         values.append((_put_together(pair[0], here, answers), _put_together(pair[1], there, answers)))

@@ -95,6 +95,15 @@ class Moved(Ranged):
         return self.end_headers()
 
 
+class Shifted(Ranged):
+    """A cache in front of it answers with other bytes than it was asked for, and says so."""
+
+    def send_head(self) -> Any:
+        if self.headers.get("Range") == "bytes=1000-5999":
+            self.headers.replace_header("Range", "bytes=2000-6999")
+        return super().send_head()
+
+
 class Closed(Ranged):
     """For those alone who send a token."""
 
@@ -198,6 +207,15 @@ def test_connections_that_wait_are_closed(folder: Path, monkeypatch: pytest.Monk
         read_parts(url)
         assert Kept.begun == 2
         store.end_reading()
+
+
+def test_other_bytes_than_those_asked_for_are_not_taken(folder: Path, asked: list[int]) -> None:
+    with (
+        serve(folder, Shifted) as url,
+        pytest.raises(CheckpointError, match="bytes from 2000 on came where those from"),
+    ):
+        read_parts(url)
+    assert asked == []
 
 
 def test_a_redirection_is_left_to_the_file_system(folder: Path, asked: list[int]) -> None:

@@ -21,15 +21,18 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.io import ranged, remote, store, threads
+from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.ranged import RemoteStream
 from deepspeed_ucp.io.read import MemorySink, RecordReader
+from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.plan import Part, Request
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
+from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.sources.seal import remove_seal
 from deepspeed_ucp.torchsave.torchfile import list_records, read_header
-from tests.ranks import run_ranks
-from tests.reshard import check_content, load, make_targets, open_everywhere
+from tests.ranks import Apart, run_ranks
+from tests.reshard import Options, check_content, load, load_rank, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 URL = "memory://stores/run"
@@ -203,10 +206,108 @@ def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]])
     saved(Topology(1, 2))
     tag = find_checkpoint(URL)
     name = next(name for name in store.list_folder(tag) if "optim" in name)
-    with store.open_stored(f"{tag}/{name}") as file:
-        remote.put_bytes(f"{tag}/{name}", b"short")
-        with pytest.raises(CheckpointError, match=r"has changed since its header was read.*Load again"):
-            file.read([memoryview(bytearray(9))], 0)
+    file = store.open_stored(f"{tag}/{name}")
+    remote.put_bytes(f"{tag}/{name}", b"short")
+    with pytest.raises(CheckpointError, match=r"has changed since its header was read.*Load again"):
+        file.read([memoryview(bytearray(9))], 0)
+
+
+@pytest.mark.parametrize("open_all", [open_checkpoint, seal_folder])
+def test_every_rank_goes_by_what_one_was_told(
+    saved: Callable[..., tuple[str, State]], open_all: Callable[[str, Comm], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files that it has read no header of, too, and of those of which it knows an older version."""
+    saved(Topology(1, 2))
+    folder = find_checkpoint(URL)
+    listed = {name: entry for name, entry in store.list_folder(folder).items() if name.endswith(".pt")}
+    monkeypatch.setattr(remote, "_process", Apart())
+
+    def look(rank: int, comm: Comm) -> dict[str, Any]:
+        remote.note(folder, {name: Entry(entry.size, 0.0, "older") for name, entry in listed.items()})
+        open_all(folder, comm)
+        return {name: remote.find_known(f"{folder}/{name}") for name in listed}
+
+    assert run_ranks(2, look) == [listed, listed]
+
+
+def read_file(url: str, change: Callable[[], None]) -> None:
+    with store.open_stored(url) as file:
+        file.read([memoryview(bytearray(9))], 100)
+        change()
+
+
+def read_stream(url: str, change: Callable[[], None]) -> None:
+    with RemoteStream(url) as stream:
+        stream.read_at(9, 0)
+        change()
+
+
+def read_record(url: str, change: Callable[[], None]) -> None:
+    with RecordReader([Record(0, 0, 9, None)], [FileRef(url, 10_000)]) as reader:
+        reader.read([Request(0, 0, 9, (Part(9, 0, 0),))], [MemorySink(memoryview(bytearray(9)))])
+        change()
+
+
+def read_all(url: str, change: Callable[[], None]) -> None:
+    (scanned,) = scan_files([ScanFile(url, 10_000)], threads=1, window=4096, progress=lambda _: change())
+    for offset, text in scanned.errors:
+        assert (scanned.nbytes, offset) == (10_000, 0)
+        raise OSError(text)
+
+
+@pytest.mark.parametrize("read", [read_file, read_stream, read_record, read_all])
+def test_a_file_that_is_replaced_by_one_of_its_size_is_refused(read: Callable[..., None]) -> None:
+    """Where no answer tells a version: by a look at the file when all of it has been read."""
+    url, content = "memory://stores/replaced", b"0123456789" * 1000
+    remote.put_bytes(url, content)
+    store.find_entry(url)
+    read(url, lambda: None)
+    with pytest.raises((OSError, CheckpointError), match="has changed since its header was read"):
+        read(url, lambda: remote.put_bytes(url, content))
+    with pytest.raises(ZeroDivisionError):  # that is told then
+        read(url, lambda: remote.put_bytes(url, content) or 1 // 0)
+
+
+def test_what_is_not_read_through_a_file_system_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.put_bytes("memory://stores/left", b"alone")
+    monkeypatch.setattr(ranged._Ranges, "_compare", lambda _: 1 // 0)
+    with store.open_stored("memory://stores/left"), RemoteStream("memory://stores/left"):
+        pass
+
+
+def test_a_load_whose_file_is_replaced_is_refused_on_every_rank(saved: Callable[..., tuple[str, State]]) -> None:
+    saved(Topology(1, 2))
+    targets = make_targets(MODEL, Topology(3, 2))
+    index = open_everywhere(find_checkpoint(URL), targets)
+    path = next(file.path for file in index.stored.files if "optim" in file.path)
+    remote.put_bytes(path, store.read_small(path))
+
+    def refuse(rank: int, comm: Comm) -> str:
+        with pytest.raises(CheckpointError) as error:
+            load_rank(index, targets[rank], comm, Options())
+        return str(error.value)
+
+    for told in run_ranks(2, refuse):
+        assert f"{path}: has changed since its header was read" in told
+
+
+def test_what_a_file_system_has_in_memory_at_once_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, content = "memory://stores/pieces", bytes(range(250)) * 4
+    remote.put_bytes(url, content)
+    monkeypatch.setattr(ranged, "_PIECE", 300)
+    system, spans = remote.connect(url)[0], []
+    ask = system.cat_file
+
+    def note(path: str, start: int, end: int) -> bytes:
+        spans.append((start, end))
+        return bytes(ask(path, start=start, end=end))
+
+    monkeypatch.setattr(system, "cat_file", note)
+    into = bytearray(700)
+    with store.open_stored(url) as file:
+        file.read([memoryview(into)[:450], memoryview(into)[450:]], 100)
+    assert bytes(into) == content[100:800]
+    assert spans == [(100, 400), (400, 700), (700, 800)]
 
 
 def test_a_seal_is_written_to_a_store(saved: Callable[..., tuple[str, State]], capsys: Any) -> None:
