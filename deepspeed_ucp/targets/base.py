@@ -21,7 +21,7 @@ from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..plan.wants import find_states
 from ..topology import Topology
-from .coverage import name_device
+from .coverage import list_doubled, name_device
 from .optimizer import find_other_kind, to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
 from .swap import SwapFiles, SwapPlace
@@ -412,6 +412,7 @@ class Target(ABC):
         """
         found = [
             *self._list_lost_experts(),
+            *([] if module_only else list_doubled(self.engine)),
             *self.list_lost_weights(index if strict else None, with_states=with_states, module_only=module_only),
         ]
         if with_states and self.optimizer is not None:

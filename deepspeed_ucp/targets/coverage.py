@@ -109,6 +109,12 @@ def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
     return sampler if isinstance(sampler, DeepSpeedDataSampler) else None
 
 
+def list_doubled(engine: Any) -> list[str]:
+    """What DeepSpeed's own load adds to what is there, in words: a second one in a process has it twice."""
+    sampler = find_data_sampler(engine)
+    return ["the data sampler's clusters, beside those of before"] if getattr(sampler, "data_clusters", None) else []
+
+
 def list_unsaved(engine: Any) -> list[str]:
     """State that no save holds and that is the live engine's own after a load, in words."""
     found = []
