@@ -176,8 +176,11 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """To a GPU it may go on when this returns, from page-locked memory alone (:mod:`.uploads`)."""
-    into.copy_(values, non_blocking=True)
+    """To CUDA it may go on when this returns, from page-locked memory alone (:mod:`.uploads`).
+
+    What other accelerators do with memory that is not is their own: there the copy is done when this returns.
+    """
+    into.copy_(values, non_blocking=into.device.type == "cuda")
 
 
 @dataclass(slots=True)

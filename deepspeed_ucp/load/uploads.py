@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -41,36 +41,44 @@ class GpuUploads(Uploads):
 
     Page-locked memory is lent again when the copies from it are done. There is twice as much of it as there are
     threads, so that a thread reads into one piece while another one's bytes travel.
+
+    CUDA's current device is each thread's own, and number 0 in a new one: whatever is told here names the device. A
+    stream or an event of another one would say nothing of the copies, and memory be lent before they are done.
+
+    Args:
+        device: of all destinations that are not the host's.
     """
 
     go_on = True
 
-    def __init__(self, threads: int) -> None:
-        self.pool = ScratchPool(_allocate_pinned, _record, most=2 * threads)
+    def __init__(self, threads: int, device: torch.device) -> None:
+        self.device = device
+        self.pool = ScratchPool(_allocate_pinned, self._record, most=2 * threads)
 
-    def open_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.Stream())
+    @contextmanager
+    def open_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
 
     def begin(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
 
     def finish(self) -> None:
         super().finish()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
+
+    def _record(self) -> Mark:
+        """The end of what the calling thread has told its stream to do so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 def choose_uploads(sinks: Iterable[TensorSink], threads: int) -> Uploads:
-    """As the destinations need them."""
-    on_gpu = any(sink.buffer.memory.device.type == "cuda" for sink in sinks)
-    return GpuUploads(threads) if on_gpu else Uploads()
+    """As the destinations need them; memory of several GPUs is copied to at once, from memory that is not locked."""
+    devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
+    return GpuUploads(threads, devices.pop()) if len(devices) == 1 else Uploads()
 
 
 def _allocate_pinned(nbytes: int) -> memoryview:
     return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
-
-
-def _record() -> Mark:
-    """The end of what the calling thread has told its stream to do so far."""
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.memory import ScratchPool
-from deepspeed_ucp.load import destinations, exchange
+from deepspeed_ucp.load import destinations, exchange, uploads
 from deepspeed_ucp.load.destinations import TensorSink
-from deepspeed_ucp.load.uploads import Uploads
+from deepspeed_ucp.load.uploads import Uploads, choose_uploads
 from tests.ranks import run_ranks
 from tests.reshard import check_content, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -28,26 +29,28 @@ _current = threading.local()
 class LateStream:
     """Does what it is told when somebody waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int = 0) -> None:
+        self.gpu, self.lock = gpu, threading.Lock()
         self.jobs: list[Callable[[], Any]] = []
 
-    def catch_up(self, count: int) -> None:
-        for job in self.jobs[:count]:
-            job()
-        del self.jobs[:count]
+    def catch_up(self) -> None:
+        with self.lock:
+            while self.jobs:
+                self.jobs[0]()
+                del self.jobs[0]
 
 
 class LateEvent:
     """Never done by itself."""
 
     def __init__(self, stream: LateStream) -> None:
-        self.stream, self.end = stream, len(stream.jobs)
+        self.stream = stream
 
     def query(self) -> bool:
         return not self.stream.jobs
 
     def synchronize(self) -> None:
-        self.stream.catch_up(len(self.stream.jobs))
+        self.stream.catch_up()
 
 
 class LateUploads(Uploads):
@@ -103,3 +106,103 @@ def test_an_error_waits_for_what_is_under_way(late: int, tmp_path: Path) -> None
     Path(index.stored.files[-1].path).write_bytes(b"")
     with pytest.raises(CheckpointError, match="ends at byte 0"):
         run_ranks(1, lambda rank, comm: load(index, targets))
+
+
+# -- several GPUs -----------------------------------------------------------------------------------------------------
+
+
+class CudaEvent(LateEvent):
+    def __init__(self, cuda: LateCuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: LateStream | None = None) -> None:
+        self.stream = stream or self.cuda.current_stream()
+
+
+class LateCuda(threading.local):
+    """What ``torch.cuda`` is to a thread: of two GPUs the first is a new thread's own, with a stream for each.
+
+    Attributes:
+        gpu: the current one.
+        streams: the current one of each.
+        told: all streams, of all threads.
+    """
+
+    def __init__(self, told: list[LateStream]) -> None:
+        self.gpu, self.told = 0, told
+        self.streams = [self.Stream(torch.device("cuda", gpu)) for gpu in range(2)]
+
+    def Stream(self, device: torch.device | None = None) -> LateStream:
+        self.told.append(LateStream(self._find(device)))
+        return self.told[-1]
+
+    def Event(self) -> CudaEvent:
+        return CudaEvent(self)
+
+    def _find(self, device: torch.device | None) -> int:
+        return self.gpu if device is None else int(device.index)
+
+    def current_stream(self, device: torch.device | None = None) -> LateStream:
+        return self.streams[self._find(device)]
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.gpu = self.gpu, self._find(device)
+        yield
+        self.gpu = before
+
+    @contextmanager
+    def stream(self, stream: LateStream) -> Iterator[None]:
+        with self.device(torch.device("cuda", stream.gpu)):
+            before, self.streams[stream.gpu] = self.streams[stream.gpu], stream
+            yield
+            self.streams[stream.gpu] = before
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        for stream in list(self.told):
+            if stream.gpu == self._find(device):
+                stream.catch_up()
+
+
+def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's streams and events are those of its current GPU, the first one, unless they name another."""
+    cuda, locked = LateCuda([]), set[int]()
+    sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=torch.device("cuda", 1))))]
+
+    def choose(_sinks: object, threads: int) -> Uploads:
+        cuda.gpu = 1  # as DeepSpeed sets it in the thread that trains
+        return choose_uploads(sinks, threads)
+
+    def allocate(nbytes: int) -> memoryview:
+        locked.add(cuda.gpu)
+        return memoryview(bytearray(nbytes))
+
+    def copy(into: torch.Tensor, values: torch.Tensor) -> None:
+        cuda.current_stream(torch.device("cuda", 1)).jobs.append(lambda: into.copy_(values))
+
+    monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(uploads, "_allocate_pinned", allocate)
+    monkeypatch.setattr(exchange, "choose_uploads", choose)
+    monkeypatch.setattr(destinations, "_copy", copy)
+    monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
+    state = random_state(MODEL, 0)
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    targets = make_targets(MODEL, Topology(3, 2))
+    check_content(load(open_for(path, targets[0]), targets, window=1 << 12), state)
+    assert locked == {1}
+
+
+def test_memory_of_several_gpus_is_copied_to_at_once() -> None:
+    devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)]
+    sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=each))) for each in devices]
+    assert type(choose_uploads(sinks, 1)) is Uploads
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [("cuda", True), ("xpu", False), ("cpu", False)])
+def test_copies_go_on_where_it_is_known_from_which_memory(kind: str, goes_on: bool) -> None:
+    told = list[bool]()
+    into: Any = SimpleNamespace(
+        device=SimpleNamespace(type=kind), copy_=lambda values, non_blocking: told.append(non_blocking)
+    )
+    destinations._copy(into, torch.zeros(1))
+    assert told == [goes_on]
