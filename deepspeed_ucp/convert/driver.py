@@ -177,7 +177,7 @@ def convert_index(
                 work = comm.run(lambda: _plan(left, comm, options, report, rules, live))
                 if comm.rank == 0:
                     _warn_losses(left, work.united)
-            stack.enter_context(work.staging.scratch())
+            comm.run(lambda: stack.enter_context(work.staging.scratch()))
             report.reused, work.entries = comm.once(lambda: _begin(work, stack))
             if not report.reused:
                 _convert(work)

@@ -131,8 +131,8 @@ def _assemble(transfer: Transfer, report: LoadReport) -> dict[str, torch.Tensor]
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     """Whether some rank reads something of a store; collective where ranks may read in different places."""
     here = any(is_url(path) for file in index.stored.files for path in (file.places or (file.path,))[:1])
-    if not any(file.places for file in index.stored.files):
-        return here
+    if index.stored.sight is None and not any(file.places for file in index.stored.files):
+        return here  # the same on every rank
     return bool(comm.any_of(np.array([here]))[0])
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.paths import is_url
@@ -55,7 +53,7 @@ def find_tag(
     every: list[Look] = []
     found = None
     for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
-        told = comm.gather(_look(place, wanted, comm, universal=universal, fallback=fallback))
+        told = _look(place, wanted, comm, universal=universal, fallback=fallback)
         every += told
         found = found or comm.run(partial(_choose, load_dir, told))
         if any(look.tag == found and look.there for look in told):
@@ -72,11 +70,10 @@ def find_tag(
     return newest
 
 
-def _look(place: str, tag: str | None, comm: Comm, *, universal: bool, fallback: bool) -> Look:
-    """Of a store one rank asks, for all."""
-    if not is_url(place):
-        return _look_here(place, tag, universal=universal, fallback=fallback)
-    return comm.once(lambda: _look_here(place, tag, universal=universal, fallback=fallback))
+def _look(place: str, tag: str | None, comm: Comm, *, universal: bool, fallback: bool) -> list[Look]:
+    """What every rank sees in a place; of a store one rank asks, for all; collective."""
+    look = partial(_look_here, place, tag, universal=universal, fallback=fallback)
+    return [comm.once(look)] if is_url(place) else comm.each(look)
 
 
 def _look_here(place: str, tag: str | None, *, universal: bool, fallback: bool) -> Look:
@@ -111,8 +108,11 @@ def _choose(load_dir: str, looks: list[Look]) -> str | None:
 
 def _is_somewhere(places: Sequence[str], tag: str | None, comm: Comm) -> bool:
     """Whether some rank that did not know of a tag has it; collective."""
-    here = tag is not None and any(is_folder(os.path.join(place, tag)) for place in places)
-    return bool(comm.any_of(np.array([here]))[0])
+    if tag is None:
+        return False
+    paths = [os.path.join(place, tag) for place in places]
+    here = comm.each(lambda: any(is_folder(path) for path in paths if not is_url(path)))
+    return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))
 
 
 def _refuse(error: str, newest: str | None) -> None:

@@ -203,7 +203,7 @@ def _look(folder: str, comm: Comm) -> tuple[Entries, str]:
     """What a place holds, and why it cannot be listed; of a store one rank asks, for all."""
     if not is_url(folder):
         return _list(folder)
-    told: tuple[Entries, str] = comm.broadcast(_list(folder) if comm.rank == 0 else None)
+    told = comm.once(lambda: _list(folder))
     note_listed(folder, told[0])
     return told
 

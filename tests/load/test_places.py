@@ -23,15 +23,17 @@ from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.load.census import join_groups
+from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.plan import Part, Request
 from deepspeed_ucp.sight import Sight
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources import places as places_module
 from deepspeed_ucp.sources.open import look_at_job, seal_folder
 from deepspeed_ucp.sources.places import find_files
 from deepspeed_ucp.stream.copies import CopyReader, refuse_scattered
 from tests.convert.conversions import read_bytes
-from tests.ranks import run_ranks
+from tests.ranks import World, run_ranks
 from tests.reshard import (
     SENTINEL,
     Case,
@@ -293,6 +295,32 @@ def test_another_file_in_a_nearer_place_is_passed_over(
     told = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
     assert any(shard(1) in text for text in told)
     assert len(told) <= 2, "one warning per place and rank"
+
+
+def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks a store for the others, and lacks what that takes."""
+    save, listed = write(tmp_path, Topology(1, 2)), places_module.list_entries
+
+    def refuse(folder: str) -> Any:
+        if "://" in folder:
+            raise UnsupportedError(f"{folder}: no module named s3fs")
+        return listed(folder)
+
+    monkeypatch.setattr(places_module, "list_entries", refuse)
+    found = World(2).run(lambda _rank, comm: find_files([str(save), "s3://bucket/run"], comm))
+    assert [type(each) for each in found] == [UnsupportedError] * 2
+
+
+def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
+    """A new node, of several places each node's own."""
+    save = write(tmp_path / "away", Topology(1, 2))
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda _name: [0])
+
+    def ask(rank: int, comm: Comm) -> bool:
+        return asks_store(open_checkpoint(str(hosts[rank]), comm, also=[f"{hosts[rank]}-more"]), comm)
+
+    assert run_ranks(2, ask) == [False, False]
 
 
 @pytest.mark.usefixtures("near")

@@ -32,7 +32,7 @@ from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import HALF_STATES, mark, release
 from tests.load.test_reshard import flip
-from tests.ranks import run_ranks
+from tests.ranks import World, run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 STATES = "mp_rank_00_model_states.pt"
@@ -141,6 +141,37 @@ def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monk
     )
     assert find_tag(str(folder), None, Comm(), also=["s3://out-of-reach/run"]) == "global_step2"
     assert asked == [str(folder)]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_one_rank_asks_a_store_whether_it_has_the_tag(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    """Another rank may lack what asking takes: whoever stands in a collective would wait for it for ever."""
+    (folder / "latest").write_text("global_step7")
+    look, asked = tags._look_here, list[str]()
+
+    def ask(path: str) -> bool:
+        asked.append(path)
+        if "://" in path and len(asked) > 3:
+            raise UnsupportedError("no module named s3fs")
+        return False
+
+    monkeypatch.setattr(tags, "is_folder", ask)
+    monkeypatch.setattr(
+        tags, "_look_here", lambda place, *rest, **how: tags.Look(None) if "://" in place else look(place, *rest, **how)
+    )
+    more: dict[str, Any] = {"fallback": fallback, "also": ["s3://bucket/run"]}
+    found = World(2).run(lambda _rank, comm: find_tag(str(folder), None, comm, **more))
+    assert [type(each) for each in found] == ([str] * 2 if fallback else [CheckpointError] * 2)
+
+
+def test_a_tag_that_is_removed_while_one_rank_looks_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "latest").write_text("global_step7")
+    turns = iter([str(folder), str(folder / "gone")])
+    monkeypatch.setattr(tags, "find_newest", lambda _place: os.listdir(next(turns))[0])
+    found = World(2).run(lambda _rank, comm: find_tag(str(folder), None, comm, fallback=True))
+    assert [type(each) for each in found] == [StorageError] * 2
 
 
 def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:

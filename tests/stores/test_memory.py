@@ -31,7 +31,7 @@ from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.sources.seal import remove_seal
 from deepspeed_ucp.torchsave.torchfile import list_records, read_header
-from tests.ranks import Apart, run_ranks
+from tests.ranks import Apart, World, run_ranks
 from tests.reshard import Options, check_content, load, load_rank, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
@@ -109,6 +109,22 @@ def test_a_headers_bytes_are_asked_for_once(
     spans = sorted(asked)
     assert all(first[1] <= second[0] for first, second in pairwise(spans))
     assert len(asked) < 20  # 8 tensors' steps lie far apart; none of the 35 records' headers is looked at
+
+
+def test_a_rank_without_a_folder_to_write_in_ends_all(
+    saved: Callable[..., tuple[str, State]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = saved(Topology(1, 2))
+    made = iter([tempfile.TemporaryDirectory])
+
+    def make(**how: Any) -> Any:
+        if (kind := next(made, None)) is None:
+            raise FileNotFoundError(2, "No such file or directory", "/scratch")
+        return kind(**how)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", make)
+    found = World(2).run(lambda _rank, comm: convert_checkpoint(folder, "memory://stores/there", comm=comm))
+    assert [type(each) for each in found] == [StorageError] * 2
 
 
 def test_a_conversion_to_a_store_is_the_one_to_a_folder(
