@@ -132,7 +132,7 @@ def _find_files(folders: Sequence[str], comm: Comm) -> _Files:
     Raises:
         CheckpointError: no rank finds any; the first place's error.
     """
-    looks = [_look(folder) for folder in folders]
+    looks = comm.run(lambda: [_look(folder) for folder in folders])
     own: dict[str, int] = {}
     for sizes, _ in reversed(looks):
         own |= sizes
@@ -146,6 +146,16 @@ def _find_files(folders: Sequence[str], comm: Comm) -> _Files:
     near = sorted(zip(folders, looks, strict=True), key=lambda pair: measure_distance(pair[0]))
     copies = {name: [folder for folder, (held, _) in near if held.get(name) == sizes[name]] for name in mine}
     return _Files(dict(sorted(sizes.items())), mine, copies, sorted({name for _, others in looks for name in others}))
+
+
+def _choose_places(files: _Files, index: AtomicIndex | None) -> _Files:
+    """The places that a load reads: one alone of a file that nothing tells from another place's."""
+    alone = {file.places[0] for file in index.stored.files if len(file.places) == 1} if index else set()
+    copies = {
+        name: [folder for folder in held if os.path.join(folder, name) in alone] or held
+        for name, held in files.copies.items()
+    }
+    return replace(files, copies=copies)
 
 
 def _look(folder: str) -> tuple[dict[str, int], list[str]]:
@@ -186,10 +196,11 @@ def verify_checkpoint(
     files = _find_files([folder, *also], comm)
     report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"), also=also)
     more, index = list_findings(report, groups), report.index
+    files = _choose_places(files, index)
     seen, read = _examine_all(files, index, options, headers_only=headers_only)
     listed = {name: each.listed for name, each in seen.items() if each.listed is not None}
     faults = [fault for each in seen.values() for fault in each.faults]
-    manifest, told = _compare_own_manifest(folder, files.sizes, listed, first=comm.rank == 0)
+    manifest, told = comm.run(lambda: _compare_own_manifest(folder, files.sizes, listed, first=comm.rank == 0))
     faults += told
     if against is not None:
         from .proof import compare_proof, read_proof

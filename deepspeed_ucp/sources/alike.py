@@ -273,8 +273,8 @@ class Shortening:
     def cut(self, header: FileHeader) -> FileHeader | Short:
         """What travels of a header."""
         optim, first = header.optim, self.first
-        told = header.globals, header.config, header.marks
-        if optim is None or self.form is None or told != (first.globals, first.config, first.marks):
+        told = header.globals, header.config, header.marks, header.checked
+        if optim is None or self.form is None or told != (first.globals, first.config, first.marks, first.checked):
             return header
         if not self.form.fits(optim):
             return header

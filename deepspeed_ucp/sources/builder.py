@@ -48,7 +48,17 @@ def _refer(listing: Listing, header: FileHeader) -> FileRef:
     name, size, where = header.name, header.size, listing.where
     if where is None:
         return FileRef(listing.path(name), size, header.crc)
-    return FileRef(where.path(name, size), size, header.crc, where.find_near(name, size))
+    path, near = where.path(name, size), where.find_near(name, size)
+    return FileRef(path, size, header.crc, near if _is_told(header) else near and (path,))
+
+
+def _is_told(header: FileHeader) -> bool:
+    """Whether checksums tell a file from others of its size: its directory's, or a sealed swap file's own.
+
+    What has none, as legacy files and unsealed swap files, is read in the first place that has it: a nearer copy may be
+    an earlier save's.
+    """
+    return header.checked or (header.swap is not None and header.swap.record.crc is not None)
 
 
 class Builder:

@@ -199,7 +199,8 @@ class FileHeader:
 
     ``config`` are the parts of the saved ds_config that the index looks at; ``marks`` what all files of a save have
     alike (:mod:`.compare`); ``globals`` the classes and functions that its pickle names, beyond every checkpoint's.
-    ``folding`` is AutoEP's word of the (tensor-parallel, expert-parallel) rank that wrote it, under AutoTP.
+    ``folding`` is AutoEP's word of the (tensor-parallel, expert-parallel) rank that wrote it, under AutoTP. Where it is
+    ``checked``, there are checksums of all records: ``crc`` tells the file from every other one.
     """
 
     name: str
@@ -213,6 +214,7 @@ class FileHeader:
     layer: Mapping[str, Piece] | None = None
     folding: tuple[int, int] | None = None
     swap: Piece | None = None
+    checked: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As :meth:`Piece.__reduce__`."""

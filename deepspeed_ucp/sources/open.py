@@ -367,14 +367,17 @@ def _tell_none(folder: str, error: UcpError) -> list[Finding]:
 
 
 def _read_header(where: Whereabouts, name: str, reader: str = "") -> FileHeader | Finding:
-    """A file's header from the first of its places where it can be read, or why it cannot be."""
+    """A file's header from the first of its places where it can be read, or why it cannot be.
+
+    Of what has no checksums the first place's counts: nothing would hold its bytes against another place's header.
+    """
     first, *others = where.find(name)
     look = _look_at(first, name, reader)
     for folder in others:
         if isinstance(look, FileHeader):
             break
         again = _look_at(folder, name, reader)
-        if isinstance(again, FileHeader):
+        if isinstance(again, FileHeader) and again.checked:
             logger.warning("%s %s is taken instead.", look.text, os.path.join(folder, name))
             return again
     return look

@@ -146,7 +146,9 @@ class HeaderReader:
     def read(self, name: str) -> FileHeader:
         tree = self.file.tree
         folding = read_folding(tree.get("folding"))
-        header = FileHeader(name, self.file.size, self.file.crc, list_globals(self.file), folding=folding)
+        checked = not self.file.records.unchecked
+        named = list_globals(self.file)
+        header = FileHeader(name, self.file.size, self.file.crc, named, folding=folding, checked=checked)
         if holds_state_dict(name):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))

@@ -45,7 +45,8 @@ class CopyReader(RecordReader):
 
     Args:
         stored: the checkpoint.
-        checksum: form the CRC32 of what is read.
+        checksum: form the CRC32 of what is read. Without, what nothing but that tells from another file (sealed swap
+            files, atoms of an atomic checkpoint) is read in the first place alone.
         options: further ones of :class:`~..io.read.RecordReader`.
     """
 
@@ -74,6 +75,8 @@ class CopyReader(RecordReader):
 
     def _list_left(self, file: FileRef) -> Sequence[str]:
         """Places that have not failed; the last one whatever it did: its error is what is told."""
+        if file.header_crc is None and not self.checksum:
+            return (file.path,)
         return [path for path in list_copies(file) if path not in self.failed] or list_copies(file)[-1:]
 
     def _pass_over(self, path: str, error: CheckpointError) -> None:
@@ -125,11 +128,17 @@ def _open_copy(path: str, file: FileRef) -> Stored:
 def check_copy(path: str, file: FileRef) -> None:
     """Hold a copy of a file against what the index knows of it.
 
+    What has no directory passes where nothing else could be taken for it, or its records' checksums tell.
+
     Raises:
         CheckpointError: it is another file, or cannot be read.
     """
+    if file.header_crc is None:
+        return
     found = sum_directory(path)
-    if None not in (found, file.header_crc) and found != file.header_crc:
+    if found is None and len(file.places) > 1:
+        raise CheckpointError(f"{path}: has no directory with checksums, as the save's has; it is another file.")
+    if found not in (None, file.header_crc):
         raise CheckpointError(
             f"{path}: its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file."
         )

@@ -77,7 +77,7 @@ def _raise_first(failed: Sequence[UcpError]) -> None:
 
 def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
     apply = choose_map(index.run.state_file)
-    with AtomReader(index, checksum=False) as reader:
+    with AtomReader(index) as reader:  # with checksums: in the places that a load reads
         for batch in _divide(pairs):
             yield from apply(lambda pair: (reader.read_elements(*pair[0]), reader.read_elements(*pair[1])), batch)
 
@@ -101,7 +101,7 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
     asked = [request for pair in requests for each in pair for request in each]
     ranks = choose_readers(stored, [stored.records[request.record].file for request in asked], comm)
     questions = [(request.record, request.offset, request.nbytes) for request in asked]
-    with CopyReader(stored, checksum=False) as reader:
+    with CopyReader(stored) as reader:
         answers = iter(
             comm.ask(list(zip(ranks, questions, strict=True)), lambda question: _read_bytes(reader, *question))
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,8 +100,7 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
     size = measure(stream)
     front, archive = _open_zip(path, stream, size)
     entries = archive.infolist()
-    # With torch.serialization.set_crc32_options(False) all checksums are 0.
-    checked = any(info.CRC for info in entries)
+    checked = _is_checked(entries)
     held = [info for info in entries if info.file_size]
     foreseen = _foresee(entries, archive.start_dir) if is_remote(stream) else {}
     read_ahead(stream, [(info.header_offset, LOCAL.size) for info in held if info.header_offset not in foreseen])
@@ -130,14 +129,22 @@ def _sum_directory(front: _Front, archive: zipfile.ZipFile) -> int:
     return isal_zlib.crc32(front.read())
 
 
+def _is_checked(entries: Iterable[zipfile.ZipInfo]) -> bool:
+    """Whether the writer stored checksums: with torch.serialization.set_crc32_options(False) all are 0."""
+    return any(info.CRC for info in entries)
+
+
 def sum_directory(path: str) -> int | None:
-    """CRC32 of a zip's directory, which holds the checksums of all its records; None of another file.
+    """CRC32 of a zip's directory, which holds the checksums of all its records; None of a file that has none.
 
     Raises:
         CheckpointError: it is missing, unreadable, truncated or damaged.
     """
     with open_file(path) as stream:
-        return _sum_directory(*_open_zip(path, stream, measure(stream))) if starts_zip(stream) else None
+        if not starts_zip(stream):
+            return None
+        front, archive = _open_zip(path, stream, measure(stream))
+        return _sum_directory(front, archive) if _is_checked(archive.infolist()) else None
 
 
 _END, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")

@@ -18,7 +18,8 @@ from hypothesis import given
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.sources.atomic.manifest import read_manifest
@@ -26,7 +27,7 @@ from deepspeed_ucp.sources.findings import Finding
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.ranks import run_ranks
+from tests.ranks import World, run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.sources.parallel import tail_cut
 from tests.sources.test_index import count_read_bytes
@@ -468,6 +469,31 @@ def test_another_runs_file_in_a_nearer_place_is_told(places: tuple[Path, Path], 
     found = verify_checkpoint(str(path), also=[str(near)])
     assert tell(found) == [("foreign?", OPTIM.format(1))] and found.whole
     assert "it is another file" in found.faults[0].text
+
+
+def test_of_what_has_no_checksums_the_first_place_is_looked_at(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """As a load reads it."""
+    _, near = places
+    state = random_state(MODEL, 0)
+    path = write_checkpoint(tmp_path / "legacy", MODEL, state, Topology(1, 3), cut=tail_cut, legacy=True)
+    shutil.rmtree(near)
+    shutil.copytree(path, near)
+    (near / OPTIM.format(1)).write_bytes(bytes((path / OPTIM.format(1)).stat().st_size))
+    found = verify_checkpoint(str(path), also=[str(near)])
+    assert tell(found) == [] and found.whole
+
+
+def test_a_place_that_one_rank_cannot_ask_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, turns = write(tmp_path, Topology(1, 2)), iter([verify.list_files])
+
+    def look(folder: str) -> Any:
+        if (listed := next(turns, None)) is None:
+            raise UnsupportedError("no module named s3fs")
+        return listed(folder)
+
+    monkeypatch.setattr(verify, "list_files", look)
+    found = World(2).run(lambda _rank, comm: verify_checkpoint(str(path), comm))
+    assert [type(each) for each in found] == [UnsupportedError] * 2
 
 
 def test_ranks_that_see_different_files_look_at_their_own(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources import places as places_module
 from deepspeed_ucp.sources.open import look_at_job, seal_folder
 from deepspeed_ucp.sources.places import find_files
-from deepspeed_ucp.stream.copies import CopyReader, refuse_scattered
+from deepspeed_ucp.stream.copies import CopyReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
 from tests.ranks import World, run_ranks
 from tests.reshard import (
@@ -295,6 +295,64 @@ def test_another_file_in_a_nearer_place_is_passed_over(
     told = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
     assert any(shard(1) in text for text in told)
     assert len(told) <= 2, "one warning per place and rank"
+
+
+def write_untold(folder: Path, form: str) -> Path:
+    """A save of which no checksum tells the bytes."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        return Case(MODEL, Topology(1, 3), random_state(MODEL, 0), legacy=form == "legacy").write(folder)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("form", ["legacy", "zip"])
+def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: str, tmp_path: Path) -> None:
+    """It has the same names and sizes, and other bytes."""
+    save, nvme = write_untold(tmp_path / "shared", form), tmp_path / "nvme"
+    shutil.copytree(save, nvme)
+    for rank in range(3):
+        flip(nvme / shard(rank))
+    (save / shard(2)).unlink()
+    shutil.copytree(nvme, tmp_path / "nvme-third")
+    saved = read_state(write_untold(tmp_path / "again", form), MODEL, Topology(1, 3))
+    index = open_checkpoint(str(save), Comm(), also=[str(nvme), str(tmp_path / "nvme-third")])
+    held = {Path(file.path).name: file.places for file in index.stored.files}
+    assert held[shard(1)] == (str(save / shard(1)),)
+    assert held[shard(2)] == (str(nvme / shard(2)),), "the first place that has it"
+    shutil.copy2(tmp_path / "again" / save.name / shard(2), save)
+    check_content(load_scattered([save], MODEL, Topology(3, 2), nvme), saved)
+
+
+def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path) -> None:
+    """The bytes would be the first place's."""
+    save, other = write_untold(tmp_path / "shared", "legacy"), tmp_path / "other"
+    shutil.copytree(save, other)
+    data = (save / shard(1)).read_bytes()
+    (save / shard(1)).write_bytes(bytes(64) + data[64:])
+    with pytest.raises(CheckpointError, match=rf"{save / shard(1)}: neither a torch.save zip nor"):
+        open_checkpoint(str(save), Comm(), also=[str(other)])
+
+
+def test_nodes_copies_without_checksums_are_told_by_the_times(tmp_path: Path) -> None:
+    save = write_untold(tmp_path / "shared", "zip")
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda name: [0] if name == shard(0) else [0, 1])
+    assert all(index.stored.sight is not None for index in indices(hosts))
+    os.utime(hosts[1] / shard(1), (1, 1))
+    with pytest.raises(CheckpointError, match=f"{shard(1)}: is one file on"):
+        indices(hosts)
+
+
+def test_what_has_no_directory_is_no_copy_of_what_has_one(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    Path(paths[1]).write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match=r"b: has no directory with checksums, .* it is another file"):
+        check_copy(paths[1], FileRef(paths[0], 100, 7, tuple(paths)))
+    check_copy(paths[1], FileRef(paths[1], 100, 7, (paths[1],)))
+    check_copy(paths[1], FileRef(paths[0], 100, None, tuple(paths)))
 
 
 def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

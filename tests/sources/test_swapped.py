@@ -11,12 +11,13 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.open import seal_folder, survey_checkpoint
+from tests.convert.conversions import read_bytes
 from tests.ranks import run_ranks
 from tests.reshard import Case
 from tests.sources.test_index import check_index
@@ -294,6 +295,27 @@ def test_a_sealed_swap_file_that_was_replaced_is_not_read(tmp_path: Path) -> Non
     (folder / name).write_bytes((tmp_path / "other" / name).read_bytes())
     with pytest.raises(CheckpointError, match=f"{name}: the 1024 bytes at 0 have CRC32 .* the file is damaged"):
         convert_checkpoint(str(folder), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
+    sealed: bool, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the same sizes; where a seal tells the bytes of this one's they are read, and found to be others."""
+    monkeypatch.setattr("deepspeed_ucp.sources.places.measure_distance", lambda path: int("nvme" not in path))
+    folder, near, options = tmp_path / "tag", tmp_path / "nvme", ConvertOptions(verify=verify)
+    write(folder)
+    if sealed:
+        seal_folder(str(folder), Comm())
+    write(near, seed=1)
+    convert_checkpoint(str(folder), str(tmp_path / "right"), options=options)
+    index = open_checkpoint(str(folder), Comm(), also=[str(near)])
+    swapped = [file for file in index.stored.files if file.path.endswith(".swp")]
+    assert {len(file.places) for file in swapped} == {1 + sealed}
+    assert all(file.path.startswith(str(folder)) for file in swapped)
+    convert_index(index, str(folder), str(tmp_path / "out"), Comm(), options)
+    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "right")
 
 
 def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
