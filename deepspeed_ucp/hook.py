@@ -30,6 +30,7 @@ from .preemption import end_step
 from .sources.open import seal_folder
 from .sources.seal import remove_seal
 from .targets.guard import guard_engine
+from .writer import finish_save, is_decoupled
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -105,8 +106,7 @@ def _save_checkpoint(
     ``checkpoint.universal.seal`` asks."""
     saved = original(engine, save_dir, tag, collect(engine, client_state), *args, **more)
     beat(engine.global_steps)
-    is_decoupled = getattr(engine.checkpoint_engine, "is_decoupled", None)
-    if not (is_decoupled and is_decoupled()):
+    if not is_decoupled(engine):
         seal_save(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
     return saved
 
@@ -146,6 +146,8 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
     """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
+    if get_config(engine) is not None:
+        finish_save(engine)  # a pipeline's step would change what is being written
     original(engine, *args, **kwargs)
     beat(engine.global_steps)
     end_step(engine)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .comm import connect
+from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -108,8 +109,10 @@ def end_step(engine: Any) -> None:
         names = ", ".join(signal.Signals(number).name for number in came)
         logger.warning("%s: saving to %s at step %d", names, asked.save_dir, engine.global_steps)
     engine.save_checkpoint(asked.save_dir, client_state=dict(asked.client_state()) if asked.client_state else {})
+    finish_save(engine)
     for number in came:
         _arrived[number] = False
     codes = [code for code in map(asked.actions.__getitem__, came) if code is not None]
     if codes:
+        end_writer(engine)
         raise SystemExit(max(codes))

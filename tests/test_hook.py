@@ -210,6 +210,19 @@ def test_a_writer_of_its_own_seals_when_it_is_done(tmp_path: Path) -> None:
     assert (tmp_path / "tag" / SEAL).exists()
 
 
+def test_a_pipelines_step_comes_after_the_end_of_its_save() -> None:
+    """Its writer may still read what the step changes, and DeepSpeed's pipelines never see to its end."""
+    done: list[str] = []
+    engine = make_engine()
+    engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True)
+    engine._commit_decoupled_checkpoint = lambda: done.append("commit")
+    hook._take_model_step(lambda *_: done.append("step"), engine, None)
+    assert done == ["commit", "step"]
+    engine._config.ucp_config = None
+    hook._take_model_step(lambda *_: done.append("step"), engine, None)
+    assert done == ["commit", "step", "step"]
+
+
 def test_a_save_that_cannot_be_sealed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(seal=True)
     assert hook._save_checkpoint(lambda *_: True, engine, str(tmp_path / "nowhere"), "tag")

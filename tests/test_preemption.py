@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,15 @@ from deepspeed_ucp import preemption
 
 
 class Engine(SimpleNamespace):
-    """Notes its saves."""
+    """Notes its saves, and what else is asked of it."""
 
     global_steps = 7
 
     def save_checkpoint(self, save_dir: str, client_state: dict[str, Any]) -> None:
         self.saves.append((save_dir, client_state))
+
+    def _commit_decoupled_checkpoint(self) -> None:
+        self.saves.append("commit")
 
 
 @pytest.fixture
@@ -49,6 +53,19 @@ def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
     with pytest.raises(SystemExit) as end:
         preemption.end_step(engine)
     assert end.value.code == 0 and len(engine.saves) == 3
+
+
+def test_a_save_by_a_writer_of_its_own_is_whole_before_the_ranks_end(engine: Engine) -> None:
+    """DeepSpeed brings it to its end in the next step, which never comes, and Python waits for the writer's process."""
+    cleanup = partial(engine.saves.append, "cleanup")
+    engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, cleanup=cleanup)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    preemption.end_step(engine)
+    assert engine.saves == [("folder", {"mine": 1}), "commit"]
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        preemption.end_step(engine)
+    assert engine.saves == [("folder", {"mine": 1}), "commit", ("folder", {"mine": 1}), "commit", "cleanup"]
 
 
 def test_a_process_that_the_script_has_forked_ends_as_it_did(engine: Engine) -> None:

@@ -12,6 +12,7 @@ import torch
 from engine_cases import BATCH, Case
 
 from deepspeed_ucp.data import ElasticSampler
+from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.testing import WorldPool
 
 
@@ -52,3 +53,14 @@ def test_a_signal_to_one_rank_is_a_save_of_all(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
     state = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
     assert (state["global_steps"], state["mine"]) == (2, 7)
+
+
+@pytest.mark.exhaustive
+def test_a_save_by_a_writer_of_its_own_is_whole_when_the_ranks_end(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    writer = {"type": "python", "data_parallel": "replica", "decoupled": True}
+    checkpoint = {"universal": {"seal": True}, "writer": writer}
+    config = Case(3, 2, config={"checkpoint": checkpoint, "train_batch_size": 2}).ds_config
+    told = ucp_worlds.get(2).run(engine_carry.train_until_told, config, str(tmp_path), int(signal.SIGTERM), 5)
+    assert {(each.steps, each.code) for each in told} == {(2, 0)}
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert (tmp_path / "global_step2" / SEAL).exists()

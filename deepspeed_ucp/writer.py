@@ -1,0 +1,27 @@
+"""Saves that a process of its own writes (``checkpoint.writer.decoupled``).
+
+``save_checkpoint`` only tells that process. DeepSpeed waits for it in the next step, before the weights change, and
+then lets ``latest`` name the save; a pipeline's steps never do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_decoupled(engine: Any) -> bool:
+    """Whether a process of its own writes an engine's saves."""
+    ask = getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", None)
+    return bool(ask and ask())
+
+
+def finish_save(engine: Any) -> None:
+    """Wait until an engine's last save is written, named by ``latest`` and sealed; collective."""
+    if is_decoupled(engine):
+        engine._commit_decoupled_checkpoint()
+
+
+def end_writer(engine: Any) -> None:
+    """End the process that writes, for which this one would wait for ever at its own end."""
+    if is_decoupled(engine):
+        engine.checkpoint_engine.cleanup()
