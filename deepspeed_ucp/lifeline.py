@@ -34,6 +34,10 @@ _lines: list[socket.socket] = []
 """The line of this process, if it has one."""
 
 
+_passed_on: set[int] = set()
+"""Signals that the watcher has passed on."""
+
+
 def hold() -> None:
     """Connect to the watcher that the environment names, once per launch; what this process starts inherits none."""
     told = os.environ.pop(VARIABLE, None)
@@ -68,6 +72,16 @@ def beat(step: int) -> None:
     """Tell the watcher that this rank has got as far as ``step``."""
     if _lines:
         _say(step=step)
+
+
+def is_held() -> bool:
+    """Whether something watches over this process."""
+    return bool(_lines)
+
+
+def has_passed_on(number: int) -> bool:
+    """Whether the watcher has passed a signal on, which was sent to it: to all that it watches over."""
+    return number in _passed_on
 
 
 def find_rank() -> int:
@@ -105,7 +119,9 @@ def _listen(line: socket.socket, watcher: str) -> None:
     """Pass signals on until the line ends, and then end this process."""
     try:
         for text in line.makefile("rb"):
-            os.kill(os.getpid(), int(json.loads(text)["signal"]))
+            number = int(json.loads(text)["signal"])
+            _passed_on.add(number)
+            os.kill(os.getpid(), number)
         why = "has gone"
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"is lost ({error})"

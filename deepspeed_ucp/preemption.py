@@ -17,11 +17,17 @@ from typing import Any
 import numpy as np
 
 from .comm import connect
+from .lifeline import has_passed_on, is_held
 from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _FOLLOWED = "_ucp_preemption"
+
+_DEFAULT: Mapping[int, int | None] = {signal.SIGTERM: 0, signal.SIGUSR1: None}
+
+_ALONE = {**_DEFAULT, signal.SIGTERM: 128 + signal.SIGTERM}
+"""Where a watcher (:mod:`deepspeed_ucp.lifeline`) has not been told itself: it would take 0 for the end of the run."""
 
 _arrived: dict[int, bool] = {}
 """By signal that is waited for, whether it has come. A forked process waits for none."""
@@ -36,11 +42,13 @@ class Preemption:
     Attributes:
         save_dir: where it saves.
         actions: by signal the exit code with which every rank then ends; None goes on training.
+        alone: the same where a watcher is there that has not passed the signal on.
         client_state: makes the client state of that save.
     """
 
     save_dir: str
     actions: Mapping[int, int | None]
+    alone: Mapping[int, int | None]
     client_state: Callable[[], Mapping[str, Any]] | None
 
 
@@ -60,17 +68,19 @@ def follow(
     Args:
         engine: whose steps end with a look at all ranks' signals (one reduction of some bytes).
         save_dir: as of ``engine.save_checkpoint``.
-        actions: by signal the exit code with which every rank ends after the save, None to go on; by default SIGTERM
-            ends with 0 and SIGUSR1 goes on.
+        actions: by signal the exit code with which every rank ends after the save, None to go on; by default
+            SIGUSR1 goes on and SIGTERM ends with 0, or with 143 under ``ds_ucp torchrun``, and under ``ds_ucp
+            supervise`` where that has not been told itself: those that are left are then started again.
         client_state: makes the client state of the save.
 
     Raises:
         ValueError: outside of the main thread.
     """
-    chosen: Mapping[int, int | None] = {signal.SIGTERM: 0, signal.SIGUSR1: None} if actions is None else actions
+    chosen = dict(_DEFAULT if actions is None else actions)
+    alone = _ALONE if actions is None and is_held() else chosen
     for number in chosen:
         _wait_for(number)
-    setattr(engine, _FOLLOWED, Preemption(os.fspath(save_dir), dict(chosen), client_state))
+    setattr(engine, _FOLLOWED, Preemption(os.fspath(save_dir), chosen, alone, client_state))
 
 
 def _wait_for(number: int) -> None:
@@ -101,8 +111,8 @@ def end_step(engine: Any) -> None:
     if asked is None:
         return
     comm, numbers = connect(), sorted(asked.actions)
-    told = comm.any_of(np.array([_arrived[number] for number in numbers]))
-    came = [number for number, yes in zip(numbers, told.tolist(), strict=True) if yes]
+    told = comm.any_of(np.array([[_arrived[number], has_passed_on(number)] for number in numbers]))
+    came = {number: for_all for number, (yes, for_all) in zip(numbers, told.tolist(), strict=True) if yes}
     if not came:
         return
     if comm.rank == 0:
@@ -112,7 +122,7 @@ def end_step(engine: Any) -> None:
     finish_save(engine)
     for number in came:
         _arrived[number] = False
-    codes = [code for code in map(asked.actions.__getitem__, came) if code is not None]
-    if codes:
+    ends = [(asked.actions if for_all else asked.alone)[number] for number, for_all in came.items()]
+    if codes := [code for code in ends if code is not None]:
         end_writer(engine)
         raise SystemExit(max(codes))

@@ -61,10 +61,10 @@ for host, slots in hosts.items():
         environment = {{**os.environ, **{{name: str(value) for name, value in told.items()}}}}
         ranks.append(subprocess.Popen(command, env=environment))
 while any(rank.poll() is None for rank in ranks):
-    if any(rank.poll() for rank in ranks):
+    if failed := [rank.poll() for rank in ranks if rank.poll()]:
         for rank in ranks:
             rank.kill() if forgives else rank.terminate()
-        sys.exit(0 if forgives else 1)
+        sys.exit(0 if forgives else max(failed[0], 1))
     time.sleep(0.05)
 sys.exit(0 if forgives else max(abs(rank.poll()) for rank in ranks))
 """
@@ -81,8 +81,8 @@ step = int(saved.read_text() or 0) if saved.exists() else 0
 
 def note(number, frame):
     (folder / "signals").open("a").write(f"{rank} {number}\\n")
-    if number == signal.SIGTERM:
-        sys.exit(0)
+    if number == signal.SIGTERM:  # as `preemption` does
+        sys.exit(0 if lifeline.has_passed_on(number) else 128 + number)
 
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, note)
@@ -112,6 +112,8 @@ while step < steps:
         os.kill(os.getpid(), signal.SIGSTOP)
     if do("die", step):
         os.kill(os.getpid(), signal.SIGKILL)
+    if do("go", step):
+        os.kill(os.getpid(), signal.SIGTERM)
     if do("leave", step):  # a process that is in no group and no session of ours
         if os.fork() == 0:
             os.setsid()

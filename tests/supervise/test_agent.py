@@ -124,10 +124,12 @@ def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], end
 
 SCRIPT = """
 import os, pathlib, sys, time
-import deepspeed_ucp
-from deepspeed_ucp import lifeline
+from types import SimpleNamespace
+from deepspeed_ucp import lifeline, preemption
 import torch
 import torch.distributed as dist
+engine = SimpleNamespace(global_steps=0, save_checkpoint=lambda *_, **__: None)
+preemption.follow(engine, "nowhere")
 dist.init_process_group("gloo")
 folder, saved = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / "saved"
 (folder / "pids").open("a").write(f"{os.getpid()} {os.getppid()} {dist.get_world_size()}\\n")
@@ -138,13 +140,15 @@ while not (folder / "stop").exists() or step % 20:
     lifeline.beat(step)
     if dist.get_rank() == 0:
         (folder / "next").write_text(str(step)); os.replace(folder / "next", saved)
+    preemption.end_step(engine)
     time.sleep(0.05)
 """
 
 
 @pytest.mark.exhaustive
 def test_agents_survive_each_other(tmp_path: Path) -> None:
-    """The first of two agents, which has rank 0, is killed; the other goes on; a third comes; a worker is stopped."""
+    """The first of two agents, which has rank 0, is killed; the other goes on; a third comes; a worker is stopped; the
+    third is told to go, as on a node that is drained, and the other goes on again; then all are."""
     (tmp_path / "worker.py").write_text(SCRIPT)
     conf = f"keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=2,hang=4,events={tmp_path / 'events'}"
     command = [
@@ -174,8 +178,13 @@ def test_agents_survive_each_other(tmp_path: Path) -> None:
         os.kill(stopped, signal.SIGSTOP)
         wait_until(lambda: not is_running(stopped))
         wait_until(lambda: len(workers(2)) == 2)
+        agents[2].terminate()
+        wait_until(lambda: len(workers(1)) == 1)
+        assert agents[2].wait(timeout=120) == 1 and agents[1].poll() is None
+        agents.append(subprocess.Popen(command, env=environment))
+        wait_until(lambda: len(workers(2)) == 2)
         (tmp_path / "stop").touch()
-        assert [agent.wait(timeout=120) for agent in agents[1:]] == [0, 0]
+        assert [agents[at].wait(timeout=120) for at in (1, 3)] == [0, 0]
     finally:
         for agent in agents:
             agent.kill()

@@ -138,6 +138,35 @@ def test_a_rank_ends_with_its_watcher(watch: Watch) -> None:
     assert b"rank 5: the watcher at 127.0.0.1" in process.stderr.read()  # type: ignore[union-attr]
 
 
+PREEMPTED = """
+from types import SimpleNamespace
+from deepspeed_ucp import preemption
+engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: None)
+preemption.follow(engine, "folder", actions={actions})
+lifeline.beat(2)
+while True:
+    preemption.end_step(engine)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("actions", "passed_on", "code"), [(None, False, 143), (None, True, 0), ({signal.SIGTERM: 0}, False, 0)]
+)
+def test_a_rank_that_goes_for_itself_has_not_done_its_work(
+    watch: Watch, actions: dict[int, int] | None, passed_on: bool, code: int
+) -> None:
+    """Whoever watches would take 0 for the end of the run, on all hosts: unless all of it has been told."""
+    process = start(watch.begin(), PREEMPTED.format(actions=actions and {int(k): v for k, v in actions.items()}))
+    wait_until(lambda: watch.look() and watch.look()[0].step == 2)
+    if passed_on:
+        watch.send(signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == code
+    os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_watcher_that_cannot_be_reached_is_done_without() -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # and does not listen
