@@ -22,8 +22,8 @@ from .threads import map_threads, run_threads
 
 R = TypeVar("R", bound="RecordReader")
 
-JOINED = 8 << 20
-"""Bytes of a request to a store that its latency no longer shows in."""
+JOINED = 16 << 20
+"""Bytes of a request to a store that its latency hardly shows in: of 20 ms, where 200 MB/s come, a fifth of the time."""
 
 _LOOKS = 16
 """Files of a store that are looked at again at once."""
