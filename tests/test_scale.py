@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from deepspeed_ucp.atoms import count
 from deepspeed_ucp.sources.open import open_checkpoint
 
 
@@ -16,8 +19,8 @@ from deepspeed_ucp.sources.open import open_checkpoint
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the benchmark, which is a folder of scripts."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    names = ("collectives", "jobs", "plan", "scale_plan", "storage", "synthetic", "whole")
-    return SimpleNamespace(**{name: pytest.importorskip(name) for name in names})
+    names = ("collectives", "grid", "jobs", "scale_plan", "storage", "synthetic", "whole")
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 def make_job(bench: Any, kind: str, times: int) -> Any:
@@ -26,7 +29,7 @@ def make_job(bench: Any, kind: str, times: int) -> Any:
     if kind == "moe":
         return jobs.make_moe("moe", jobs.MoeSource(sizes, 64 * times, 16), 48 * times)
     source = bench.synthetic.Source(jobs.QUICK_DENSE, 4, 4, 4 * times)
-    return jobs.make_dense("dense", source, bench.plan.Grid(jobs.QUICK_DENSE, 4, 4, 3 * times, 1))
+    return jobs.make_dense("dense", source, bench.grid.Grid(jobs.QUICK_DENSE, 4, 4, 3 * times, 1))
 
 
 def hear(bench: Any, job: Any) -> dict[str, int]:
@@ -59,3 +62,34 @@ def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, 
     for store in bench.storage.STORES.values():
         found = bench.storage.simulate(plans, store, planning.SIZES.share)
         assert found.seconds >= found.limit * 0.999
+
+
+@pytest.mark.parametrize("name", ["dense1-quick", "dense3-quick", "moe-quick"])
+def test_a_rank_is_told_the_claims_that_its_peers_make(bench: Any, name: str) -> None:
+    job, made = bench.jobs.JOBS[name](), {}
+
+    class Planner(bench.scale_plan.Planner):  # type: ignore[name-defined,misc]
+        def _take_tables(self, tables: list[Any]) -> list[Any]:
+            made[self.rank] = tables
+            return super()._take_tables(tables)  # type: ignore[no-any-return]
+
+    ranks = (0, 5, job.ranks - 1)
+    script = bench.scale_plan.make_script(job, ranks)
+    planned = [Planner(job, script, rank).plan() for rank in ranks]
+    for rank in ranks:
+        for peer in ranks:
+            np.testing.assert_array_equal(script.tables[rank][peer], made[peer][rank])
+    assert sum(len(made[peer][rank]) for peer in ranks for rank in ranks)
+    for each in planned:
+        assert each.read_bytes > 0
+        assert each.headers <= each.most_headers + 4, "those that tell which files there are, and a share of the others"
+
+
+def test_the_models_have_a_trillion_parameters(bench: Any) -> None:
+    dense, experts = bench.jobs.JOBS["dense1-1k"](), bench.jobs.JOBS["moe-1k"]()
+    assert 1.00e12 < dense.parameters < 1.02e12
+    assert 1.00e12 < experts.parameters < 1.04e12
+    sizes = dense.source.sizes
+    held = [parameter for stage in sizes.stages(dense.source.pp) for parameter in stage]
+    tied = sum(count(parameter.shape) for parameter in held if parameter.layer < 0)
+    assert sum(count(parameter.shape) for parameter in held) == sizes.parameters + tied // 2

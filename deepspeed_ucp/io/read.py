@@ -23,7 +23,7 @@ from .threads import map_threads, run_threads
 R = TypeVar("R", bound="RecordReader")
 
 JOINED = 16 << 20
-"""Bytes of a request to a store that its latency hardly shows in: of 20 ms, where 200 MB/s come, a fifth of the time."""
+"""Bytes of a request to a store that its latency hardly shows in: of 20 ms, where 200 MB/s come, a fifth."""
 
 _LOOKS = 16
 """Files of a store that are looked at again at once."""
