@@ -201,11 +201,14 @@ class Supervisor:
         """Watch a launch to its end: its exit code, and what is wrong, in words."""
         began, running = time.monotonic(), False
         deadline, reason = None, ""
-        while (code := process.poll()) is None:
+        while True:
+            code = process.poll()  # before the look, for what ranks have said up to the end
             ranks, now = self._watch.look(), time.monotonic()
             if not running and any(seen.step is not None for seen in ranks):
                 running = True
                 self.tell("running", seconds=round(now - began, 2), ranks=len(ranks))
+            if code is not None:
+                break
             self._forward(process)
             if deadline is None and (found := self._find_trouble(ranks)):
                 reason, seconds = found

@@ -98,6 +98,7 @@ class Bf16Target(Zero12Target):
 
     def list_lost_states(self) -> list[str]:
         # DeepSpeed's load gives the wrapper one rank's state, where it takes a list of all ranks' alone, and fails.
+        # (Early releases take such a save for ZeRO's and load it right; so do we.)
         unloadable = self.engine.zero_optimization_stage() == 0
         return [*super().list_lost_states(), *["optimizer states of BF16_Optimizer without ZeRO"] * unloadable]
 

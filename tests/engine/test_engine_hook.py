@@ -28,8 +28,13 @@ SAME = [pytest.param(Case(s, 2, p), marks=SMOKE) for s in (0, 1, 2, 3) for p in 
 @pytest.mark.parametrize("case", [*SAME, *(Case(stage, 2, "fp16") for stage in (0, 1, 2, 3))], ids=str)
 def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """Its own load runs exactly once, and one INFO line says why."""
-    folder = str(sources.get(case, **PLAIN).folder)
-    answers = ucp_worlds.get(case.dp).run(engine_ranks.watch_own_load, case.but(config=ON).training(**PLAIN), folder)
+    source = sources.get(case, **PLAIN)
+    answers = ucp_worlds.get(case.dp).run(
+        engine_ranks.watch_own_load, case.but(config=ON).training(**PLAIN), str(source.folder)
+    )
+    if case.stage == 0 and any(source.folder.rglob("bf16_zero_*")):  # before 0.19: BF16_Optimizer, which is ours
+        assert [answer["direct"] for answer in answers] == [True] * case.dp
+        return
     for rank, answer in enumerate(answers):
         assert answer["calls"] == 1
         assert answer["direct"] is False
