@@ -132,12 +132,14 @@ engine = SimpleNamespace(global_steps=0, save_checkpoint=lambda *_, **__: None)
 preemption.follow(engine, "nowhere")
 dist.init_process_group("gloo")
 folder, saved = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / "saved"
-(folder / "pids").open("a").write(f"{os.getpid()} {os.getppid()} {dist.get_world_size()}\\n")
 step = int(saved.read_text() or 0) if saved.exists() else 0
+first = step + 1
 while not (folder / "stop").exists() or step % 20:
     dist.all_reduce(torch.ones(1))
     step += 1
     lifeline.beat(step)
+    if step == first:  # before its first step a rank has another patience
+        (folder / "pids").open("a").write(f"{os.getpid()} {os.getppid()} {dist.get_world_size()}\\n")
     if dist.get_rank() == 0:
         (folder / "next").write_text(str(step)); os.replace(folder / "next", saved)
     preemption.end_step(engine)
