@@ -132,12 +132,8 @@ def _tell_sources(sizes: dict[str, list[int]]) -> str:
     told = []
     for command, parameters in sizes.items():
         low, high = round(min(parameters) / 1e6), round(max(parameters) / 1e6)
-        told.append(
-            f"`{command}` ({low} M parameters)" if low == high else f"`{command}` ({low} to {high} M parameters)"
-        )
-    return "\n".join(
-        ["Measured by", ", ".join(told[:-1]), f"and {told[-1]}:"] if len(told) > 1 else ["Measured by", f"{told[0]}:"]
-    )
+        told.append(f"`{command}` (on {low if low == high else f'{low} to {high}'} M parameters)")
+    return "Measured by\n" + ",\n".join(told) + ":"
 
 
 def _restore(data: dict[str, Any]) -> Results:

@@ -24,6 +24,12 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))
 
 
+def read_numpy() -> Any:
+    """The state of numpy's global generator."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    return state[1].tolist()
+
+
 def restore(engine: Any, saved: dict[str, Any]) -> None:
     """What a load does with a state file, in its order."""
     restore_helpers(engine, saved, with_scheduler=True)
@@ -71,9 +77,9 @@ def test_a_load_leaves_no_clusters_of_before_and_numpys_generator_alone(rank: in
     np.random.seed(8405)  # noqa: NPY002
     try:
         for _ in range(2):
-            expected = np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+            expected = read_numpy()
             restore(make_engine(sampler), copy.deepcopy(saved))
-            assert np.random.get_state()[1].tolist() == expected  # type: ignore[index]  # noqa: NPY002
+            assert read_numpy() == expected
             assert sampler.data_cluster_current_position == saved["data_sampler"]["data_cluster_current_position"]
             assert getattr(sampler, "data_cluster_sizes", None) == (None if rank else list(SIZES))
             assert len(getattr(sampler, "data_clusters", ())) == (0 if rank else len(SIZES))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.paths import Entry
 from ..io.staging import MANIFEST
-from ..io.store import list_folder
+from ..io.store import list_folder, list_tree
 
 if TYPE_CHECKING:
     from .places import Whereabouts
@@ -107,7 +107,7 @@ def list_entries(folder: str) -> dict[str, Entry]:
     """
     found = {
         name: entry
-        for name, entry in _scan(folder).items()
+        for name, entry in scan_folder(folder).items()
         if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL)
     }
     if OFFLOADED in found and found[OFFLOADED].is_folder:
@@ -115,18 +115,23 @@ def list_entries(folder: str) -> dict[str, Entry]:
     return found
 
 
-def _scan(folder: str) -> dict[str, Entry]:
+def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
+    """What lies in a folder, by name; ``deep``: the files in it and below it, by their path from there.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
     try:
-        return list_folder(folder)
+        return list_tree(folder) if deep else list_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
 
 
 def _list_swaps(folder: str) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
-    for rank, entry in _scan(os.path.join(folder, OFFLOADED)).items():
+    for rank, entry in scan_folder(os.path.join(folder, OFFLOADED)).items():
         place = f"{OFFLOADED}/{rank}"
-        held = _scan(os.path.join(folder, place)) if entry.is_folder else {}
+        held = scan_folder(os.path.join(folder, place)) if entry.is_folder else {}
         found |= {f"{place}/{name}": each for name, each in held.items() if not each.is_folder}
     return {name: entry for name, entry in found.items() if read_swap_name(name)}
 

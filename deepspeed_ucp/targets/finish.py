@@ -63,11 +63,11 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
         del helpers["lr_scheduler"]
     live = {key for key, helper in helpers.items() if helper is not None}
     kept = {key for key in helpers if saved.get(key) is not None}
-    for key, helper in helpers.items():
-        if key in live & kept and key == "data_sampler":
-            _restore_sampler(helper, saved[key])
-        elif key in live & kept:
-            helper.load_state_dict(saved[key])
+    for key in (key for key in helpers if key in live & kept):
+        if key == "data_sampler":
+            _restore_sampler(helpers[key], saved[key])
+        else:
+            helpers[key].load_state_dict(saved[key])
     new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
     told = []
     if new:

@@ -233,7 +233,7 @@ class Cycle(Rates):
     ids=["live", "elastic", "no groups", "saved"],
 )
 def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
-    source: Topology, kept: str, grouped: bool, tmp_path: Path
+    source: Topology, kept: Any, grouped: bool, tmp_path: Path
 ) -> None:
     """Which would set them after the first step only."""
     path, state = write(tmp_path, source, run=Run(lr_scheduler={"rates": [0.5, 0.25]}))
@@ -244,7 +244,7 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
         engine.lr_scheduler = scheduler
         index = index if grouped else index.change(groups=())
         live = [group["betas"] for group in rank.wrapped.param_groups]
-        run_load(index, rank, config=UniversalConfig(param_groups=kept), engine=engine)  # type: ignore[arg-type]
+        run_load(index, rank, config=UniversalConfig(param_groups=kept), engine=engine)
         groups = rank.wrapped.param_groups
         rates = [each["lr"] for each in state.groups] if takes_saved else [0.5, 0.25] if scheduler else [0.125] * 2
         assert [group["lr"] for group in groups] == rates
@@ -260,8 +260,8 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
 @pytest.mark.parametrize("live", [True, False])
 def test_what_only_one_side_has_is_told(live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A schedule that begins anew, and a state that nothing takes; once, by the first rank."""
-    held = {} if live else {key: {"last": 11} for key in ("lr_scheduler", "random_ltd", "data_sampler")}
-    path, _ = write(tmp_path, Topology(1, 3), run=Run(global_steps=12, **held))  # type: ignore[arg-type]
+    held: dict[str, Any] = {} if live else {key: {"last": 11} for key in ("lr_scheduler", "random_ltd", "data_sampler")}
+    path, _ = write(tmp_path, Topology(1, 3), run=Run(global_steps=12, **held))
 
     def work(number: int, comm: Comm) -> None:
         rank = FakeTarget(PLAIN, Topology(2, 2), number)

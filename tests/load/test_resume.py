@@ -255,7 +255,8 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
     engine, more = Engine(), {"upstream": False, "unknown": ()}
     refreshed: list[object] = []
     refresh = fail if after else lambda target, **_: refreshed.append(target)
-    choice = LoaderChoice("of the future", target=SimpleNamespace())  # type: ignore[arg-type]
+    target: Any = SimpleNamespace()
+    choice = LoaderChoice("of the future", target=target)
     monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: choice)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
     monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", refresh)

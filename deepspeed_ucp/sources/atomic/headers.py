@@ -9,8 +9,7 @@ passed over: the model states have the originals.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +18,13 @@ from ...comm import Comm
 from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
 from ...io.distance import choose_map
-from ...io.paths import Entry, is_url
-from ...io.store import is_file, list_folder, list_tree, note_listed
+from ...io.paths import is_url
+from ...io.store import is_file, note_listed
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
 from ..compare import find_strangers
-from ..files import MANIFEST, ZERO, Listing, sort_files
+from ..files import MANIFEST, ZERO, Listing, scan_folder, sort_files
 from ..findings import make_error
 from ..headers import FileHeader, OptimHeader, Piece
 from ..reading import HeaderReader, explain_damage, read_file, read_stage
@@ -93,7 +92,8 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
     """
     names = comm.once(lambda: _list_params(folder, sizes))
     if is_url(folder):  # each file's header is read by one rank, its bytes by any
-        note_listed(os.path.join(folder, ZERO), comm.once(lambda: _list_tree(os.path.join(folder, ZERO))))
+        below = os.path.join(folder, ZERO)
+        note_listed(below, comm.once(lambda: scan_folder(below, deep=True)))
     params = comm.share(names, lambda name: _read_param(folder, name), choose_map(folder))
     optim, stage = comm.once(lambda: _read_optimizer(folder))
     save = _read_models(folder, sizes, stage, comm)
@@ -112,8 +112,7 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
             f"{folder}: holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
             "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
         )
-    with _explain(os.path.join(folder, ZERO)):
-        held = list_folder(os.path.join(folder, ZERO))
+    held = scan_folder(os.path.join(folder, ZERO))
     found = sorted(name for name, entry in held.items() if entry.is_folder)
     if not found or not is_file(os.path.join(folder, OPTIMIZER)):
         lacking = OPTIMIZER if found else "every parameter's folder"
@@ -124,24 +123,9 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
     return found
 
 
-def _list_tree(folder: str) -> dict[str, Entry]:
-    with _explain(folder):
-        return list_tree(folder)
-
-
-@contextmanager
-def _explain(folder: str) -> Iterator[None]:
-    """What fails inside is the listing of a folder."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
-
-
 def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
     """The headers of a parameter's files by state."""
-    with _explain(os.path.join(folder, ZERO, name)):
-        files = sorted(list_folder(os.path.join(folder, ZERO, name)))
+    files = sorted(scan_folder(os.path.join(folder, ZERO, name)))
     if f"{MODULE}.pt" in files:
         raise CheckpointError(
             f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "
