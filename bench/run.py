@@ -59,7 +59,7 @@ def say(text: str) -> None:
 def run_source(suite: Suite, folder: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Everything that is asked for and works on one suite's checkpoint; results go into `found`."""
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(suite, folder.resolve(), args.params_m, say)
+    bench = Bench(suite, folder.resolve(), args.params_m * suite.share, say)
     bench.save()
     if suite.name in args.suites:
         results = bench.run(args.rounds, args.only, tell_command())

@@ -51,6 +51,7 @@ class Suite:
         about: of the section; `{size_m}` and `{state_gib}` are filled in.
         conversion_options: of upstream's conversion.
         patterns: options of ours that say how tensor parallelism cuts parameters.
+        share: of the parameters that are asked for, where this suite's engines need more memory than the others'.
         save_body, load_body: see `engines` and `megatron`.
         find_pieces: what the floors read of a checkpoint's folder.
         getters: case → the number of processes that GET those bytes from an object store, and of each one's streams.
@@ -69,6 +70,7 @@ class Suite:
     load_body: Callable[[Any, float, Path | str, str, bool], Body]
     conversion_options: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
+    share: float = 1.0
     find_pieces: Callable[[Path], list[Piece]] = state_pieces
     getters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     stored: frozenset[str] = frozenset()
@@ -199,8 +201,9 @@ EVERYWHERE = Suite(
     title="All of the state on every rank",
     short="ZeRO-1, 4 ranks",
     about="""The same checkpoint of ZeRO-1 on 4 ranks in bf16, with {size_m:.0f} M parameters and {state_gib:.2f} GiB of
-state, loaded at stage 0 by 4 ranks: each takes all of it. One reads it, the others copy it. What the four engines need
-together decides how large a model this machine has room for.""",
+state, loaded at stage 0 by 4 ranks: each takes all of it. One reads it, the others copy it. The model has half of the
+other suites' parameters, as each of the four engines is as large as the whole state.""",
+    share=0.5,
     source=Engine(4, 1),
     topologies={"ours-z0-4": Engine(4, 0, OURS)},
     floors=list_floors(4),
