@@ -54,6 +54,18 @@ class Run:
         )
 
 
+DURABLE, CACHED, INSIDE = "durable", "cached", "inside"
+
+
+def take_seconds(run: Run, kind: str) -> float:
+    """Seconds until the output is durable, until it is in the page cache, or without the command's start."""
+    if kind == DURABLE:
+        return run.seconds + run.sync_seconds
+    if kind == CACHED:
+        return run.seconds - run.durable_seconds
+    return run.seconds if run.inside_seconds is None else run.inside_seconds
+
+
 @dataclass(frozen=True)
 class Told:
     """What a command printed, and what it took."""

@@ -185,8 +185,7 @@ def measure_load(engine: Any, folder: Path | str, tag: str, *, with_plugin: bool
 def _ask_plugin(engine: Any) -> dict[str, Any]:
     """What the plugin reports of the load that it has done, or left to DeepSpeed."""
     report = engine.ucp_report
-    told = {"phases": dict(report.phases), "reported_bytes": report.bytes_read}
-    return told | {"direct": report.direct, "reason": report.reason}
+    return {"phases": dict(report.phases), "direct": report.direct, "reason": report.reason}
 
 
 def _optimizer_bytes(engine: Any) -> int:

@@ -1,8 +1,9 @@
 """The floor: the bytes of the state read once, as the best reader would, through the page cache or past it.
 
-Through it is plain parallel ``preadv`` into memory that is used again, with nothing done to the bytes. Past it
-(``O_DIRECT``) is what a reader that has to deliver them cannot do without: aligned memory of the cache's size, the
-checksum while they are in there, one copy out to memory that nobody has touched. The faster of both counts.
+As many threads of a process read as a load's there. Through the cache is plain parallel ``preadv`` into memory that is
+used again, with nothing done to the bytes. Past it (``O_DIRECT``) is what a reader that has to deliver them cannot do
+without: aligned memory of the cache's size, the checksum while they are in there, one copy out to memory that nobody
+has touched. The faster of both counts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from isal import isal_zlib
 from meters import Io
 
 from deepspeed_ucp.io.memory import allocate_large
+from deepspeed_ucp.io.threads import count_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 _PIECE = 16 << 20
 _DIRECT_CHUNK = 4 << 20
 _ALIGNED = 4096
-THREADS = 4  # a process
 DIRECT = "-direct"
 """What the name of a floor past the page cache ends with, beside that of the same floor through it."""
 
@@ -86,11 +87,11 @@ def share_of(pieces: Sequence[Piece], rank: int, world: int) -> Sequence[Piece]:
     return pieces[len(pieces) * rank // world : len(pieces) * (rank + 1) // world]
 
 
-def floor_body(pieces: Sequence[Piece], threads: int = THREADS, *, direct: bool = False) -> Any:
+def floor_body(pieces: Sequence[Piece], *, direct: bool = False) -> Any:
     """The body of one floor process, for `Ranks`."""
 
     def body(peer: Peer) -> dict[str, Any]:
-        share = share_of(pieces, peer.rank, peer.world)
+        share, threads = share_of(pieces, peer.rank, peer.world), count_threads()
         mine, lock = iter(share), threading.Lock()
         make_reader = _make_direct_reader(share) if direct else _make_buffered_reader(share)
         readers = [make_reader() for _ in range(threads)]

@@ -174,7 +174,6 @@ class Bench:
             **_combine(told),
             extra_bytes=max(part["extra"] for part in told),
             kept_bytes=max(part["kept"] for part in told),
-            reported_bytes=sum(part.get("reported_bytes", 0) for part in told),
             phases=_slowest_phases(told),
             fault=fault,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from cold import make_cold
-from commands import Run, Told, run_command, sync_folder
+from commands import DURABLE, INSIDE, Run, Told, run_command, sync_folder
 from fingerprint import STATES, Sums, sum_whole
 from floor import DIRECT, allows_direct, file_pieces, floor_body
 from ranks import Peer, Ranks
@@ -43,7 +43,6 @@ class Source:
         options: of upstream's conversion.
         patterns: options of ours.
         workers: upstream's best (extracting, merging) workers.
-        weights: a folder that keeps an export of it.
     """
 
     checkpoint: Path
@@ -58,6 +57,7 @@ class Source:
 
     @property
     def weights(self) -> Path:
+        """A folder that keeps an export."""
         return self.out.with_name("weights")
 
     @property
@@ -88,6 +88,7 @@ class Job:
         prepare: makes what the command works on beside the checkpoint, once.
         check: raises when the output is wrong; asked once.
         start: the same command's start alone, where it tells no time of its own.
+        judged: the kind of seconds that is held against the floor's.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Job:
     check: Callable[[Source], None] | None = None
     start: Sequence[str] = ()
     prepare: Command | None = None
+    judged: str = DURABLE
 
     @property
     def is_ours(self) -> bool:
@@ -213,9 +215,9 @@ EXPORT = (
     ),
 )
 VERIFY = (
-    Job("floor-files", "floor: all files read, 4 threads", None),
-    Job(f"floor-files{DIRECT}", "floor: all files read, 4 threads, O_DIRECT", None),
-    Job("ours-verify", "ours, `ds_ucp verify`", verify_ours, floor="floor-files"),
+    Job("floor-files", "floor: all files read", None),
+    Job(f"floor-files{DIRECT}", "floor: all files read, O_DIRECT", None),
+    Job("ours-verify", "ours, `ds_ucp verify`", verify_ours, floor="floor-files", judged=INSIDE),
 )
 
 
@@ -232,8 +234,8 @@ class Bench:
         chosen = [name for name in self.jobs if not only or name in only]
         return run_in_turns(chosen, rounds, self.measure, self._say)
 
-    def find_workers(self) -> tuple[int, int]:
-        """Upstream's fastest numbers of workers, by one cold run of each."""
+    def find_workers(self) -> None:
+        """Note upstream's fastest numbers of workers in the source, by one cold run of each."""
         found = {}
         for workers in WORKERS:
             self.source = replace(self.source, workers=workers)
@@ -242,7 +244,6 @@ class Bench:
             self._say(f"upstream with {workers[0]} extracting and {workers[1]} merging workers: {run.seconds:.1f} s")
         best = min(found, key=lambda workers: found[workers])
         self.source = replace(self.source, workers=best)
-        return best
 
     def measure(self, name: str, round_: int) -> Run:
         """Raises CommandFailed where it is ours that fails."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from commands import Run
+from commands import CACHED, DURABLE, INSIDE, Run, take_seconds
 from floor import DIRECT
 from offline import BEST, Job, Source
 from report import MIB, Target, table, take_faster, targets_table
@@ -60,22 +60,10 @@ class Found:
         return median(ratios) if ratios else None
 
 
-DURABLE, CACHED, INSIDE = "durable", "cached", "inside"
-
-
-def take_seconds(run: Run, kind: str) -> float:
-    """Seconds until the output is durable, until it is in the page cache, or without the command's start."""
-    if kind == DURABLE:
-        return run.seconds + run.sync_seconds
-    if kind == CACHED:
-        return run.seconds - run.durable_seconds
-    return run.seconds if run.inside_seconds is None else run.inside_seconds
-
-
 def commands_table(found: Found, jobs: Sequence[Job]) -> str:
     """Every job's time, bytes and memory."""
     header = ["command", "seconds, median (min-max)", "and durable", "of it start-up", "from storage ÷ state"]
-    header += ["written ÷ state", "peak memory", "÷ floor, durable", "÷ floor, cached", "upstream's ÷ this"]
+    header += ["written ÷ state", "peak memory", "÷ floor", "÷ floor, cached", "upstream's ÷ this"]
     rows = [_row(found, job) for job in jobs if any(run.case == job.name for run in found.runs)]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
     return table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
@@ -98,7 +86,7 @@ def _row(found: Found, job: Job) -> list[str]:
         f"{max(run.peak_bytes for run in runs) / MIB:.0f} MiB"
         if job.command and not job.name.startswith("floor")
         else "",
-        _tell(found.ratio(job.name, job.floor, DURABLE)),
+        _tell(found.ratio(job.name, job.floor, job.judged)),
         _tell(found.ratio(job.name, job.floor, CACHED)) if writes else "",
         _tell(found.ratio(job.rival, job.name, DURABLE)),
     ]
@@ -150,10 +138,10 @@ def phases_table(found: Found, name: str) -> str:
 
 EXPLAINED = """Commands are timed from start to end, the interpreter's start included, with a cold page cache (see
 above); before each of them all dirty pages are written out. *And durable* adds what fsync(2) of every file takes when
-the command has ended: ours has done that itself, which *cached* leaves out. *From storage* and *written* are
-`read_bytes` and `write_bytes` of /proc/self/io with all processes. *Peak memory* is VmHWM of one process, and of
-several the highest sum of their proportional set sizes (20 looks a second). What ours wrote is compared with what was
-saved."""
+the command has ended, and *÷ floor* is of these seconds: ours has done that itself, which *cached* leaves out. *From
+storage* and *written* are `read_bytes` and `write_bytes` of /proc/self/io with all processes. *Peak memory* is VmHWM of
+one process, and of several the highest sum of their proportional set sizes (20 looks a second). What ours wrote is
+compared with what was saved."""
 
 
 def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job]) -> str:
@@ -191,8 +179,9 @@ def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Jo
     for key, each in found.items():
         for job in jobs:
             if job.is_ours and each.of_job(job.name):
-                seconds = median(take_seconds(run, DURABLE) for run in each.of_job(job.name))
+                seconds = median(take_seconds(run, job.judged) for run in each.of_job(job.name))
                 row, title = _row(each, job), job.title.removeprefix("ours, ")
+                title += ", start-up aside" * (job.judged == INSIDE)
                 rows.append([f"{title}: {titles[key]}", f"{seconds:.1f}", row[7], row[9], row[6]])
     return rows
 
@@ -213,7 +202,8 @@ checkpoint. The floor is `cp` of what has been written.""",
     ),
     "verify": (
         "Checking a checkpoint: `ds_ucp verify`",
-        "Every record's CRC32 and every atom's coverage, against reading the same files once with\nplain `preadv`.",
+        """Every record's CRC32 and every atom's coverage, against reading the same files once, by as many
+threads. *÷ floor* is of what the command takes without its start.""",
         verify_targets,
     ),
 }

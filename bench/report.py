@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from floor import DIRECT, THREADS
+from floor import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,6 @@ class Measured:
     busy: float = 0.0
     extra_bytes: int = 0
     kept_bytes: int = 0
-    reported_bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     fault: str = ""
 
@@ -168,16 +167,16 @@ of four times the checkpoint's size has been used a moment ago: what has been fr
 takes back, and who uses it next waits. In each of {results.rounds} rounds all cases follow each other, in an order
 drawn for it; ratios are medians of per-round ratios. The time is that of `engine.load_checkpoint` alone in an engine
 that is ready, after a barrier, of the slowest rank. What a process's first load imports of the plugin is there before;
-it would take {results.import_seconds:.2f} s more. The floor is {THREADS} threads a process that read the records of the
-state once, in two ways in each round, of which the faster counts: `preadv` into buffers that they reuse; and past the
-page cache (`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in the cache and a copy out to
-fresh memory.
+it would take {results.import_seconds:.2f} s more. The floor is as many threads as a load has on as many processes,
+which read the records of the state once, in two ways in each round, of which the faster counts: `preadv` into buffers
+that they reuse; and past the page cache (`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in
+the cache and a copy out to fresh memory.
 *Processor* is what all processes together used of it, the system's work for them included; *from storage* is
 `read_bytes` of /proc/self/io, likewise. *Extra memory a rank* is the peak resident size during the load (VmHWM, reset
 before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the process holds
-after beyond its size before and the optimizer state that the load allocated; the worst rank of all rounds. After each
-load each parameter's state is compared with what was saved, by sums of its elements' bits weighted by the elements'
-places."""
+after beyond its size before and the optimizer state that the load allocated, if anything; the worst rank of all
+rounds. After each load each parameter's state is compared with what was saved, by sums of its elements' bits weighted
+by the elements' places."""
 
 
 def make_section(results: Results, cases: Sequence[Case], title: str, about: str) -> str:

@@ -13,9 +13,8 @@ from statistics import median
 from typing import Any
 
 import simulation
-from commands import Run
+from commands import DURABLE, Run, take_seconds
 from offline import Bench, Job, Source, convert_ours
-from offline_report import DURABLE, take_seconds
 from report import Target, table, targets_table
 
 NODES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))  # (nodes, workers on each)

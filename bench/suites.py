@@ -13,7 +13,7 @@ import experts
 import megatron
 from engines import Engine
 from experts import ExpertEngine
-from floor import DIRECT, THREADS, Piece, file_pieces, state_pieces
+from floor import DIRECT, Piece, file_pieces, state_pieces
 from megatron import RENAME, Topology
 from offline import CONVERT, EXPORT, VERIFY, Job
 from report import Case
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ranks import Body
     from report import Results
 
-WIDE = 16  # streams of a rank that nothing else is said to (`io.distance`)
+FEW, WIDE = 4, 16  # streams of a rank from a store; the latter where nothing else is said (`io.distance`)
 OURS = {"universal": True}
 ASKED = {"universal": {"same_topology": "direct"}}
 UPSTREAM = {"load_universal": True}
@@ -97,7 +97,7 @@ sent.""",
         "ours-3": Engine(3, 1, OURS),
         "ours-z3-2": Engine(2, 3, OURS),
         "ours-fp32-2": Engine(2, 1, OURS, "fp32"),
-        "ours-s3-2": Engine(2, 1, {"universal": {"threads": THREADS}}),
+        "ours-s3-2": Engine(2, 1, {"universal": {"threads": FEW}}),
         "ours-s3-2-wide": Engine(2, 1, {"universal": {}}),
         "on-4": Engine(4, 1, OURS),
         "ours-same-4": Engine(4, 1, ASKED),
@@ -114,11 +114,11 @@ sent.""",
         Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
-        Case("floor-s3-2", f"floor of an object store, 2 processes of {THREADS} streams"),
+        Case("floor-s3-2", f"floor of an object store, 2 processes of {FEW} streams"),
         Case("floor-s3-2-wide", f"the same, 2 processes of {WIDE} streams"),
         Case(
             "ours-s3-2",
-            f"ours, 2 ranks ZeRO-1, from an object store by {THREADS} streams a rank",
+            f"ours, 2 ranks ZeRO-1, from an object store by {FEW} streams a rank",
             floor="floor-s3-2",
             floor_limit=1 / 0.9,
         ),
@@ -132,7 +132,7 @@ sent.""",
     save_body=engines.save_body,
     load_body=engines.load_body,
     conversion_options=("--inject_missing_state",),
-    getters={"floor-s3-2": (2, THREADS), "floor-s3-2-wide": (2, WIDE)},
+    getters={"floor-s3-2": (2, FEW), "floor-s3-2-wide": (2, WIDE)},
     stored=frozenset(["ours-s3-2", "ours-s3-2-wide"]),
 )
 
