@@ -24,7 +24,7 @@ from jobs import JOBS, Job
 from meters import peak_resident_bytes, reset_peak, resident_bytes
 from ranks import release_free_memory
 
-from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
+from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.forecast.sample import Sampler
 from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
@@ -157,12 +157,10 @@ class Planned:
     most_headers: int
     records: int
     atoms: int
-    wanted_bytes: int
     read_bytes: int
     requests: int
     rounds: int
     claims: int
-    judged: int
     steps: dict[str, dict[str, int]]
 
 
@@ -252,12 +250,10 @@ class Planner:
             -(-(len(script.entries) - 2) // job.ranks),
             len(index.stored.records),
             len(index.stored.atoms),
-            sum(want.numel * ITEMSIZE[want.atom.dtype] for want in work.wants.wants),
             plan.nbytes,
             len(plan.requests),
             len(plan.rounds),
             self.claims,
-            count_rows(script.tables[self.rank]),
             {name: asdict(step) for name, step in comm.steps.items()},
         )
 

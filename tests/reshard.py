@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -648,8 +648,3 @@ def cases(draw: st.DrawFn, max_dp: int = 9) -> Case:
     """Model, topology, state and file format."""
     model, topology = draw(models()), draw(topologies(max_dp))
     return Case(model, topology, draw(states(model, topology.precision)), draw(st.integers(0, 4)) == 0)
-
-
-def flatten_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One 1-D tensor."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -40,7 +40,8 @@ def test_a_fault_names_the_tensor_parallel_rank() -> None:
 
 
 def test_item_sizes_are_torchs() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     known = {name: getattr(torch, name).itemsize for name in ITEMSIZE if hasattr(torch, name)}
     assert known == {name: ITEMSIZE[name] for name in known}
 

@@ -175,11 +175,10 @@ def test_a_run_that_has_trained_before_counts_from_where_it_begins_to_follow() -
     assert (sampler.epoch, sampler.consumed) == (1, 9 * BATCH)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "persistent"), [(0, False), *((workers, each) for workers in (1, 2, 3) for each in (False, True))]
+)
 def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
-    if persistent and not workers:
-        pytest.skip("no workers to live on")
     engine = Engine(global_samples=0)
     stream = make_stream(0, 2, batch_size=2)
     stream.follow(engine)

@@ -52,10 +52,11 @@ def test_a_command_starts_without_what_only_some_checkpoints_need() -> None:
 
 @pytest.mark.engine_smoke
 def test_every_module_imports() -> None:
-    """Whatever a release of DeepSpeed does not have is imported where it is used."""
+    """Whatever a release of DeepSpeed does not have is imported where it is used; what a package exports is there."""
     for module in pkgutil.walk_packages(deepspeed_ucp.__path__, "deepspeed_ucp."):
         if not module.name.endswith("__main__"):  # that one runs
-            importlib.import_module(module.name)
+            imported = importlib.import_module(module.name)
+            assert [name for name in getattr(imported, "__all__", ()) if not hasattr(imported, name)] == []
 
 
 # DeepSpeed itself takes seconds to import and is the same in all orders: packages of its name stand in for it.

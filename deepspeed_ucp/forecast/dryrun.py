@@ -14,6 +14,7 @@ from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
 from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
 from ..io.store import exists
+from ..io.threads import MOST
 from ..patterns import RuleSet, list_renames
 from ..plan import ReadSizes, Want, list_claims
 from ..plan.foreseen import feed_foreseen
@@ -200,7 +201,7 @@ def measure(
     """
     window = config.window_mb << 20
     sizes = sizes or ReadSizes.within(window)
-    threads = min(config.threads or 32, max(window // (4 * sizes.block), 1))
+    threads = sizes.limit_threads(config.threads or MOST, window)  # how many processors it will have nobody knows
     sampler = Sampler(index, target, sizes)
     wants = list_all_wants(target, exact, sizes.block)
     run.exact = bool(wants)

@@ -14,12 +14,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-_PER_CORE, _LEAST, _MOST = 4, 8, 64
+_PER_CORE, _LEAST, MOST = 4, 8, 64
 
 
 def count_threads() -> int:
     """As many as read and write well: several for each core of this rank's share, as most of their time is waiting."""
-    return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // _count_ranks(), _LEAST), _MOST)
+    return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // _count_ranks(), _LEAST), MOST)
 
 
 def _count_ranks() -> int:

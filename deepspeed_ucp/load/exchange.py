@@ -21,7 +21,7 @@ from ..io.distance import count_readers
 from ..io.memory import Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
-from ..plan import Claim, LoadPlan, Request, Send
+from ..plan import Claim, LoadPlan, ReadSizes, Request, Send
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader
@@ -65,7 +65,7 @@ class CollectiveReader:
         self.sinks = into.sinks
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file)
-        self.threads = min(threads, max(window // (4 * BLOCK), 1))
+        self.threads = ReadSizes.within(window).limit_threads(threads, window)
         # A thread holds what it reads at once where that is converted on the way: half of the window for all, so that
         # staging has its room.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)

@@ -66,6 +66,10 @@ class ReadSizes:
         """Bytes of staging memory that a round takes."""
         return max(self.share, self.block)
 
+    def limit_threads(self, threads: int, window: int) -> int:
+        """As many of these as ``window`` bytes have room for, at least one."""
+        return min(threads, max(window // (4 * self.block), 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Send:

@@ -6,7 +6,6 @@ from .finish import pickled_classes
 from .parallel import Instance, Place, find_place, live_attributes, live_universal_info
 
 __all__ = [
-    "Flat",
     "Instance",
     "LiveBuffer",
     "Place",

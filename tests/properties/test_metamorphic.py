@@ -20,7 +20,6 @@ from tests.reshard import check_content, examples, load, make_targets, open_for,
 from tests.synth import Model, Param, State, Topology, random_state, read_state, write_checkpoint
 
 TOPOLOGIES = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(3, 2), Topology(1, 2, "bf16", "bf16")]
-ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 # -- what torch allows ------------------------------------------------------------------------------------------------
 
