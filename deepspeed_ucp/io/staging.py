@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from glob import escape, glob
@@ -58,10 +58,27 @@ class OutputKind:
     kept: re.Pattern[str] = re.compile(r"(?!)")
     last: tuple[str, ...] = ()
 
-    def find_foreign(self, folder: str) -> list[str]:
-        """Names in a folder that belong to no output of this kind."""
-        names = sorted(os.listdir(folder))
-        return [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
+    def refuse_taken(self, folder: str, names: Iterable[str], *, is_ours: bool, overwrite: bool) -> None:
+        """Refuse a folder or prefix with something in it that may not be replaced.
+
+        Args:
+            names: what lies in it.
+            is_ours: it is a whole output of this kind, or what an attempt at one has left there.
+            overwrite: it may be replaced if it is.
+
+        Raises:
+            StorageError: it is something that is never removed, or there without ``overwrite``.
+        """
+        if not is_ours:
+            raise StorageError(f"{folder}: exists and is not {self.name}, so it is left alone. Write elsewhere.")
+        foreign = [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
+        if foreign:
+            raise StorageError(
+                f"{folder}: holds what no {self.maker} wrote ({shorten(sorted(foreign))}), so it is left alone. Write "
+                "elsewhere."
+            )
+        if not overwrite:
+            raise StorageError(f"{folder}: exists already. --overwrite (overwrite=True) replaces it.")
 
 
 class Staging:
@@ -141,17 +158,9 @@ class Staging:
         """
         if _is_vacant(self.destination):
             return
-        if os.path.islink(self.destination) or not self.kind.is_one(self.destination):
-            raise StorageError(
-                f"{self.destination}: exists and is not {self.kind.name}, so it is left alone. Write elsewhere."
-            )
-        if foreign := self.kind.find_foreign(self.destination):
-            raise StorageError(
-                f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
-                "alone. Write elsewhere."
-            )
-        if not overwrite:
-            raise StorageError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
+        is_ours = not os.path.islink(self.destination) and self.kind.is_one(self.destination)
+        names = os.listdir(self.destination) if is_ours else ()
+        self.kind.refuse_taken(self.destination, names, is_ours=is_ours, overwrite=overwrite)
 
     def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Make the staging folder, or go on with that of an earlier attempt at the same thing.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ..errors import DiskFullError, StorageError, UnsupportedError, shorten
+from ..errors import DiskFullError, StorageError, UnsupportedError
 from . import remote
 from .distance import choose_map
 from .journal import Journal
@@ -118,17 +118,15 @@ class RemoteStaging:
         """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle.
 
         Raises:
-            StorageError: something of others' is there, or a whole output that is not to be replaced.
+            StorageError: something else is there, or a whole output that is not to be replaced.
         """
         held = self._list()
-        tops = {name.split("/")[0] for name in held} - {_UNFINISHED}
-        if foreign := sorted(top for top in tops if not self._is_own(top) and not self.kind.kept.fullmatch(top)):
-            raise StorageError(
-                f"{self.destination}: holds what no {self.kind.maker} wrote ({shorten(foreign)}), so it is left "
-                "alone. Write elsewhere."
-            )
-        if not overwrite and _UNFINISHED not in held and any(name in held for name in self.kind.last):
-            raise StorageError(f"{self.destination}: exists already. --overwrite (overwrite=True) replaces it.")
+        if not held:
+            return
+        stopped = _UNFINISHED in held
+        names = {name.split("/")[0] for name in held} - {_UNFINISHED}
+        is_ours = stopped or self.kind.is_one(self.destination)
+        self.kind.refuse_taken(self.destination, names, is_ours=is_ours, overwrite=overwrite or stopped)
 
     def _list(self) -> list[str]:
         try:

@@ -20,6 +20,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.io import ranged, remote, store, threads
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.ranged import RemoteStream
@@ -207,8 +208,9 @@ def test_a_stopped_upload_looks_whole_to_nobody(
 
 def test_what_is_not_ours_is_left_alone(saved: Callable[..., tuple[str, State]]) -> None:
     folder, _ = saved(Topology(1, 2))
+    convert_checkpoint(folder, "memory://stores/there")
     remote.put_bytes("memory://stores/there/thesis.tex", b"years of work")
-    with pytest.raises(StorageError, match=r"left alone.*thesis|thesis.*left alone"):
+    with pytest.raises(StorageError, match=r"thesis.*left alone"):
         convert_checkpoint(folder, "memory://stores/there", options=ConvertOptions(overwrite=True))
     with pytest.raises(StorageError, match="lies in the checkpoint"):
         convert_checkpoint(URL, f"{find_checkpoint(URL)}/inside")
@@ -216,6 +218,24 @@ def test_what_is_not_ours_is_left_alone(saved: Callable[..., tuple[str, State]])
         convert_checkpoint(URL, "memory://stores")
     with pytest.raises(UnsupportedError, match="is read only"):
         convert_checkpoint(URL, "https://host/run")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "client/notes", "zero/notes", "tokenizer.json"])
+def test_what_has_our_names_and_is_no_output_is_left_alone(
+    saved: Callable[..., tuple[str, State]], tmp_path: Path, name: str, overwrite: bool
+) -> None:
+    """A save of stage 0 has nothing but model states. In a store and in a folder alike."""
+    folder, _ = saved(Topology(1, 2))
+    remote.put_bytes(f"memory://stores/there/{name}", b"of others")
+    (tmp_path / "there" / name).parent.mkdir(parents=True)
+    (tmp_path / "there" / name).write_bytes(b"of others")
+    for to in ("memory://stores/there", str(tmp_path / "there")):
+        with pytest.raises(StorageError, match="is not an atomic checkpoint, so it is left alone"):
+            convert_checkpoint(folder, to, options=ConvertOptions(overwrite=overwrite))
+        with pytest.raises(StorageError, match="is not an export, so it is left alone"):
+            export_safetensors(open_checkpoint(folder, Comm()), to, options=ExportOptions(overwrite=overwrite))
+    assert read_store("memory://stores/there") == read_local(tmp_path / "there") == {name: b"of others"}
 
 
 def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]]) -> None:
