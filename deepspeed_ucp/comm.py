@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -216,7 +215,7 @@ class TorchComm(Comm):
         self.dist = dist
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.device = _find_device(str(dist.get_backend()))
+        self.device = _find_device(dist.get_backend_config())
         self.owner = owner
 
     def gather(self, value: Any) -> list[Any]:
@@ -283,20 +282,22 @@ class TorchComm(Comm):
 
     def leave(self, error: BaseException | None = None) -> None:
         """Close the process group if it is ours; the launcher ends the other ranks when this process fails."""
-        if self.owner and (error is None or _is_shared(error)):
+        if self.owner and (error is None or is_shared(error)):
             self.dist.destroy_process_group()
 
 
-def _find_device(backend: str) -> torch.device:
-    """Where tensors have to be for a backend's collectives (``nccl``, ``gloo``, ``cpu:gloo,cuda:nccl``, …)."""
+def _find_device(config: str) -> torch.device:
+    """Where tensors have to be for a group's collectives.
+
+    Args:
+        config: the backends of its kinds of memory (``cpu:gloo,cuda:nccl``), none of which it has to know by name.
+    """
     import torch
 
-    if {"gloo", "mpi", "ccl"} & set(re.split("[:,]", backend)):
+    kinds = [pair.split(":")[0] for pair in config.split(",")]
+    if "cpu" in kinds:
         return torch.device("cpu")
-    accelerator = getattr(torch, "accelerator", None)  # torch 2.6
-    kind = accelerator.current_accelerator() if accelerator else None
-    index = accelerator.current_device_index() if accelerator else torch.cuda.current_device()
-    return torch.device(kind.type if kind else "cuda", index)
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 class MpiComm(Comm):
@@ -341,14 +342,15 @@ class MpiComm(Comm):
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say what ended this rank alone, and end the others, which may wait for it for ever."""
-        if error is None or _is_shared(error):
+        if error is None or is_shared(error):
             return
         sys.stderr.write(escape(f"[rank {self.rank}] {type(error).__name__}: {error}") + "\n")
         sys.stderr.flush()
         self.mpi.COMM_WORLD.Abort(2)
 
 
-def _is_shared(error: BaseException) -> bool:
+def is_shared(error: BaseException) -> bool:
+    """Whether every rank raises it, so that what is collective may follow."""
     return isinstance(error, UcpError) and error.shared
 
 

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from ..atoms import AtomicIndex
-from ..comm import Comm, connect
+from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..io.memory import identify_host, pause_collection
 from ..io.paths import is_url, normalize
 from ..io.store import begin_reading, set_storage_options
@@ -423,11 +423,21 @@ def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Load
     target.prepare()
     try:
         with limit_torch():
-            return index.run.state_file, load_direct(job, index, target)
+            loaded = index.run.state_file, load_direct(job, index, target)
+    except UcpError as error:
+        if is_shared(error):
+            _end_event(engine)
+        raise
     finally:
         target.swaps.discard()
-        if engine._optimizer_has_ckpt_event_epilogue():
-            engine.optimizer.checkpoint_event_epilogue()
+    _end_event(engine)
+    return loaded
+
+
+def _end_event(engine: Any) -> None:
+    """DeepSpeed's end of a load; collective: after an error of one rank alone that one would wait there for ever."""
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
 
 
 def convert_first(

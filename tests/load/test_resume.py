@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
@@ -286,6 +286,36 @@ def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: p
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("alone", "ends"), [(None, [0, 1]), (False, [0, 1]), (True, [])])
+def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
+    alone: bool | None, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in another collective, or gone; the swap files go whatever happens."""
+    ended, discarded = list[int](), list[int]()
+
+    def load(job: LoadJob, *_: Any) -> None:
+        if alone is not None:
+            (job.comm.run if alone is False else lambda work: work())(lambda: 1 // 0)
+
+    def run(rank: int, comm: Comm) -> None:
+        engine = SimpleNamespace(
+            _optimizer_has_ckpt_event_prologue=lambda: False,
+            _optimizer_has_ckpt_event_epilogue=lambda: True,
+            optimizer=SimpleNamespace(checkpoint_event_epilogue=lambda: ended.append(rank)),
+        )
+        swaps = SimpleNamespace(discard=lambda: discarded.append(rank))
+        target: Any = SimpleNamespace(prepare=lambda: None, swaps=swaps)
+        index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"))
+        _load(make_job(engine, comm), "", index, target)
+
+    monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", load)
+    found = World(2).run(run)
+    kind = {None: type(None), False: RemoteError, True: ZeroDivisionError}[alone]
+    assert [type(each) for each in found] == [kind] * 2
+    assert sorted(ended) == ends
+    assert sorted(discarded) == [0, 1]
 
 
 def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
