@@ -273,6 +273,25 @@ def test_what_is_broadcast_arrives_whole_whatever_its_length() -> None:
         assert [heard for heard, _ in found] == [told] * 3
 
 
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda:3"),
+        ("cuda:gloo", "cuda:3"),
+        ("hpu:hccl", "hpu:3"),
+    ],
+)
+def test_tensors_are_where_a_group_takes_them(config: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its backend is called, and before torch 2.6 knows the accelerator."""
+    monkeypatch.delattr("torch.accelerator", raising=False)
+    monkeypatch.setattr("torch.get_device_module", {device[:-2]: SimpleNamespace(current_device=lambda: 3)}.get)
+    for name, told in (("rank", 0), ("world_size", 2), ("backend", "undefined"), ("backend_config", config)):
+        monkeypatch.setattr(f"torch.distributed.get_{name}", lambda told=told: told)
+    assert TorchComm().device == torch.device(device)
+
+
 # -- the tests' own ranks ---------------------------------------------------------------------------------------------
 
 
