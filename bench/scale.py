@@ -194,7 +194,7 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
                 f"{worst['files']:,}",
                 f"{worst['records']:,}",
                 f"{worst['atoms']:,}",
-                f"{_heard(worst) / MIB:.1f} MiB",
+                f"{_heard(ranks) / MIB:.1f} MiB",
                 f"{max(each['seconds_behind'] for each in ranks):.2f} s",
                 str(max(each["claims"] for each in ranks)),
                 str(max(each["requests"] for each in ranks)),
@@ -203,9 +203,11 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-def _heard(planned: dict[str, Any]) -> int:
-    """Bytes up to the plan."""
-    return sum(step["received"] for name, step in planned["steps"].items() if name not in BEHIND)
+def _heard(ranks: Sequence[dict[str, Any]]) -> int:
+    """Bytes that the worst rank receives up to the plan."""
+    return max(
+        sum(step["received"] for name, step in planned["steps"].items() if name not in BEHIND) for planned in ranks
+    )
 
 
 def _steps_table(plans: Sequence[dict[str, Any]]) -> str:
@@ -289,7 +291,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     left.axvline(SECONDS, color="grey", linestyle="--", linewidth=1)
     left.set(xlabel="seconds of one rank's plan", title="Plan")
     left.legend(fontsize="small")
-    middle.barh(names, [_heard(job["ranks"][0]) / MIB for job in plans], color="tab:green")
+    middle.barh(names, [_heard(job["ranks"]) / MIB for job in plans], color="tab:green")
     middle.set(xlabel="MiB that one rank hears", title="Collectives up to the plan", yticks=[])
     width = 0.8 / len(STORES)
     for number, title in enumerate(STORES):
