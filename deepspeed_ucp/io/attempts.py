@@ -37,9 +37,12 @@ HINTS = {
 CHECK_OPTIONS = "check the URL, and `storage_options` (endpoint_url, key, client_kwargs…) by what its library takes."
 
 _CLIENTS = {"aiohttp", "azure", "botocore", "aiobotocore", "google", "gcsfs", "requests", "urllib3"}
+_CLIENTS |= {"ftplib", "paramiko", "pyarrow", "smbprotocol"}
 """Libraries whose errors are those of requests."""
 
-_LASTING = re.compile(r"Certificate|Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported")
+_LASTING = re.compile(
+    r"Authent|Certificate|Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported"
+)
 """In the names of those libraries' errors: what no second attempt mends."""
 
 

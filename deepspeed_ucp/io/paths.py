@@ -6,7 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
+_CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 _LOCAL = re.compile(r"(file|local)://")
 
 FOLDER = -1
@@ -36,6 +37,11 @@ class Entry:
 def is_url(path: str) -> bool:
     """Whether a path leads to a store (``s3://bucket/run``), not into a local file system."""
     return _URL.match(path) is not None and _LOCAL.match(path) is None
+
+
+def is_chained(url: str) -> bool:
+    """Whether a URL is another one seen through fsspec's layers (``simplecache::s3://bucket/run``)."""
+    return _CHAINED.search(url) is not None
 
 
 def normalize(path: str) -> str:

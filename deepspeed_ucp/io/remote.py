@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, UnsupportedError
-from .attempts import CHECK_OPTIONS, attempt
+from .attempts import attempt
 from .gets import read_all
 from .links import Access, forget_refusals
 from .memory import pause_collection
-from .paths import FOLDER, Entry, find_store, normalize
+from .paths import FOLDER, Entry, find_store, is_chained, normalize
 
 T = TypeVar("T")
 Es = TypeVar("Es", bound=Mapping[str, Entry])
@@ -39,13 +39,13 @@ class _Process:
     """What one process knows of stores.
 
     Attributes:
-        systems: fsspec's file systems by scheme, those that are written to apart.
+        systems: fsspec's file systems by scheme and what a URL tells of its server, those that are written to apart.
         known: what the last listing told of a file, by URL.
         options: for file systems that are made.
     """
 
     def __init__(self) -> None:
-        self.systems: dict[tuple[str, bool], Any] = {}
+        self.systems: dict[tuple[str, bool, frozenset[tuple[str, Any]]], Any] = {}
         self.known: dict[str, Entry] = {}
         self.options: dict[str, Any] = {}
         self.lock = threading.Lock()
@@ -79,8 +79,7 @@ def begin(url: str) -> None:
             if is_s3(system):
                 run_request(system, system.set_session)
 
-    if (url.partition("://")[0], False) not in _process.systems:
-        threading.Thread(target=work, name="ucp-store").start()
+    threading.Thread(target=work, name="ucp-store").start()
 
 
 def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
@@ -91,47 +90,62 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
 
     Raises:
         UnsupportedError: the library for it is not installed, or there is none; it is read only.
-        ConfigError: the library does not take the options.
+        ConfigError: the URL is chained, or contradicts the options; the library does not take them.
+        OSError: its server, which some libraries call at once, does not answer.
     """
-    import fsspec
-
     scheme = url.partition("://")[0]
+    if is_chained(url):
+        inner = url.rpartition("::")[2]
+        raise ConfigError(f"{url}: layers in front of a store are not read; give the store's own URL ({inner}).")
     if writing and scheme in ("http", "https"):
         raise UnsupportedError(f"{url}: {_READ_ONLY}")
-    key = scheme, writing
-    with _process.lock:
-        if key not in _process.systems:
-            with pause_collection():  # a fifth of what the imports take
-                kind = _find_kind(fsspec, url)
-                try:
-                    _process.systems[key] = _open_system(fsspec, kind, *key)
-                except (TypeError, ValueError) as error:
-                    raise ConfigError(f"{url}: {error}; {CHECK_OPTIONS}") from error
+    with _process.lock, pause_collection():  # a fifth of what the imports take
+        try:
+            kind = _find_kind(url)
+            server = _find_server(kind, url)
+            key = scheme, writing, frozenset(server.items())
+            if key not in _process.systems:
+                _process.systems[key] = attempt(lambda: _open_system(kind, server, writing), url)
+        except ImportError as error:
+            extra = next((extra for extra, schemes in _EXTRAS.items() if scheme in schemes), None)
+            advice = f"; pip install 'deepspeed_ucp[{extra}]' installs what reads such URLs." if extra else "."
+            raise UnsupportedError(f"{url}: {error}{advice}") from error
         system = _process.systems[key]
     return system, str(system._strip_protocol(normalize(url)))
 
 
-def _find_kind(fsspec: Any, url: str) -> Any:
+def _find_kind(url: str) -> Any:
     """The class of a URL's file system."""
+    import fsspec
+
     scheme = url.partition("://")[0]
     try:
         return fsspec.get_filesystem_class(scheme)
-    except ImportError as error:
-        extra = next((extra for extra, schemes in _EXTRAS.items() if scheme in schemes), None)
-        advice = f"; pip install 'deepspeed_ucp[{extra}]' installs what reads such URLs." if extra else "."
-        raise UnsupportedError(f"{url}: {error}{advice}") from error
     except ValueError as error:
         advice = "there are s3, gs, abfs, http, https, and others that fsspec knows"
         raise UnsupportedError(f"{url}: {scheme}:// is unknown; {advice}.") from error
 
 
-def _open_system(fsspec: Any, kind: Any, scheme: str, writing: bool) -> Any:
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True, **_process.options}
+def _find_server(kind: Any, url: str) -> dict[str, Any]:
+    """What a URL tells of its server or account (``host``, ``port``, ``account_name``), as options.
+
+    Raises:
+        ConfigError: the user's options tell something else.
+    """
+    server: dict[str, Any] = kind._get_kwargs_from_urls(find_store(url))
+    for name, value in server.items():
+        if str(_process.options.get(name, value)) != str(value):
+            raise ConfigError(f"{url}: names another {name} than `storage_options`; say it in one of the two places.")
+    return server
+
+
+def _open_system(kind: Any, server: Mapping[str, Any], writing: bool) -> Any:
+    options = {"use_listings_cache": False, "skip_instance_cache": True, **server, **_process.options}
     own = is_s3(kind) and not writing  # requests are repeated here, and each library beneath would multiply that
     if own:
         config = {"max_pool_connections": _CONNECTIONS, "retries": {"max_attempts": 0}}
         options["config_kwargs"] = {**config, **options.get("config_kwargs", {})}
-    system = fsspec.filesystem(scheme, **options)
+    system = kind(**options)
     if own:
         system.retries = 1
     return system

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import threading
 import zlib
@@ -18,7 +19,7 @@ from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
-from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.io import ranged, remote, store, threads
@@ -28,7 +29,7 @@ from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.plan import Part, Request
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
+from deepspeed_ucp.sources.latest import find_checkpoint, find_tags, read_latest
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.sources.seal import remove_seal
 from deepspeed_ucp.torchsave.torchfile import list_records, read_header
@@ -388,6 +389,34 @@ def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
     assert store.normalize("s3://bucket/run//") == "s3://bucket/run"
 
 
+def test_a_chained_url_is_no_local_path(
+    saved: Callable[..., tuple[str, State]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it a place where nothing was saved yet, or a new folder's name."""
+    saved(Topology(1, 2))
+    monkeypatch.chdir(tmp_path)
+    for url in ("simplecache::memory://stores/run", "zip://run::memory://stores/run"):
+        for work in (find_checkpoint, read_latest, lambda url: convert_checkpoint(URL, url)):
+            with pytest.raises(ConfigError, match=r"give the store's own URL \(memory://stores/run"):
+                work(url)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_urls_server_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("requests")
+    monkeypatch.setattr(remote._process, "systems", {})
+    first, path = remote.connect("webhdfs://user:secret@nn1:50070/run")
+    second, _ = remote.connect("webhdfs://nn2:50071/run")
+    assert path == "/run" and remote.connect("webhdfs://user:secret@nn1:50070/other")[0] is first
+    assert first.url.startswith("http://nn1:50070/") and second.url.startswith("http://nn2:50071/")
+    monkeypatch.setattr(remote._process, "options", {"host": "nn1", "user": "user", "password": "another"})
+    assert remote.connect("webhdfs://nn1:50070/run")[0].url.startswith("http://nn1:50070/")
+    for url in ("webhdfs://nn2:50070/run", "webhdfs://user:secret@nn1:50070/run"):
+        with pytest.raises(ConfigError, match="names another (host|password) than `storage_options`") as error:
+            remote.connect(url)
+        assert "secret" not in str(error.value) and "another;" not in str(error.value)
+
+
 def _look(url: str, found: Any) -> None:
     found.put(sorted(store.list_folder(url)))
 
@@ -411,7 +440,7 @@ def test_a_client_is_made_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> 
     store.begin_reading(["/local", "memory://stores/run", "unheard-of://stores"])
     for thread in [each for each in threading.enumerate() if each.name == "ucp-store"]:
         thread.join()
-    assert [scheme for scheme, _ in remote._process.systems] == ["memory"]
+    assert [scheme for scheme, *_ in remote._process.systems] == ["memory"]
     with pytest.raises(UnsupportedError, match="unheard-of"):
         store.list_folder("unheard-of://stores")
 
