@@ -19,7 +19,7 @@ from glob import escape, glob
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError, DiskFullError, MismatchError, StorageError, UnsupportedError, shorten
-from .disk import explain_full, sync_folder, sync_tree, write_atomically
+from .disk import explain_full, sync_file, sync_folder, sync_tree, write_atomically
 from .journal import Journal, read_journal
 from .lock import hold_lock
 
@@ -178,8 +178,9 @@ class Staging:
         if not self.kind.resumable or self._read_identity() != text:
             self.discard()
             self._make(text)
-        with suppress(FileNotFoundError):
-            os.unlink(self.path(MANIFEST))  # written last, of everything that is there by then
+        for name in self.kind.last:  # written last, of everything that is there by then
+            with suppress(FileNotFoundError):
+                os.unlink(self.path(name))
         return [entry for path in self._find_journals() for entry in read_journal(path)]
 
     def _make(self, identity: bytes) -> None:
@@ -214,10 +215,17 @@ class Staging:
             yield
         except BaseException as error:
             if isinstance(error, _LASTING) or not self.kind.resumable:
-                self.discard()
+                self._clear_up()
             else:
                 logger.warning("%s: what is done is kept here; the same command goes on with it", self.folder)
             raise
+
+    def _clear_up(self) -> None:
+        """Discard, where an error is on its way that every rank raises: one of this rank alone may not replace it."""
+        try:
+            self.discard()
+        except OSError as error:
+            logger.warning("%s: could not be removed (%s)", self.folder, error)
 
     def journal(self, node: int) -> Journal:
         """The journal of one writer; any rank, once rank 0 has begun.
@@ -275,12 +283,18 @@ class Staging:
             write_latest(self.parent, latest)
 
     def _keep_beside(self) -> None:
-        """Copy what lies beside an output that is replaced and is not of its making."""
+        """Copy what lies beside an output that is replaced and is not of its making; the copies are soon the only ones."""
         for name in os.listdir(self.destination) if os.path.isdir(self.destination) else ():
-            beside = os.path.join(self.destination, name)
-            if self.kind.kept.fullmatch(name) and os.path.isfile(beside) and not os.path.lexists(self.path(name)):
-                with explain_full(self.folder):
-                    shutil.copy2(beside, self.path(name))
+            beside, kept = os.path.join(self.destination, name), self.path(name)
+            if not self.kind.kept.fullmatch(name) or os.path.lexists(kept):
+                continue
+            with explain_full(self.folder):
+                if os.path.isdir(beside):
+                    shutil.copytree(beside, kept, ignore_dangling_symlinks=True)
+                    sync_tree(kept)
+                elif os.path.isfile(beside):
+                    shutil.copy2(beside, kept)
+                    sync_file(kept)
 
     def _exchange(self, overwrite: bool) -> None:
         if not _is_vacant(self.destination):

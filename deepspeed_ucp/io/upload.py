@@ -85,7 +85,7 @@ class RemoteStaging:
         Raises:
             DiskFullError: one that is raised inside, which tells of ``TMPDIR`` as well.
         """
-        with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-") as self.folder:
+        with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-", ignore_cleanup_errors=True) as self.folder:
             try:
                 yield
             except DiskFullError as error:

@@ -30,6 +30,7 @@ KIND = OutputKind(
     is_one=lambda folder: os.path.exists(os.path.join(folder, MANIFEST)),
     parts=re.compile(f"zero|{re.escape(MANIFEST)}"),
     resumable=True,
+    last=(MANIFEST,),
 )
 IDENTITY = {"fingerprint": "a", "format": 1}
 
@@ -422,17 +423,39 @@ def test_what_cannot_be_gone_on_with_is_never_left(error: BaseException, tmp_pat
     assert not os.path.exists(staging.path("weight"))
 
 
-def test_files_of_others_beside_an_output_stay_where_that_is_so_for_the_kind(tmp_path: Path) -> None:
+def test_an_error_of_clearing_up_does_not_take_the_place_of_the_one_that_all_ranks_raise(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: str) -> None:
+        os.stat(path)
+        raise PermissionError(13, "not yours", path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    fail(staging, CheckpointError("x"))
+    assert f"{staging.folder}: could not be removed" in caplog.text and "not yours" in caplog.text
+
+
+def test_files_of_others_beside_an_output_stay_where_that_is_so_for_the_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what replaces it they are durable before they are removed with it, folders of such a name too."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "rename", lambda *paths, _call=os.rename: (synced.append("renamed"), _call(*paths)))
     make_atomic(tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text("mine")
+    (tmp_path / "out" / "config.d").mkdir()
+    (tmp_path / "out" / "config.d" / "part").write_text("mine")
     with pytest.raises(StorageError, match=r"config\.json.*left alone"):
         stage(tmp_path / "out").check_destination(overwrite=True)
-    staging = stage(tmp_path / "out", kind=replace(KIND, kept=re.compile(r"config\.json")))
+    staging = stage(tmp_path / "out", kind=replace(KIND, kept=re.compile(r"config\.(json|d)")))
     staging.check_destination(overwrite=True)
     staging.begin(IDENTITY)
     write_atomically(staging.path(MANIFEST), b"new")
+    synced.clear()
     staging.commit(overwrite=True)
-    assert read_tree(tmp_path / "out") == {MANIFEST: "new", "config.json": "mine"}
+    assert read_tree(tmp_path / "out") == {MANIFEST: "new", "config.json": "mine", "config.d/part": "mine"}
+    assert {staging.path("config.json"), staging.path("config.d", "part")} <= set(synced[: synced.index("renamed")])
 
 
 def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None:
