@@ -135,7 +135,8 @@ def convert_checkpoint(
         UcpError: the source is damaged or not covered, or the destination may not be written; the same on every rank.
     """
     comm = comm or Comm()
-    folder, rules = comm.run(lambda: (find_checkpoint(source), from_config(patterns)))
+    folder = comm.once(lambda: find_checkpoint(source))
+    rules = comm.run(lambda: from_config(patterns))
     index = open_checkpoint(folder, comm, groups=groups)
     return convert_index(
         index, folder, destination or default_destination(folder), comm, options or ConvertOptions(), rules=rules

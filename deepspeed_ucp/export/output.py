@@ -88,8 +88,7 @@ def stage_export(
         DiskFullError: there is not enough room.
     """
     index = selection.index
-    if comm.rank == 0:
-        _warn_losses(index, selection)
+    comm.once(lambda: _warn_losses(index, selection))
     report = OutputReport(
         format=format,
         source=os.path.dirname(index.run.state_file),

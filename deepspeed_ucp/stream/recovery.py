@@ -58,7 +58,7 @@ class _Copies:
         for rank, copies in enumerate(self.seen):
             for copy in copies:
                 viewers[copy].append(rank)
-        wanted = sorted(copy for file in files for copy in self.list_left(file))
+        wanted = sorted((copy for file in files for copy in self.list_left(file)), key=repr)  # of paths or of inodes
         return {copy: viewers[copy][turn % len(viewers[copy])] for turn, copy in enumerate(wanted)}
 
 

@@ -329,6 +329,20 @@ def test_refresh_replaces_what_is_ours_and_of_something_else(tmp_path: Path) -> 
     assert read_bytes(Path(again.destination)) == read_bytes(tmp_path / "fresh")
 
 
+def test_ranks_convert_the_tag_that_one_was_told_of(tmp_path: Path) -> None:
+    """Although a save ends before the others ask."""
+    for tag in ("tag1", "tag2"):
+        make_source().write(tmp_path / tag)
+    (tmp_path / "latest").write_text("tag1")
+
+    def work(rank: int, comm: Any) -> str:
+        if rank:
+            (tmp_path / "latest").write_text("tag2")
+        return str(convert_checkpoint(str(tmp_path), comm=comm, options=OPTIONS).destination)
+
+    assert run_ranks(2, work) == [str(tmp_path / "tag1_universal")] * 2
+
+
 def test_strangers_in_the_destination_stay(tmp_path: Path) -> None:
     make_source().write(tmp_path / "tag")
     first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)

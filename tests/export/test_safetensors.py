@@ -32,7 +32,7 @@ from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.united import UnitedAtom
-from tests.ranks import run_ranks
+from tests.ranks import World, run_ranks
 from tests.reshard import Case, cases, examples, temporary_folder
 from tests.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
 from tests.stream.test_united import flip_bit, open_held, rules_of
@@ -325,6 +325,19 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         run_ranks(nodes, lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_the_first_rank_reads_to_warn_of_losses_fails_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = open_model(tmp_path, Topology(1, 2))
+
+    def refuse(*_: Any) -> list[str]:
+        raise CheckpointError("a file cannot be read")
+
+    monkeypatch.setattr(output, "find_parted", refuse)
+    found = World(2).run(lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
+    assert [str(each) for each in found] == ["[rank 0] a file cannot be read"] * 2
 
 
 def test_an_existing_folder(tmp_path: Path) -> None:

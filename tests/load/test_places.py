@@ -499,6 +499,23 @@ def test_a_damaged_file_is_left_out_by_every_path_that_leads_to_it(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("near")
+def test_beside_damage_a_copy_that_has_vanished_is_passed_over(tmp_path: Path) -> None:
+    """Before anything of it was read."""
+    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
+    shutil.copytree(save, tmp_path / "third")
+    flip(nvme / shard(1))
+    targets = make_targets(MODEL, Topology(3, 2))
+
+    def load(rank: int, comm: Comm) -> Loaded:
+        groups = join_groups(targets[rank], comm)[0]
+        index = open_checkpoint(str(save), comm, groups, also=[str(nvme), str(tmp_path / "third")])
+        (tmp_path / "third" / shard(1)).unlink(missing_ok=True)
+        return load_rank(index, targets[rank], comm, Options())
+
+    check_twice(run_ranks(2, load), saved)
+
+
+@pytest.mark.usefixtures("near")
 def test_damage_in_all_places_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 2))
     for path in (save / shard(1), nvme / shard(1)):
