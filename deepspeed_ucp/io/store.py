@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -56,7 +56,7 @@ def list_folder(folder: str) -> dict[str, Entry]:
 
 
 def list_tree(folder: str) -> dict[str, Entry]:
-    """The files in a folder and the folders below it, by their path from there.
+    """The files in a folder and the folders below it, by their path from there. Links are followed.
 
     Raises:
         OSError: one cannot be listed.
@@ -66,11 +66,21 @@ def list_tree(folder: str) -> dict[str, Entry]:
 
         return remote.list_tree(folder)
 
-    def refuse(error: OSError) -> None:
-        raise error
+    return {os.path.relpath(path, folder): entry for path, entry in _list_below(folder, frozenset())}
 
-    paths = (os.path.join(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return {os.path.relpath(path, folder): find_entry(path) or Entry(0, 0.0) for path in paths}
+
+def _list_below(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Entry]]:
+    """Files below a folder by their paths; nothing in one that a link leads back up to (``above``: devices, inodes)."""
+    found = os.stat(folder)
+    here = found.st_dev, found.st_ino
+    if here in above:
+        return
+    for name, entry in list_folder(folder).items():
+        path = os.path.join(folder, name)
+        if entry.is_folder:
+            yield from _list_below(path, above | {here})
+        else:
+            yield path, entry
 
 
 def note_listed(folder: str, entries: Mapping[str, Entry]) -> None:
