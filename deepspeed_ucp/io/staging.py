@@ -283,7 +283,7 @@ class Staging:
             write_latest(self.parent, latest)
 
     def _keep_beside(self) -> None:
-        """Copy what lies beside an output that is replaced and is not of its making; the copies are soon the only ones."""
+        """Copy what lies beside an output that is replaced, and is not of its making: soon there is nothing else."""
         for name in os.listdir(self.destination) if os.path.isdir(self.destination) else ():
             beside, kept = os.path.join(self.destination, name), self.path(name)
             if not self.kind.kept.fullmatch(name) or os.path.lexists(kept):

@@ -1,6 +1,7 @@
 """Where the files of a checkpoint lie: in which of several places, and on which machines.
 
-Every rank lists the tag's folder in every place. Where all see the same, which a digest tells, that is all. Else the
+Every rank lists the tag's folder in every place. Where all see the same, which a digest tells, or directories where it is
+the times alone that differ, that is all. Else the
 files of all ranks together are the checkpoint, and a table says who can read which (:class:`~..sight.Sight`). It is
 made of views: ranks that see the same, as those of one machine do, count once.
 """
@@ -11,16 +12,18 @@ import hashlib
 import logging
 import os
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
-from ..io.distance import measure_distance
+from ..io.distance import choose_map, measure_distance
 from ..io.paths import Entry, is_url
-from ..io.store import note_listed
+from ..io.read import sum_range
+from ..io.store import note_listed, open_stored
 from ..sight import Sight
 from ..torchsave.records import sum_directory
 from .files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name
@@ -176,16 +179,18 @@ def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
     """
     looks = [_look(folder, comm) for folder in folders]
     own = tuple(entries for entries, _ in looks)
-    told = comm.gather((_digest(own, lambda entry: entry.size), not any(own)))
-    if all(nothing for _, nothing in told):
+    sizes, looked = _digest(own, lambda entry: entry.size), _digest(own, _tell_entry)
+    told = comm.gather((sizes, looked, not any(own)))
+    if all(nothing for *_, nothing in told):
         comm.run(lambda: _refuse_nothing([error for _, error in looks]))
     _tell_unseen([error for _, error in looks], comm)
-    if len({digest for digest, _ in told}) == 1:
+    views = [view for _, view, _ in told]
+    if len({each for each, *_ in told}) == 1 and (len(set(views)) == 1 or _is_one_save(folders, own, views, comm)):
         found = Whereabouts(folders[0], _join(own), tuple(folders), own)
         if comm.rank == 0:
             _tell_others(found)
         return found
-    return _unite(tuple(folders), own, comm)
+    return _unite(tuple(folders), own, views, comm)
 
 
 def list_files(folder: str, comm: Comm) -> Whereabouts:
@@ -231,6 +236,51 @@ def _tell_unseen(errors: Sequence[str], comm: Comm) -> None:
 def _digest(own: Sequence[Entries], tell: Callable[[Entry], object]) -> bytes:
     told = [sorted((name, tell(entry)) for name, entry in entries.items()) for entries in own]
     return hashlib.sha256(repr(told).encode()).digest()
+
+
+def _tell_entry(entry: Entry) -> tuple[int, float]:
+    """Bytes and time of change; a folder's time tells nothing of what a checkpoint has in it."""
+    return entry.size, 0.0 if entry.is_folder else entry.changed
+
+
+_SMALL = 1 << 26
+"""Bytes of a file, of which no directory tells the content, that is read whole to compare it."""
+
+
+def _is_one_save(folders: Sequence[str], own: Sequence[Entries], views: Sequence[bytes], comm: Comm) -> bool:
+    """Whether files of the same names and sizes are the same, although times of change differ; collective.
+
+    They may be those of one folder, of which a file system tells every machine times of its own; or each machine's,
+    of one save or of two. The ranks of a view take turns.
+
+    Args:
+        views: by rank a digest of what it sees.
+    """
+    among = [rank for rank, view in enumerate(views) if view == views[comm.rank]]
+    turn, turns = among.index(comm.rank), min(Counter(views).values())
+
+    files = [
+        (os.path.join(folder, name), entry)
+        for folder, entries in zip(folders, own, strict=True)
+        for name, entry in sorted(entries.items())
+        if not (entry.is_folder or is_url(folder))
+    ]
+
+    def tell_part() -> bytes:
+        told = choose_map(folders[0])(lambda file: _tell_content(*file), files[turn::turns])
+        return hashlib.sha256(repr(list(told)).encode()).digest()
+
+    told = comm.each(lambda: (turn, tell_part()) if turn < turns else None)
+    return len({each for each in told if each is not None}) == turns
+
+
+def _tell_content(path: str, entry: Entry) -> object:
+    """What the same of two files tells that they are: a CRC32, or the time of change where there is none."""
+    crc = _sum(path)
+    if crc is None and entry.size <= _SMALL:
+        with suppress(UcpError), open_stored(path, os.POSIX_FADV_SEQUENTIAL) as file:
+            return sum_range(file, 0, entry.size)
+    return entry.changed if crc is None else crc
 
 
 def _join(own: Sequence[Entries]) -> dict[str, Entry]:
@@ -311,8 +361,8 @@ def is_written_by_each_node(name: str) -> bool:
     return read_model_rank(name) is not None or name == SEAL
 
 
-def _unite(folders: tuple[str, ...], own: tuple[Entries, ...], comm: Comm) -> Whereabouts:
-    told = comm.gather(_digest(own, lambda entry: (entry.size, entry.changed)))
+def _unite(folders: tuple[str, ...], own: tuple[Entries, ...], told: Sequence[bytes], comm: Comm) -> Whereabouts:
+    """What all ranks see, together; ``told``: by rank a digest of what it sees; collective."""
     numbers: dict[bytes, int] = {}
     views = [numbers.setdefault(digest, len(numbers)) for digest in told]
     mine, among = views[comm.rank], [rank for rank, view in enumerate(views) if view == views[comm.rank]]
@@ -352,7 +402,7 @@ def _unite(folders: tuple[str, ...], own: tuple[Entries, ...], comm: Comm) -> Wh
 
 
 def _tell_entries(entries: Entries) -> dict[str, tuple[int, float]]:
-    return {name: (entry.size, entry.changed) for name, entry in entries.items()}
+    return {name: _tell_entry(entry) for name, entry in entries.items()}
 
 
 def _sum(path: str) -> int | None:

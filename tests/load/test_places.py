@@ -121,11 +121,40 @@ def test_any_files_on_any_machines_load_into_any_topology(
         check_reads(loaded[0].work.index, loaded, 64)
 
 
-def test_where_all_ranks_see_the_same_nothing_more_is_asked(tmp_path: Path) -> None:
+def test_where_all_ranks_see_the_same_nothing_more_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write(tmp_path, Topology(1, 4))
+    monkeypatch.setattr(places_module, "_tell_content", None)
     for index in indices([save] * 3):
         assert index.stored.sight is None
         assert all(file.places == () for file in index.stored.files)
+
+
+def test_machines_with_saves_of_equal_names_and_sizes_do_not_see_the_same(tmp_path: Path) -> None:
+    """Those of an older run have what the newer one's have, but for the bytes."""
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    ours, theirs = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
+    assert [(file.name, file.stat().st_size) for file in sorted(ours.iterdir())] == [
+        (file.name, file.stat().st_size) for file in sorted(theirs.iterdir())
+    ]
+    with pytest.raises(CheckpointError, match=rf"{shard(0)}: is one file on .* the nodes hold different copies"):
+        indices([ours, theirs, theirs])
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_a_save_that_has_other_times_on_every_machine_is_one(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some file systems tell them. What no directory tells of a large file its time has to tell."""
+    save = write_untold(tmp_path, form) if form == "legacy" else write(tmp_path, Topology(1, 3))
+    seal_folder(str(save), Comm())
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    scatter(save, hosts, lambda _name: [0, 1], times=False)
+    folders = [hosts[0], hosts[1], hosts[1], hosts[0], hosts[0]]
+    assert [index.stored.sight for index in indices(folders)] == [None] * 5
+    if form == "legacy":
+        monkeypatch.setattr(places_module, "_SMALL", 0)
+        with pytest.raises(CheckpointError, match="is one file on"):
+            indices(folders)
 
 
 def test_copies_on_several_machines_are_read_in_equal_parts(tmp_path: Path) -> None:
