@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -195,9 +195,14 @@ def list_folder(folder: str) -> dict[str, Entry]:
     """
     folder = normalize(folder)
     system, path = connect(folder)
+    return note(folder, {name: _complete(system, info) for name, info in _list(system, path, folder).items()})
+
+
+def _list(system: Any, path: str, folder: str) -> dict[str, Mapping[str, Any]]:
+    """What a file system tells of what lies in a folder, by name; an index page may have a link to itself."""
     infos = attempt(lambda: system.ls(path, detail=True), folder)
     named = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in infos if not _is_marker(info, path)}
-    return note(folder, {name: _complete(system, info) for name, info in named.items() if name})
+    return {name: info for name, info in named.items() if name not in ("", ".", "..")}
 
 
 def list_tree(folder: str) -> dict[str, Entry]:
@@ -208,9 +213,30 @@ def list_tree(folder: str) -> dict[str, Entry]:
     """
     folder = normalize(folder)
     system, path = connect(folder)
+    if _descends(system):
+        return note(folder, {name: _complete(system, info) for name, info in _descend(system, path, folder)})
     infos = attempt(lambda: system.find(path, detail=True), folder)
     inside = {name[len(path) :].strip("/"): info for name, info in infos.items() if not _is_marker(info, path)}
     return note(folder, {name: _complete(system, info) for name, info in inside.items() if name})
+
+
+def _descends(system: Any) -> bool:
+    """Whether a file system finds files in fsspec's way, which passes over folders that cannot be listed."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    kind = type(system)
+    own = getattr(kind, "_find", AsyncFileSystem._find) is not AsyncFileSystem._find
+    return not own and kind.find is AbstractFileSystem.find
+
+
+def _descend(system: Any, path: str, folder: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, info in _list(system, path, folder).items():
+        if info.get("type") == "directory":
+            below = _descend(system, str(info["name"]), f"{folder}/{name}")
+            yield from ((f"{name}/{each}", found) for each, found in below)
+        else:
+            yield name, info
 
 
 def _is_marker(info: Mapping[str, Any], path: str) -> bool:

@@ -111,6 +111,13 @@ class Closed(Ranged):
         return super().send_head() if self.headers.get("X-Token") == "mine" else self.send_error(403)
 
 
+class Partly(Ranged):
+    """One folder cannot be listed."""
+
+    def list_directory(self, path: Any) -> Any:
+        return self.send_error(503) if Path(path).name == "closed" else super().list_directory(path)
+
+
 @contextmanager
 def serve(folder: Path, handler: type[Plain], context: ssl.SSLContext | None = None) -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
@@ -249,6 +256,19 @@ def test_what_fails_is_not_told_as_absent(folder: Path) -> None:
     context.load_cert_chain(folder / "key")
     with serve(folder, Ranged, context) as url, pytest.raises(CheckpointError, match="CERTIFICATE_VERIFY_FAILED"):
         find_checkpoint(url)
+
+
+def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:
+    for name in ("open/deep/file", "open/other", "closed/file"):
+        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "run" / name).write_bytes(b"12")
+    (folder / "run" / "empty").mkdir()
+    with serve(folder, Partly) as url:
+        sizes = {name: entry.size for name, entry in store.list_tree(f"{url}/open").items()}
+        assert sizes == {"deep/file": 2, "other": 2}
+        assert store.list_tree(f"{url}/empty") == {}
+        with pytest.raises(OSError, match="failed 8 times.*503"):
+            store.list_tree(url)
 
 
 def test_options_that_are_not_the_webs_are_told(folder: Path) -> None:
