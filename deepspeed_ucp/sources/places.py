@@ -1,9 +1,9 @@
 """Where the files of a checkpoint lie: in which of several places, and on which machines.
 
-Every rank lists the tag's folder in every place. Where all see the same, that is all: a digest tells it, or, where times
-alone differ, the directories of the files. Else the files of all ranks together are the checkpoint, and a table says who
-can read which (:class:`~..sight.Sight`). It is made of views: ranks that see the same, as those of one machine do, count
-once.
+Every rank lists the tag's folder in every place. Where all see the same, that is all: a digest tells it or, where times
+alone differ, the directories of the files. Else the files of all ranks together are the checkpoint, and a table says
+who can read which (:class:`~..sight.Sight`). It is made of views: ranks that see the same, as those of one machine do,
+count once.
 """
 
 from __future__ import annotations
