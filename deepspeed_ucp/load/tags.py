@@ -44,7 +44,8 @@ def find_tag(
     Args:
         universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
         fallback: where that file leads to no tag (a crash may leave it empty), take the newest one, with a warning.
-        also: further places; the first one that has ``latest`` counts.
+        also: further places; the first one that has ``latest`` counts. One that has checkpoints and no readable
+            ``latest`` is not passed over: what others name may be older.
 
     Raises:
         CheckpointError: there is no such tag, or ranks see different ones.
@@ -58,6 +59,8 @@ def find_tag(
         found = found or comm.run(partial(_choose, load_dir, told))
         if any(look.tag == found and look.there for look in told):
             return found
+        if found is None and any(look.error for look in told):
+            break
     if found is None and not any(look.error for look in every):
         return None
     if _is_somewhere(places, found, comm):

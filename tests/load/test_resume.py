@@ -133,6 +133,25 @@ def test_latest_of_the_first_place_that_has_it_counts(folder: Path, tmp_path: Pa
     assert find_tag(str(folder), "global_step3", Comm(), also=[str(there)]) == "global_step3"
 
 
+@pytest.mark.parametrize("latest", ["", None], ids=["empty", "missing"])
+def test_a_place_whose_latest_cannot_be_read_does_not_yield_to_an_older_one(
+    latest: str | None, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = tmp_path / "mirror"
+    (mirror / "global_step1").mkdir(parents=True)
+    (mirror / "latest").write_text("global_step1")
+    (folder / "latest").unlink()
+    if latest is not None:
+        (folder / "latest").write_text(latest)
+    os.utime(folder / "global_step1" / STATES, (10, 10))
+    places: dict[str, Any] = {"also": [str(tmp_path / "absent"), str(mirror)]}
+    with pytest.raises(CheckpointError, match=r"latest is (empty|missing).*global_step1, global_step2"):
+        find_tag(str(folder), None, Comm(), **places)
+    assert find_tag(str(folder), "global_step1", Comm(), **places) == "global_step1"
+    assert find_tag(str(folder), None, Comm(), fallback=True, **places) == "global_step2"
+    assert "Falling back" in caplog.text
+
+
 def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     look = tags._look_here
