@@ -64,6 +64,10 @@ class DiskFullError(StorageError):
     """What is to be written does not fit: the disk is full, a quota is used up, or a file would be too large."""
 
 
+class OutOfReachError(CheckpointError, StorageError):
+    """A file of a checkpoint cannot be read, and that is no fault of the file: permissions, network, limits."""
+
+
 class RemoteError(UcpError):
     """Another rank failed with an error that is not one of ours; carries its text."""
 

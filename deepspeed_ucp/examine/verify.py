@@ -16,9 +16,9 @@ from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import measure_distance
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..io.store import exists, list_tree
-from ..sources.files import MANIFEST, SEAL, is_state_file, read_swap_name
-from ..sources.findings import NOTE, WARNING, Finding, from_error, sort_findings
+from ..io.store import exists
+from ..sources.files import MANIFEST, SEAL, is_state_file, read_swap_name, scan_folder
+from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_checkpoint
@@ -94,12 +94,7 @@ def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
     """
     sizes: dict[str, int] = {}
     others: list[str] = []
-    try:
-        tree = list_tree(folder)
-    except OSError as error:
-        where = error.filename or folder
-        raise CheckpointError(f"{where}: cannot be listed ({error.strerror or error}).") from error
-    for name, entry in tree.items():
+    for name, entry in scan_folder(folder, deep=True).items():
         if name.endswith(".pt") or is_state_file(name) or read_swap_name(name):
             sizes[name] = max(entry.size, 0)
         else:
@@ -326,7 +321,7 @@ def _list_all(paths: Mapping[str, str], options: WorkOptions) -> tuple[dict[str,
         try:
             return list_records(paths[name])
         except UcpError as error:
-            return Finding("header", name, str(error))
+            return from_failure("header", name, error)
 
     named = [name for name in paths if not read_swap_name(name)]
     with ThreadPoolExecutor(max_workers=_count_threads(paths, options)) as pool:

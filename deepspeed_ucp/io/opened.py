@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OutOfReachError
+from .attempts import ChangedError
 from .direct import ALIGNMENT, LEAST, align, is_cached, is_refusal, is_worth_passing, reopen
 from .memory import Scratch, drop_front
 
@@ -24,6 +25,25 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+_AT_FAULT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ChangedError)
+_LASTING = {errno.EINVAL, errno.ELOOP, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+"""Errors that are a file's own: what lies there is no file, or the medium or the file system has lost its bytes.
+
+EIO is one: bad sectors and failing checksums (btrfs, ZFS) answer it for as long as the file is there, so that a job
+which waits for it to pass would never go on.
+"""
+
+
+def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
+    """The error to raise where a file or folder of a checkpoint cannot be ``what`` (opened, read, listed).
+
+    Returns:
+        A plain CheckpointError where it is missing or damaged, else an OutOfReachError.
+    """
+    is_at_fault = isinstance(error, _AT_FAULT) or error.errno in _LASTING
+    kind = CheckpointError if is_at_fault else OutOfReachError
+    return kind(f"{path}: cannot be {what} ({error.strerror or error}).")
 
 
 def open_local(path: str) -> BinaryIO:
@@ -187,7 +207,7 @@ class StoredFile:
         try:
             self._file = open_local(path)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened ({error.strerror or error}).") from error
+            raise explain_failure(path, "opened", error) from error
         if advice != os.POSIX_FADV_NORMAL:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
         self._passes = is_worth_passing(self._file.fileno())
@@ -248,7 +268,7 @@ class StoredFile:
         """As :meth:`Stored.confirm`: an open file stays the same one."""
 
     def _explain(self, error: OSError, offset: int) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot be read at byte {offset} ({error.strerror or error}).")
+        return explain_failure(self.path, f"read at byte {offset}", error)
 
     def _explain_end(self) -> CheckpointError:
         size = os.fstat(self._file.fileno()).st_size

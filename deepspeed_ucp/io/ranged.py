@@ -21,7 +21,7 @@ from .attempts import CHANGED, HINTS, ChangedError, attempt
 from .gets import get, read_span
 from .links import Access, Link
 from .memory import Scratch, drop_front, take_front
-from .opened import Positioned
+from .opened import Positioned, explain_failure
 from .paths import FOLDER, Entry, normalize
 from .remote import connect, find_entry, find_known, look_up
 from .threads import run_threads
@@ -167,7 +167,7 @@ class RemoteFile:
         try:
             self._ranges = _Ranges(url, size)
         except OSError as error:
-            raise CheckpointError(f"{url}: cannot be opened ({error}).") from error
+            raise explain_failure(url, "opened", error) from error
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         """As :meth:`.store.Stored.fetch`: what comes over a network is read to its place."""
@@ -192,7 +192,7 @@ class RemoteFile:
                 f"{self.path}: {error}: something writes to it. Load again when that has ended, or another tag."
             ) from error
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be {work} ({error}).") from error
+            raise explain_failure(self.path, work, error) from error
 
     def read_some(self, views: list[memoryview], offset: int) -> int:
         """As :meth:`.store.Stored.read_some`; all of it, but at the end of the file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
-from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, shorten
 from ..io.memory import identify_host, pause_collection
 from ..io.paths import is_url, normalize
 from ..io.store import begin_reading, set_storage_options
@@ -23,7 +23,7 @@ from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import open_checkpoint
 from ..sources.files import holds_atoms, list_entries
-from ..sources.latest import list_older, list_unsealed
+from ..sources.latest import is_sealed, list_older, list_unsealed
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.checks import Checks
 from ..stream.report import OutputReport
@@ -110,30 +110,44 @@ def _resume_first_whole(job: LoadJob, load_dir: str, newest: str, own: Callable[
         CheckpointError: none is, or one was found damaged when the engine was being filled.
         UcpError: what is no fault of a tag's files; an older one is not to be taken because of it.
     """
-    places = (load_dir, *job.config.also)
-
-    def look() -> tuple[list[str], set[str]]:
-        tags = list_older(places, newest)
-        return tags, list_unsealed(places, tags) if job.config.seal else set()
-
-    tags, unsealed = job.comm.once(look)
     marked = getattr(job.engine, BROKEN, None)  # an earlier load's mark is no reason to leave the older tags alone
     passed: list[str] = []
-    for tag in tags:
-        if tag in unsealed:
+    for tag, is_cut_off in _list_candidates(job, (load_dir, *job.config.also), newest):
+        if is_cut_off:
             passed.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
             loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), **more)
         except CheckpointError as error:
-            if getattr(job.engine, BROKEN, None) is not marked:
+            if isinstance(error, OutOfReachError) or getattr(job.engine, BROKEN, None) is not marked:
                 raise
             passed.append(str(error))
         else:
             if passed and job.comm.rank == 0:
                 logger.warning("%s: resumed from %s; passed over: %s", load_dir, tag, " ".join(passed))
             return loaded
-    raise CheckpointError(f"{load_dir}: none of its {len(tags)} checkpoints is whole: {' '.join(passed)}")
+    raise CheckpointError(f"{load_dir}: none of its {len(passed)} checkpoints is whole: {' '.join(passed)}")
+
+
+def _list_candidates(job: LoadJob, places: Sequence[str], newest: str) -> Iterator[tuple[str, bool]]:
+    """The tags from the newest on, and whether each lacks the seal that others have; collective.
+
+    Older ones are looked for where they are wanted: a further place that is out of reach keeps no whole tag from being
+    loaded, but it may hold the next older one.
+
+    Raises:
+        CheckpointError: a place cannot be listed.
+    """
+    is_first = not job.config.seal or job.comm.once(lambda: is_sealed(places, newest))
+    if is_first:
+        yield newest, False
+
+    def look() -> tuple[list[str], set[str]]:
+        tags = list_older(places, newest)
+        return tags, list_unsealed(places, tags) if job.config.seal else set()
+
+    tags, unsealed = job.comm.once(look)
+    yield from ((tag, tag in unsealed) for tag in tags[is_first:])
 
 
 def _resume_tag(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.opened import explain_failure
 from ..io.paths import Entry
 from ..io.staging import MANIFEST
 from ..io.store import list_folder, list_tree
@@ -124,7 +125,21 @@ def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
     try:
         return list_tree(folder) if deep else list_folder(folder)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror or error}).") from error
+        raise explain_failure(error.filename or folder, "listed", error) from error
+
+
+def scan_if_there(folder: str) -> dict[str, Entry]:
+    """What lies in a folder, by name; nothing where there is no folder.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    try:
+        return scan_folder(folder)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return {}
+        raise
 
 
 def _list_swaps(folder: str) -> dict[str, Entry]:
@@ -270,8 +285,9 @@ def is_state_file(name: str) -> bool:
 
 
 def has_states(folder: str) -> bool:
-    """Whether a folder holds model or optimizer states."""
-    try:
-        return any(_STATES.fullmatch(name) for name in list_folder(folder))
-    except OSError:
-        return False
+    """Whether a folder holds model or optimizer states.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    return any(map(is_state_file, scan_if_there(folder)))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError
+from ..errors import CheckpointError, MismatchError, OutOfReachError, UcpError, UnsupportedError
 
 FAULT, WARNING, NOTE = "fault", "warning", "note"
 """Severities: it cannot be loaded; it can, but a user should know before; something to know."""
@@ -19,7 +19,11 @@ _TOLD = 16
 _RANK = re.compile(r"^\[rank \d+\] ")
 """What :mod:`deepspeed_ucp.comm` puts in front of another rank's error."""
 
-_ERRORS: dict[str, type[UcpError]] = {"unsupported": UnsupportedError, "unnamed": MismatchError}
+_ERRORS: dict[str, type[UcpError]] = {
+    "read": OutOfReachError,
+    "unsupported": UnsupportedError,
+    "unnamed": MismatchError,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ def from_error(folder: str, error: UcpError) -> list[Finding]:
     return [Finding(kind or _classify(text), find_file(folder, text), text) for text in texts]
 
 
+def from_failure(kind: str, file: str, error: UcpError) -> Finding:
+    """What a file's error tells: of that kind, unless it is no fault of the file."""
+    return Finding("read" if isinstance(error, OutOfReachError) else kind, file, str(error))
+
+
 def _classify(text: str) -> str:
     return "missing" if " missing" in text else "inconsistent"
 
@@ -72,13 +81,14 @@ def find_file(folder: str, text: str) -> str:
 
 
 def make_error(findings: Iterable[Finding]) -> UcpError | None:
-    """The error that tells all faults; None where there are none."""
+    """The error that tells all faults, of the first one's kind, or out of reach where one is; None without any."""
     faults = [finding for finding in findings if finding.severity == FAULT]
     if not faults:
         return None
     texts = list(dict.fromkeys(finding.text for finding in faults))
     more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
-    return _ERRORS.get(faults[0].kind, CheckpointError)("\n".join([*texts[:_TOLD], *more]))
+    kind = next((each.kind for each in faults if each.kind == "read"), faults[0].kind)
+    return _ERRORS.get(kind, CheckpointError)("\n".join([*texts[:_TOLD], *more]))
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
+from ..io.opened import explain_failure
 from ..io.paths import normalize
 from ..io.staging import LATEST as UNIVERSAL
-from ..io.store import exists, is_folder, list_folder, read_small
-from .files import SEAL, has_states, holds_atoms, is_state_file, list_entries
+from ..io.store import exists, find_change, is_folder, read_small
+from .files import SEAL, has_states, holds_atoms, is_state_file, list_entries, scan_folder, scan_if_there
 from .findings import NOTE, WARNING, Finding
 
 LATEST = "latest"
 """Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
 
 _BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
+
+_LOST = "lost+found"
+"""Folder in the root of a file system, which root alone may list."""
 
 _LONGEST = 4096
 """Bytes of the longest path that the system takes."""
@@ -37,7 +41,9 @@ def read_tag(path: str) -> str:
         if os.path.islink(path):
             raise CheckpointError(f"{path}: cannot be read (it is a link to nothing).") from None
         raise
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}).") from error
     if not tag:
         known = shorten(find_tags(os.path.dirname(path) or "."))
@@ -91,11 +97,12 @@ def _check_bucket(load_dir: str) -> None:
 
 
 def find_tags(load_dir: str) -> list[str]:
-    """Subfolders of ``load_dir`` that hold model or optimizer states, sorted."""
-    try:
-        folders = [name for name, entry in list_folder(load_dir).items() if entry.is_folder]
-    except OSError:
-        return []
+    """Subfolders of ``load_dir`` that hold model or optimizer states, sorted; none where there is no such folder.
+
+    Raises:
+        CheckpointError: one of them cannot be listed: what it holds is not to be taken for nothing.
+    """
+    folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != _LOST]
     return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
 
 
@@ -122,21 +129,32 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
 
 def list_unsealed(places: Sequence[str], tags: Sequence[str]) -> set[str]:
     """Those tags that have a seal in no place, in a job that seals its saves; none where no tag has one."""
-    sealed = {tag for tag in tags if any(_is_sealed(os.path.join(place, tag)) for place in places)}
+    sealed = {tag for tag in tags if is_sealed(places, tag)}
     return set(tags) - sealed if sealed else set()
 
 
-def _is_sealed(folder: str) -> bool:
-    """In a place that is out of reach there is no seal."""
+def is_sealed(places: Sequence[str], tag: str) -> bool:
+    """Whether a tag has a seal in some place; those behind the one that has it are not asked.
+
+    Raises:
+        CheckpointError: that cannot be told of a place.
+    """
+    return any(_is_there(os.path.join(place, tag, SEAL)) for place in places)
+
+
+def _is_there(path: str) -> bool:
     try:
-        return exists(os.path.join(folder, SEAL))
-    except OSError:
+        find_change(path)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise explain_failure(path, "looked at", error) from error
+    return True
 
 
 def _find_time(folder: str) -> float:
     """When the first of a folder's state files was written: what came later may be a copy or a seal."""
-    return min((entry.changed for name, entry in list_folder(folder).items() if is_state_file(name)), default=0.0)
+    return min((entry.changed for name, entry in scan_folder(folder).items() if is_state_file(name)), default=0.0)
 
 
 def check_tag(load_dir: str, tag: str) -> str:
@@ -172,7 +190,7 @@ def find_checkpoint(path: str) -> str:
     tag = read_latest(folder)
     if tag is None:
         raise CheckpointError(
-            f"{folder}: neither a checkpoint's folder nor one with `latest` ({len(list_folder(folder))} entries, none "
+            f"{folder}: neither a checkpoint's folder nor one with `latest` ({len(scan_folder(folder))} entries, none "
             "of them a checkpoint)."
         )
     return check_tag(folder, tag)
@@ -182,7 +200,7 @@ def _leads_to_folder(path: str) -> bool:
     try:
         return is_folder(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be looked at ({error}).") from error
+        raise explain_failure(path, "looked at", error) from error
 
 
 def check_latest(folder: str, *, atomic: bool) -> list[Finding]:

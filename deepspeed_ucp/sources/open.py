@@ -20,7 +20,7 @@ from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
 from .expertfiles import ExpertForms
 from .files import SEAL, Listing, holds_atoms, read_model_rank, sort_files, strip_writer
-from .findings import WARNING, Finding, from_error, make_error, sort_findings
+from .findings import WARNING, Finding, from_error, from_failure, make_error, sort_findings
 from .headers import FileHeader
 from .index import build_index, enabled
 from .naming import GroupNames, NamedGroups, Naming, Rename
@@ -392,7 +392,8 @@ def _look_at(folder: str, name: str, reader: str = "") -> FileHeader | Finding:
     except CheckpointError as error:
         # What the system refuses, it may refuse on one node alone; damage is the same for all.
         where = reader if isinstance(error.__cause__, OSError) else ""
-        return Finding("header", name, f"{error}{where}{_OVERWRITTEN if strip_writer(name) != name else ''}")
+        found = from_failure("header", name, error)
+        return replace(found, text=f"{found.text}{where}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
 def _find_save(

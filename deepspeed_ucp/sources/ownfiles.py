@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..atoms import AtomicIndex
-from ..io.store import is_file, list_folder, list_tree
+from ..io.store import is_file
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
-from .files import CLIENT, ZERO
+from .files import CLIENT, ZERO, scan_folder
 from .index import enabled
 from .reading import as_list, list_globals
 
@@ -84,9 +84,9 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[str, str]:
 
 def _list_unpickled(folder: str) -> list[str]:
     """What DeepSpeed's own load may unpickle: state files, and every file of an atomic checkpoint's atoms."""
-    held = list_folder(folder)
+    held = scan_folder(folder)
     names = [name for name in held if name.endswith(_STATE_ENDINGS)]
-    atoms = list_tree(os.path.join(folder, ZERO)) if ZERO in held else {}
+    atoms = scan_folder(os.path.join(folder, ZERO), deep=True) if ZERO in held else {}
     names += [f"{ZERO}/{name}" for name in atoms if name.endswith(".pt")]
     return sorted(os.path.join(folder, name) for name in names)
 
@@ -131,5 +131,5 @@ def _list_shapes(groups: Any) -> list[list[tuple[str, tuple[int, ...]]]]:
 def _count_expert_states(model: str) -> int:
     """Expert-parallel ranks of a save of stage 0, which has a file of optimizer states for each."""
     rank = os.path.basename(model).removesuffix("_model_states.pt")
-    names = (_EXPERT_STATES.fullmatch(name) for name in list_folder(os.path.dirname(model)))
+    names = (_EXPERT_STATES.fullmatch(name) for name in scan_folder(os.path.dirname(model)))
     return sum(match is not None and match[2] == rank for match in names)

@@ -183,7 +183,7 @@ def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
     told = comm.gather((sizes, looked, not any(own)))
     if all(nothing for *_, nothing in told):
         comm.run(lambda: _refuse_nothing([error for _, error in looks]))
-    _tell_unseen([error for _, error in looks], comm)
+    _tell_unseen([str(error or "") for _, error in looks], comm)
     views = [view for _, view, _ in told]
     if len({each for each, *_ in told}) == 1 and (len(set(views)) == 1 or _is_one_save(folders, own, views, comm)):
         found = Whereabouts(folders[0], _join(own), tuple(folders), own)
@@ -204,7 +204,7 @@ def list_files(folder: str, comm: Comm) -> Whereabouts:
     return Whereabouts(folder, entries, (folder,), (entries,))
 
 
-def _look(folder: str, comm: Comm) -> tuple[Entries, str]:
+def _look(folder: str, comm: Comm) -> tuple[Entries, CheckpointError | None]:
     """What a place holds, and why it cannot be listed; of a store one rank asks, for all."""
     if not is_url(folder):
         return _list(folder)
@@ -213,17 +213,17 @@ def _look(folder: str, comm: Comm) -> tuple[Entries, str]:
     return told
 
 
-def _list(folder: str) -> tuple[Entries, str]:
+def _list(folder: str) -> tuple[Entries, CheckpointError | None]:
     try:
-        return list_entries(folder), ""
+        return list_entries(folder), None
     except CheckpointError as error:
-        return {}, str(error)
+        return {}, error
 
 
-def _refuse_nothing(errors: Iterable[str]) -> None:
+def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:
     for error in errors:
-        if error:
-            raise CheckpointError(error)
+        if error is not None:
+            raise error
 
 
 def _tell_unseen(errors: Sequence[str], comm: Comm) -> None:

@@ -11,9 +11,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
+from ..io.opened import explain_failure
 from ..io.store import read_small, remove, write_small
 from .files import SEAL
-from .findings import Finding
+from .findings import Finding, from_failure
 from .headers import FileHeader
 
 
@@ -61,7 +62,7 @@ def read_seal(path: str) -> Seal:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        raise explain_failure(path, "read", error) from error
     except (ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not the seal that was written ({error}); it is damaged.") from error
     if seal.digest != seal.make_digest():
@@ -106,7 +107,7 @@ def compare_seal(folder: str, headers: Iterable[FileHeader]) -> tuple[list[Findi
     except FileNotFoundError:
         return [], {}
     except CheckpointError as error:
-        return [Finding("seal", SEAL, str(error))], {}
+        return [from_failure("seal", SEAL, error)], {}
     faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
     sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
     return [fault for fault in faults if fault], sums

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final, NamedTuple
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.opened import Positioned, is_remote, measure, read_ahead, read_at
+from ..io.opened import Positioned, explain_failure, is_remote, measure, read_ahead, read_at
 from ..io.store import open_regular
 from .zipframe import ALIGNMENT, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
@@ -81,7 +81,7 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         with open_regular(path) as stream:
             yield stream
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        raise explain_failure(path, "read", error) from error
 
 
 def starts_zip(stream: BinaryIO) -> bool:

@@ -15,13 +15,14 @@ import pytest
 from isal import isal_zlib
 
 from deepspeed_ucp.atoms import FileRef, Record
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.io import direct, memory, opened
 from deepspeed_ucp.io.checksum import Checked
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
 from deepspeed_ucp.plan import DISCARD, Part, Request
+from deepspeed_ucp.torchsave.torchfile import list_records
 
 DATA = random.Random(0).randbytes(4000)
 
@@ -263,6 +264,28 @@ def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
     else:
         with pytest.raises(CheckpointError, match=told):
             cold.fetch(4096, 10, Scratch())
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        *((code, CheckpointError) for code in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EIO)),
+        *((code, OutOfReachError) for code in (errno.EACCES, errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)),
+    ],
+    ids=lambda value: errno.errorcode.get(value, ""),
+)
+def test_what_is_no_fault_of_a_file_is_told_apart(
+    code: int, kind: type[CheckpointError], cold: StoredFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    for work in (lambda: cold.read_some([], 0), lambda: StoredFile(cold.path), lambda: list_records(cold.path)):
+        with pytest.raises(CheckpointError) as caught:
+            work()
+        assert type(caught.value) is kind
 
 
 def test_a_file_takes_one_descriptor(cold: StoredFile) -> None:

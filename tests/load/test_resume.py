@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, RemoteError, StorageError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.resume import (
@@ -466,11 +469,53 @@ def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_left_half_ch
 
 
 def test_what_is_no_fault_of_the_files_is_told_and_no_older_tag_taken(falling_back: FallingBack) -> None:
-    for error in (UnsupportedError("needs your consent."), StorageError("is under way already.")):
+    errors = UnsupportedError("needs your consent."), StorageError("is under way."), OutOfReachError("is out of reach.")
+    for error in errors:
         falling_back.fails = {"global_step3": error}
         with pytest.raises(type(error), match=str(error)):
             falling_back.load()
         assert falling_back.tried == ["global_step3"]
+
+
+def test_a_further_place_that_is_out_of_reach_counts_where_older_tags_are_wanted(
+    falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold the newest of them."""
+    there, scan = str(tmp_path / "there"), os.scandir
+
+    def look(path: str) -> Any:
+        if path.startswith(there):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    (tmp_path / "run" / "global_step3" / SEAL).touch()
+    assert falling_back.load(seal=True, also=[there]) == "global_step3"
+    falling_back.fails = {"global_step3": CUT}
+    with pytest.raises(OutOfReachError, match="there.*cannot be listed"):
+        falling_back.load(seal=True, also=[there])
+    assert falling_back.tried == ["global_step3"]
+
+
+@pytest.mark.parametrize("name", ["", STATES], ids=["folder", "file"])
+def test_files_out_of_reach_keep_their_kind_up_to_the_load(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model((Param("a", (3, 5)),))
+    for place in ("first", "other"):
+        write_checkpoint(tmp_path / place, model, random_state(model, 0), Topology(1, 2), tag="tag")
+    folder, other = str(tmp_path / "first/tag"), str(tmp_path / "other/tag")
+    for function in ("open", "scandir"):
+        monkeypatch.setattr(os, function, partial(refuse_path, getattr(os, function), os.path.join(folder, name)))
+    with pytest.raises(OutOfReachError, match="Permission denied"):
+        open_checkpoint(folder, Comm())
+    assert open_checkpoint(folder, Comm(), also=[other]).stored.atoms
+
+
+def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any) -> Any:
+    if str(path) == refused.rstrip("/"):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    return work(path, *rest)
 
 
 class Harmful:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
 from deepspeed_ucp.sources import check_tag, find_tags, read_latest
 from deepspeed_ucp.sources.files import (
     NO_AXIS,
@@ -21,7 +23,7 @@ from deepspeed_ucp.sources.files import (
     read_swap_name,
     sort_files,
 )
-from deepspeed_ucp.sources.latest import find_newest, list_older, list_unsealed
+from deepspeed_ucp.sources.latest import find_newest, is_sealed, list_older, list_unsealed
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -229,6 +231,28 @@ def test_tags_are_folders_with_states(tmp_path: Path) -> None:
     touch(tmp_path, MODEL)
     assert find_tags(str(tmp_path)) == ["a", "b"]
     assert find_tags(str(tmp_path / "absent")) == []
+    assert find_tags(str(tmp_path / "c" / "notes.txt")) == []
+
+
+@pytest.mark.parametrize("refused", ["", "a"], ids=["all", "one"])
+def test_a_folder_that_cannot_be_listed_is_not_one_without_tags(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody begins from scratch because of it. What root keeps in the root of a file system is nothing of a run."""
+    (tmp_path / "lost+found").mkdir()
+    touch(tmp_path / "a", MODEL)
+    scan, closed = os.scandir, [str(tmp_path / "lost+found")]
+
+    def look(path: str) -> Any:
+        if path in closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    assert find_tags(str(tmp_path)) == ["a"]
+    closed.append(os.path.join(tmp_path, refused).rstrip("/"))
+    with pytest.raises(OutOfReachError, match=r"cannot be listed \(Permission denied\)"):
+        read_latest(str(tmp_path))
 
 
 def save_at(time: int, folder: Path, name: str = "mp_rank_00_model_states.pt") -> None:
@@ -271,10 +295,12 @@ def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monk
     (tmp_path / "there" / "c" / SEAL).touch()
     assert list_unsealed(places, tags) == {"b"}
 
-    def look(path: str) -> bool:
+    def look(path: str) -> int:
         if path.startswith(places[1]):
             raise ConnectionError("out of reach")
-        return os.path.exists(path)
+        return os.stat(path).st_mtime_ns
 
-    monkeypatch.setattr("deepspeed_ucp.sources.latest.exists", look)
-    assert list_unsealed(places, tags) == {"b", "c"}
+    monkeypatch.setattr("deepspeed_ucp.sources.latest.find_change", look)
+    assert is_sealed(places, "a")
+    with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
+        list_unsealed(places, tags)

@@ -27,7 +27,7 @@ from ...io.store import find_entry, list_tree
 from ...plan.recast import split_experts
 from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, holds_atoms
-from ..findings import Finding
+from ..findings import Finding, from_failure
 from ..headers import FileHeader
 from ..places import Whereabouts
 from ..reading import read_file
@@ -97,7 +97,7 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
     try:
         return read_manifest(folder)
     except CheckpointError as error:
-        return Finding("manifest", MANIFEST, str(error))
+        return from_failure("manifest", MANIFEST, error)
 
 
 def _find_all_faults(folder: str, sizes: Mapping[str, int], comm: Comm) -> list[Finding]:
@@ -140,7 +140,7 @@ def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding])
     try:
         header = read_file(folder, manifest.state_file)
     except UcpError as error:
-        return Finding("header", manifest.state_file, str(error))
+        return from_failure("header", manifest.state_file, error)
     expected = next(state.crc for state in manifest.states if state.name == manifest.state_file)
     if header.crc != expected:
         text = (

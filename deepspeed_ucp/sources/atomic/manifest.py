@@ -15,6 +15,7 @@ from typing_extensions import Required, TypedDict
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...experts import holds_experts
+from ...io.opened import explain_failure
 from ...io.store import find_change, read_small
 from ...patterns import Pattern, record_pattern
 from ...topology import Topology
@@ -269,7 +270,9 @@ def read_manifest_file(path: str) -> Manifest:
         return parse_manifest(read_small(path).decode("utf-8"), path)
     except (FileNotFoundError, NotADirectoryError):
         raise
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}).") from error
 
 
