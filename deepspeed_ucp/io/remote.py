@@ -26,6 +26,15 @@ Es = TypeVar("Es", bound=Mapping[str, Entry])
 
 _CONNECTIONS = 64
 
+_PART, _PARTS, _UPLOADS = 8 << 20, 4, 10
+"""Bytes of a part of an upload to S3, the parts of a file that are under way at once, and the files: all are in memory.
+
+More files wait for each other anyway: a client has ten connections.
+"""
+
+_MOST_PARTS = 10_000
+"""Of a file, in S3."""
+
 _READ_ONLY = "cannot be written to; such URLs are read only. Write elsewhere."
 
 _EXTRAS = {"s3": ("s3", "s3a"), "gcs": ("gs", "gcs"), "abfs": ("abfs", "abfss", "az")}
@@ -42,17 +51,18 @@ class _Process:
         systems: fsspec's file systems by scheme and what a URL tells of its server, those that are written to apart.
         known: what the last listing told of a file, by URL.
         options: for file systems that are made.
+        uploads: room for files that are written at once.
     """
 
     def __init__(self) -> None:
-        self.systems: dict[tuple[str, bool, frozenset[tuple[str, Any]]], Any] = {}
         self.known: dict[str, Entry] = {}
         self.options: dict[str, Any] = {}
-        self.lock = threading.Lock()
+        self.leave()
 
     def leave(self) -> None:
         """Forget what a forked process cannot use."""
-        self.systems, self.lock = {}, threading.Lock()
+        self.systems: dict[tuple[str, bool, frozenset[tuple[str, Any]]], Any] = {}
+        self.lock, self.uploads = threading.Lock(), threading.BoundedSemaphore(_UPLOADS)
 
 
 _process = _Process()
@@ -315,14 +325,30 @@ def put_file(path: str, url: str) -> None:
     """
     system, there = connect(url, writing=True)
     size = os.stat(path).st_size
+    part = max(_PART, -(-size // _MOST_PARTS))
+    options = {"chunksize": part, "max_concurrency": _PARTS} if is_s3(system) else {}
+    before = find_entry(url) if options and size >= 2 * part else None
 
     def work() -> None:
-        system.put_file(path, there)
-        held = int(system.info(there)["size"])
-        if held != size:
-            raise EOFError(f"{held} bytes arrived of {size}")
+        try:
+            with _process.uploads:
+                system.put_file(path, there, **options)
+        except FileNotFoundError as error:
+            if _find_code(error) != "NoSuchUpload":
+                raise
+            if find_entry(url) in (None, before):  # else the answer alone was lost to the request that ended it
+                raise ConnectionError("parts of it are not there any more") from error
+        held = find_entry(url)
+        if held is None or held.size != size:
+            raise EOFError(f"{held.size if held else 0} bytes arrived of {size}")
 
     _write(work, url)
+
+
+def _find_code(error: FileNotFoundError) -> str:
+    """What S3 calls an error."""
+    answer = getattr(error.__cause__, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, Mapping) else ""
 
 
 def put_bytes(url: str, data: bytes) -> None:

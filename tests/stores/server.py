@@ -25,7 +25,10 @@ class Asked:
 
 
 Fault = Callable[[dict[str, Any]], str | None]
-"""Of a request's environment the fault to answer it with: a status, ``truncate`` or ``reset``; None for none."""
+"""Of a request's environment the fault to answer it with; None for none.
+
+A status, ``truncate``, ``reset``, or ``lost``: the request is carried out, and its answer does not come.
+"""
 
 
 @dataclass
@@ -92,6 +95,8 @@ class _Middleware:
             return [body]
         data = b"".join(self.inner(environ, start))
         self._note(environ, len(data))
+        if fault == "lost":
+            _reset(environ["werkzeug.socket"])
         return [data[: len(data) // 2] if fault == "truncate" else data]
 
     def _note(self, environ: dict[str, Any], nbytes: int) -> None:
@@ -102,7 +107,13 @@ class _Middleware:
             self.server.asked.append(Asked(environ["REQUEST_METHOD"], environ["PATH_INFO"], span, nbytes))
 
 
-_CODES = {"403": b"AccessDenied", "429": b"TooManyRequests", "500": b"InternalError", "503": b"SlowDown"}
+_CODES = {
+    "403": b"AccessDenied",
+    "404": b"NoSuchUpload",
+    "429": b"TooManyRequests",
+    "500": b"InternalError",
+    "503": b"SlowDown",
+}
 _ERROR = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>injected</Message></Error>'
 
 

@@ -354,15 +354,41 @@ def test_a_conversion_goes_and_comes(server: Server, small: State, tmp_path: Pat
     assert list(store.list_folder(f"s3://{BUCKET}/weights")) == ["model.safetensors"]
 
 
-@pytest.mark.exhaustive
 def test_a_large_file_is_written_in_parts(server: Server, tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(bytes(120 << 20))
-    server.asked.clear()
-    remote.put_file(str(path), f"s3://{BUCKET}/parts")
-    assert len([each for each in server.asked if each.method == "PUT"]) > 1
+    """Small ones: all that are under way are in memory, of many files at once."""
+    path, sizes = tmp_path / "large", list[int]()
+    path.write_bytes(bytes(20 << 20))
+
+    def note(environ: dict[str, Any]) -> None:
+        if environ["REQUEST_METHOD"] == "PUT":
+            sizes.append(int(environ.get("HTTP_X_AMZ_DECODED_CONTENT_LENGTH") or environ["CONTENT_LENGTH"]))
+
+    with server.failing(note):
+        remote.put_file(str(path), f"s3://{BUCKET}/parts")
+    assert sorted(sizes) == [4 << 20, 8 << 20, 8 << 20]
     entry = store.find_entry(f"s3://{BUCKET}/parts")
-    assert entry is not None and entry.size == 120 << 20
+    assert entry is not None and entry.size == 20 << 20
+
+
+def is_completion(environ: dict[str, Any]) -> bool:
+    """Whether a request makes parts a file."""
+    return environ["REQUEST_METHOD"] == "POST" and "uploadId" in environ["QUERY_STRING"]
+
+
+@pytest.mark.parametrize("before", [0, 20 << 20])
+def test_a_file_whose_last_answer_is_lost_has_arrived(server: Server, tmp_path: Path, before: int) -> None:
+    """Also where another one of its size lay there; where the parts have gone, and it has not come, it is sent anew."""
+    path, url = tmp_path / "large", f"s3://{BUCKET}/lost/{before}"
+    faults = {"lost": iter(["lost"]), "404": iter(["404"])}
+    for fault, left in faults.items():
+        path.write_bytes(bytes(before))
+        remote.put_file(str(path), url)
+        path.write_bytes(fault[:1].encode() * (20 << 20))
+        server.asked.clear()
+        with server.failing(lambda environ, left=left: next(left, None) if is_completion(environ) else None):
+            remote.put_file(str(path), url)
+        assert len([each for each in server.asked if each.method == "PUT"]) == (3 if fault == "lost" else 6)
+        assert store.read_small(url) == path.read_bytes()
 
 
 def test_what_is_asked_is_counted(server: Server) -> None:
