@@ -102,7 +102,8 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
             comm.run(target.swaps.commit)
         with report.phase("copies"):
             if work.touched:
-                target.refresh_copies()
+                comm.run(target.refresh_copies)
+                target.gather_copies()
         with report.phase("finish"):
             comm.run(finish)
     if config.verify == "crc":

@@ -180,7 +180,7 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) ->
     try:
         loaded = own()
         if target is not None:
-            refresh_after_own_load(target, with_states=with_states)
+            refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:
         told = mark(job.engine, error, with_states=with_states)
         if hasattr(error, "add_note"):  # Python 3.11

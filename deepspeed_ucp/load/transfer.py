@@ -60,7 +60,8 @@ class Transfer:
         """Who reads what; collective."""
         fresh, near = [sink.fresh for sink in self.work.into.sinks], find_near(self.stages)
         plan = negotiate(self.work.wants, fresh, self.index, self.comm, self.sizes, near)
-        return plan, CollectiveReader(self.index, self.work.into, plan, self.comm, self.config, self.stages)
+        told = (self.index, self.work.into, plan, self.comm, self.config, self.stages)
+        return plan, self.comm.run(lambda: CollectiveReader(*told))  # which may allocate memory apart
 
     def persist(self, work: Callable[[], None]) -> None:
         """Carry out pass 1 and its verification, again where files turn out damaged that have copies; collective.

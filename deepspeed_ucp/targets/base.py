@@ -239,7 +239,10 @@ class Target(ABC):
 
     @abstractmethod
     def refresh_copies(self) -> None:
-        """Make the model's own copies from the masters as DeepSpeed does after a step; collective."""
+        """Make the model's own copies from this rank's masters as DeepSpeed does after a step."""
+
+    def gather_copies(self) -> None:  # noqa: B027 - most have nothing to gather
+        """Complete the copies by those of other ranks, when all have made theirs; collective."""
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
         """What a flat buffer was made from at the start: 1-D tensors, one after the other; none if not in memory.

@@ -17,6 +17,9 @@ from .gathering import gather_in_place
 from .optimizer import is_muon_group
 from .swap import SwapPlace
 
+_PIECE = 1 << 24
+"""Elements of a master that are copied at once: torch converts what goes to another device in memory apart."""
+
 
 class Zero12Target(Target):
     """DeepSpeedZeroOptimizer (stage_1_and_2.py): a padded flat buffer per group, cut into equal partitions."""
@@ -57,8 +60,13 @@ class Zero12Target(Target):
             wait()
 
     def refresh_copies(self) -> None:
-        for _, flat, partitions, master, process_group in self._list_groups():
-            partitions[ds_comm.get_rank(group=process_group)].data.copy_(master.data)
+        for _, _, partitions, master, process_group in self._list_groups():
+            copy = partitions[ds_comm.get_rank(group=process_group)].data
+            for low in range(0, copy.numel(), _PIECE):
+                copy[low : low + _PIECE].copy_(master.data[low : low + _PIECE])
+
+    def gather_copies(self) -> None:
+        for _, flat, _, _, process_group in self._list_groups():
             gather_in_place(flat.data, process_group)
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:

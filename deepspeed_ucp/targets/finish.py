@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
 from ..atoms import strip_compiled
+from ..comm import Comm
 from .base import Target
 from .optimizer import restore_hyper
 
@@ -136,18 +137,21 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
         wrapped.clip_grad = clip_grad
 
 
-def refresh_after_own_load(target: Target, *, with_states: bool) -> None:
+def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> None:
     """Bring up to date what DeepSpeed's own load leaves stale; collective.
 
     Of a pipeline these are copies that no file of it holds: a tied layer with a ``forward_fn`` (an output layer that
     uses the embedding) has no layer file. Its masters come back with the optimizer and its tied weight from the first
     stage, but the other parameters' copies stay as they were constructed until the first step
-    (``PipelineModule.load_state_dir``). Collective over the data-parallel ranks of a stage.
+    (``PipelineModule.load_state_dir``). They are gathered by the data-parallel ranks of such a stage alone.
     """
     target.drop_secondary_copies()
-    if with_states and target.unfiled():
+    is_stale = with_states and bool(target.unfiled())
+    if is_stale:
         target.prepare()
-        target.refresh_copies()
+    comm.run(target.refresh_copies if is_stale else lambda: None)
+    if is_stale:
+        target.gather_copies()
 
 
 def pick_client_state(

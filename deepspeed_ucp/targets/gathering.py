@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from deepspeed import comm as ds_comm
 
 from ..io.shared import share_memory
 
@@ -27,8 +28,7 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
         return
     partitions = flat.view(size, -1)
     if flat.device.type != "cpu":
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-        gather(flat, partitions[rank], group=process_group)
+        ds_comm.all_gather_into_tensor(flat, partitions[rank], group=process_group)  # which knows every accelerator
         return
     parts = partitions.view(torch.uint8)
 

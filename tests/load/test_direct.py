@@ -22,12 +22,13 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, St
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import exchange, transfer
 from deepspeed_ucp.load.census import join_groups
-from deepspeed_ucp.load.destinations import Buffer, Destinations
+from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer, negotiate
+from deepspeed_ucp.load.uploads import Uploads
 from deepspeed_ucp.plan import LoadPlan, ReadSizes
 from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.sources import open_checkpoint
@@ -751,6 +752,49 @@ def test_one_rank_without_memory_for_its_buffers_ends_all_ranks(
     assert len({(type(result), str(result)) for result in results}) == 1
     assert f"[rank {culprit}] out of memory" in str(results[0])
     assert "must not be used" in str(results[0])
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_rank_without_memory_for_its_copies_ends_all_ranks(
+    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are gathered when every rank has made its own."""
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 3))
+    index, gathered = open_for(path, targets[0]), list[int]()
+
+    def fail() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(targets[culprit], "refresh_copies", fail)
+    for target in targets:
+        monkeypatch.setattr(target, "gather_copies", lambda: gathered.append(1))
+    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert len({(type(result), str(result)) for result in results}) == 1
+    assert f"[rank {culprit}] out of memory" in str(results[0])
+    assert "must not be used" in str(results[0])
+    assert not gathered
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_rank_that_cannot_prepare_its_reads_ends_all_ranks(
+    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(3, 3))
+    index, choose = open_for(path, targets[0]), exchange.choose_uploads
+
+    def fail(sinks: list[TensorSink], threads: int) -> Uploads:
+        if sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
+            raise MemoryError
+        return choose(sinks, threads)
+
+    monkeypatch.setattr(exchange, "choose_uploads", fail)
+    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert len({(type(result), str(result)) for result in results}) == 1
+    assert f"[rank {culprit}] out of memory" in str(results[0])
+    for target in targets:
+        check_untouched(target)
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

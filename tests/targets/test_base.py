@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ucp.atoms import strip_compiled
+from deepspeed_ucp.targets import engines, gathering
 from deepspeed_ucp.targets.base import dtype_name, flatten
+from deepspeed_ucp.targets.engines import Zero12Target
 from tests.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 
@@ -36,3 +40,43 @@ def test_partitions_that_were_fetched_ahead_go_back_to_nvme() -> None:
         param.ds_tensor = SimpleNamespace(final_location="nvme", status=PartitionedParamStatus[status])
     target.prepare()
     assert len(released) == 2 and released[0] == "waited" and released[1] is target.params["a"]
+
+
+class Copies(TorchDispatchMode):
+    """How many elements each copy has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_masters_reach_their_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is converted on its way to a GPU is in memory apart: as much as a piece, not a whole partition."""
+    flat, master = torch.zeros(22, dtype=torch.bfloat16), torch.arange(11.0)
+    target: Any = Zero12Target.__new__(Zero12Target)
+    target.wrapped = SimpleNamespace(**{name: [None] for name in Zero12Target.attributes})
+    target.wrapped.bit16_groups_flat, target.wrapped.single_partition_of_fp32_groups = [flat], [master]
+    target.wrapped.parallel_partitioned_bit16_groups = [flat.view(2, 11)]
+    monkeypatch.setattr(engines.ds_comm, "get_rank", lambda group: 1)
+    monkeypatch.setattr(engines, "_PIECE", 4)
+    with Copies() as copies:
+        target.refresh_copies()
+    assert flat.tolist() == [0.0] * 11 + master.tolist()
+    assert copies.sizes == [4, 4, 3]
+
+
+def test_copies_of_accelerators_are_gathered_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which brings them to the host where torch gathers none of an accelerator's."""
+    told = list[Any]()
+    monkeypatch.setattr(gathering.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(gathering.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(gathering.ds_comm, "all_gather_into_tensor", lambda *each, group: told.extend((*each, group)))
+    flat = torch.zeros(6, device="meta")
+    gathering.gather_in_place(flat, "group")
+    whole, own, group = told
+    assert (whole is flat, own.storage_offset(), own.numel(), group) == (True, 3, 3, "group")
