@@ -133,6 +133,11 @@ class ScratchPool:
             if mark is not None:
                 mark.synchronize()
 
+    def clear(self) -> None:
+        """Let go of what has been given back; nothing may be read from it."""
+        self._left += len(self._idle)
+        self._idle.clear()
+
 
 def drop_front(views: list[memoryview], nbytes: int) -> None:
     """Take away what is done of memory that is read or written, one view after the other."""

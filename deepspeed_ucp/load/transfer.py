@@ -109,15 +109,19 @@ class Transfer:
         try:
             yield
         except BaseException:
-            self.reader.uploads.finish()  # what is still on its way would arrive afterwards
+            self.reader.uploads.close()  # what is still on its way would arrive afterwards
             self.work.into.undo()
             raise
 
     def fill(self) -> list[Checked]:
         """Pass 2: fill the live buffers, from the files or from memory apart; what was read again."""
         again = self.reader.fill_live() if self.two_passes else []
-        self.comm.run(self.work.into.commit)  # a rank without memory for it must not leave the others waiting
+        self.comm.run(self._commit)  # a rank without memory for it must not leave the others waiting
         return again
+
+    def _commit(self) -> None:
+        self.reader.uploads.close()
+        self.work.into.commit()
 
 
 def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: bool) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io.memory import ScratchPool
+from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
 from deepspeed_ucp.load import destinations, exchange, uploads
 from deepspeed_ucp.load.destinations import TensorSink
-from deepspeed_ucp.load.uploads import Uploads, choose_uploads
+from deepspeed_ucp.load.uploads import GpuUploads, Uploads, choose_uploads
 from tests.ranks import run_ranks
 from tests.reshard import check_content, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -166,7 +167,7 @@ class LateCuda(threading.local):
 
 def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread's streams and events are those of its current GPU, the first one, unless they name another."""
-    cuda, locked = LateCuda([]), set[int]()
+    cuda, locked, emptied = LateCuda([]), set[int](), list[int]()
     sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=torch.device("cuda", 1))))]
 
     def choose(_sinks: object, threads: int) -> Uploads:
@@ -182,6 +183,7 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
 
     monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(uploads, "_allocate_pinned", allocate)
+    monkeypatch.setattr(uploads, "_empty_cache", lambda: emptied.append(1))
     monkeypatch.setattr(exchange, "choose_uploads", choose)
     monkeypatch.setattr(destinations, "_copy", copy)
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
@@ -190,6 +192,54 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
     targets = make_targets(MODEL, Topology(3, 2))
     check_content(load(open_for(path, targets[0]), targets, window=1 << 12), state)
     assert locked == {1}
+    assert emptied == [1, 1]
+
+
+def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's pool has 32, whose memory it keeps apart; each step has new threads."""
+    made = list[object]()
+    cuda = SimpleNamespace(Stream=made.append, device=nullcontext, stream=nullcontext)
+    monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
+    lent = GpuUploads(2, torch.device("cuda", 0))
+    for _ in range(3):
+        with lent.open_stream(), suppress(KeyError), lent.open_stream():
+            raise KeyError
+    assert len(made) == 2
+
+
+def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    tries = list[int]()
+
+    def fail(nbytes: int) -> memoryview:
+        tries.append(nbytes)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(uploads, "_allocate_pinned", fail)
+    lent = GpuUploads(1, torch.device("cuda", 0))
+    for nbytes in (1 << 20, 40 << 20):
+        lent._allocate(nbytes)[-1] = 1
+    assert len(tries) == 1
+    assert caplog.text.count("no page-locked memory for copies to cuda:0") == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("size", [1 << 20, 5 << 20, 10 << 20, 16 << 20])
+def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch locks a power of two, which of 4 MiB and what a disk needs around it would be 8 MiB."""
+    locked = list[int]()
+
+    def allocate(nbytes: int) -> memoryview:
+        locked.append(1 << (nbytes - 1).bit_length())
+        return allocate_large(nbytes)
+
+    monkeypatch.setattr(uploads, "_allocate_pinned", allocate)
+    lent = GpuUploads(threads, torch.device("cuda", 0))
+    pieces = [lent._allocate(size) for _ in range(2 * threads)]
+    assert sum(locked) <= 1.1 * 2 * threads * size + uploads._LOCKED
+    begins = sorted(find_address(piece) for piece in pieces)
+    assert all(low + size <= high for low, high in pairwise(begins))
+    assert {begin % 4096 for begin in begins} == {0}
+    assert {piece.nbytes for piece in pieces} == {size}
 
 
 def test_memory_of_several_gpus_is_copied_to_at_once() -> None:
