@@ -215,7 +215,7 @@ def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
     options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
     first = _find_reader(index, index.run.state_file)
     saved = comm.once(lambda: _read_objects(index, index.run.state_file, **options), first)
-    own = _find_own_file(index, target)
+    own = comm.run(lambda: _find_own_file(index, target))  # which may ask a store
     others = _ask_for(index, own, options, comm)
 
     def take() -> dict[str, Any]:

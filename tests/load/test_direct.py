@@ -20,7 +20,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.io.threads import count_threads
-from deepspeed_ucp.load import exchange, transfer
+from deepspeed_ucp.load import direct, exchange, transfer
 from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.load.direct import load_direct
@@ -34,6 +34,7 @@ from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.targets.guard import BROKEN, HALF_STATES
 from tests.covering import cover, params
+from tests.curriculum import make_sampler
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.plan import planning
 from tests.ranks import World, run_ranks
@@ -79,9 +80,6 @@ class FakeEngine:
 
     def random_ltd_enabled(self) -> bool:
         return self.random_ltd_scheduler is not None
-
-    def curriculum_learning_enabled(self) -> bool:
-        return self.training_dataloader is not None
 
     def train_batch_size(self) -> int:
         return 4
@@ -268,7 +266,7 @@ def test_what_only_one_side_has_is_told(live: bool, tmp_path: Path, caplog: pyte
         rank = FakeTarget(PLAIN, Topology(2, 2), number)
         engine = FakeEngine(rank)
         engine.lr_scheduler = engine.random_ltd_scheduler = Scheduler() if live else None
-        engine.training_dataloader = SimpleNamespace(data_sampler=Scheduler()) if live else None
+        engine.training_dataloader = SimpleNamespace(data_sampler=make_sampler(tmp_path, number)) if live else None
         run_load(open_for(path, rank, comm), rank, comm, engine=engine)
         leave = {"load_lr_scheduler_states": False}
         run_load(open_for(path, rank, comm), rank, comm, engine=FakeEngine(rank), **leave)  # asked for: not told
@@ -707,6 +705,22 @@ def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None
     assert f"[rank {culprit}]" in str(results[0])
     for target in targets:
         check_untouched(target)
+
+
+def test_one_rank_that_cannot_look_for_its_state_file_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, Topology(1, 3))
+    targets = make_targets(PLAIN, Topology(1, 2))
+    index = open_for(path, targets[0])
+
+    def look(_index: AtomicIndex, target: Any) -> None:
+        if target is targets[1]:
+            raise OSError("the store does not answer")
+
+    monkeypatch.setattr(direct, "_find_own_file", look)
+    results = World(2).run(lambda rank, comm: run_load(index, targets[rank], comm))
+    assert [type(each) for each in results] == [StorageError] * 2
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
