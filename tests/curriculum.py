@@ -59,7 +59,6 @@ def draw(sampler: DeepSpeedDataSampler) -> list[int]:
 def make_engine(sampler: Any, **more: Any) -> Any:
     return SimpleNamespace(
         training_dataloader=SimpleNamespace(data_sampler=sampler),
-        curriculum_learning_enabled=lambda: True,
         random_ltd_enabled=lambda: False,
         lr_scheduler=None,
         seq_data_parallel_group=None,

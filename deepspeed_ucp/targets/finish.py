@@ -14,6 +14,7 @@ from deepspeed.utils import fragment_address
 from ..atoms import strip_compiled
 from ..comm import Comm
 from .base import Target
+from .coverage import find_data_sampler
 from .optimizer import restore_hyper
 
 NOT_CLIENT = (
@@ -54,11 +55,10 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
         What is wrong where only one side has one of them, and what to do. It is no error: a trainer may step a
         scheduler that the engine does not know, or the new run may be meant to have another.
     """
-    loader = engine.training_dataloader if engine.curriculum_learning_enabled() else None
     helpers = {
         "lr_scheduler": engine.lr_scheduler,
         "random_ltd": engine.random_ltd_scheduler if engine.random_ltd_enabled() else None,
-        "data_sampler": loader.data_sampler if loader is not None else None,
+        "data_sampler": find_data_sampler(engine),
     }
     if not with_scheduler:
         del helpers["lr_scheduler"]

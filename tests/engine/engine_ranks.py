@@ -25,6 +25,7 @@ from deepspeed_ucp.testing.capture import EngineState, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
 from deepspeed_ucp.testing.ranks import train as train_steps
+from tests.curriculum import make_sampler
 
 Training = Callable[[], Generator[Any, None, None]]
 """Makes an engine and yields it, then the loss of each step that it trains."""
@@ -286,23 +287,10 @@ def differences(folder: str, state: EngineState, optimizer_states: bool = True) 
     return compare(saved_state(folder), state, optimizer_states=optimizer_states)[1]
 
 
-class Sampler:
-    """Stands for DeepSpeed's curriculum data sampler, which wants index files of a data set."""
-
-    def __init__(self) -> None:
-        self.consumed = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"consumed_samples": self.consumed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.consumed = state["consumed_samples"]
-
-
 def train_with_helpers(ds_config: dict[str, Any], folder: str, load: bool) -> dict[str, Any]:
     """Save or load with a random-LTD scheduler and a data sampler; their states at the end."""
     engine = make_engine(ds_config, "plain")
-    sampler = Sampler()
+    sampler = make_sampler(Path(f"{folder}_clusters"), dist.get_rank())
     engine.training_dataloader = SimpleNamespace(data_sampler=sampler)
     engine.curriculum_learning_enabled = lambda: True
     if load:
@@ -310,9 +298,9 @@ def train_with_helpers(ds_config: dict[str, Any], folder: str, load: bool) -> di
         assert engine.ucp_report.direct
     else:
         train_steps(train_engine(engine), 3)
-        sampler.consumed = 180
+        sampler.consumed_samples = 180
         engine.save_checkpoint(folder)
-    found = {"random_ltd": engine.random_ltd_scheduler.state_dict(), "data_sampler": sampler.state_dict()}
+    found = {"random_ltd": engine.random_ltd_scheduler.state_dict(), "data_sampler": sampler.consumed_samples}
     engine.destroy()
     return found
 
