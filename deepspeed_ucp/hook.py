@@ -134,11 +134,11 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
             told = "%s: DeepSpeed saves to local folders alone; it has made %s, which no load from the URL finds"
             logger.warning(told, save_dir, os.path.abspath(folder))
         return
+    local = engine.use_node_local_storage()
     try:
+        comm.run(lambda: remove_seal(folder) if comm.rank == 0 or local else None)
         if config.seal:
-            seal_folder(folder, comm, local=engine.use_node_local_storage())
-        elif comm.rank == 0 or engine.use_node_local_storage():
-            remove_seal(folder)
+            seal_folder(folder, comm, local=local)
     except (UcpError, OSError) as error:
         if comm.rank == 0:
             logger.warning("%s: is not sealed: %s", folder, error)

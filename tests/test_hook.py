@@ -13,7 +13,7 @@ import pytest
 from deepspeed_ucp import hook
 from deepspeed_ucp.carry import KEY, Carried, carry
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError
 from deepspeed_ucp.io import gets
 from deepspeed_ucp.sources.files import SEAL
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -227,6 +227,20 @@ def test_a_save_that_cannot_be_sealed_is_a_warning(tmp_path: Path, caplog: pytes
     engine = make_engine(seal=True)
     assert hook._save_checkpoint(lambda *_: True, engine, str(tmp_path / "nowhere"), "tag")
     assert "is not sealed" in caplog.text
+
+
+def test_a_save_that_cannot_be_sealed_does_not_keep_the_seal_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which a load would refuse it."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise DiskFullError("no room for the seal")
+
+    save(make_engine(seal=True), tmp_path / "tag")
+    monkeypatch.setattr(hook, "seal_folder", fail)
+    save(make_engine(seal=True), tmp_path / "tag")
+    assert not (tmp_path / "tag" / SEAL).exists()
 
 
 def test_a_save_to_a_url_is_told_and_touches_nothing_behind_it(
