@@ -190,7 +190,7 @@ def verify_checkpoint(
     comm, begin = comm or Comm(), time.perf_counter()
     files = _find_files([folder, *also], comm)
     report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"), also=also)
-    more, index = list_findings(report, groups), report.index
+    more, index = comm.once(lambda: list_findings(report, groups)), report.index
     files = _choose_places(files, index)
     seen, read = _examine_all(files, index, options, headers_only=headers_only)
     listed = {name: each.listed for name, each in seen.items() if each.listed is not None}

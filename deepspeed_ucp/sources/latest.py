@@ -209,11 +209,12 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
     name = UNIVERSAL if atomic else LATEST
     try:
         named = read_tag(os.path.join(parent, name))
+        is_there = _leads_to_folder(os.path.join(parent, named))
     except FileNotFoundError:
         return [Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}", NOTE)]
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]
-    if not is_folder(os.path.join(parent, named)):
+    if not is_there:
         text = f"{parent}/{name}: leads to {named!r}, which is not there; a load without a tag fails."
         return [Finding("latest", name, text, WARNING)]
     return [] if named == tag else [Finding("latest", name, f"`{name}` names {named!r}, not this one", NOTE)]

@@ -22,6 +22,7 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.io import scan
+from deepspeed_ucp.sources import latest
 from deepspeed_ucp.sources.atomic.manifest import read_manifest
 from deepspeed_ucp.sources.findings import Finding
 from deepspeed_ucp.sources.open import seal_folder
@@ -481,6 +482,24 @@ def test_of_what_has_no_checksums_the_first_place_is_looked_at(places: tuple[Pat
     (near / OPTIM.format(1)).write_bytes(bytes((path / OPTIM.format(1)).stat().st_size))
     found = verify_checkpoint(str(path), also=[str(near)])
     assert tell(found) == [] and found.whole
+
+
+def test_where_latest_leads_is_asked_by_one_rank_and_no_fault_where_it_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = write(tmp_path, Topology(1, 2)), list[str]()
+    (tmp_path / "latest").write_text(path.name)
+
+    def look(path: str) -> bool:
+        asked.append(path)
+        raise ConnectionError("out of reach")
+
+    monkeypatch.setattr(latest, "is_folder", look)
+    found = World(2).run(lambda _rank, comm: verify_checkpoint(str(path), comm))
+    assert len(asked) == 1
+    for each in found:
+        (fault,) = each.faults
+        assert fault.kind == "latest" and fault.warning and "out of reach" in fault.text
 
 
 def test_a_place_that_one_rank_cannot_ask_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
