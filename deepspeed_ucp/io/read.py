@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -91,7 +92,8 @@ class RecordReader:
         self.spent: dict[int, tuple[int, float]] = {}
         self._open: dict[int, Stored] = {}
         self._dropped: list[Stored] = []
-        self.lock = threading.RLock()
+        self._opening = defaultdict[int, threading.Lock](threading.Lock)
+        self.lock = threading.Lock()
         allow_open_files(len(files))
 
     def __enter__(self: R) -> R:
@@ -217,6 +219,8 @@ class RecordReader:
             CheckpointError: it cannot be opened.
         """
         with self.lock:
+            opening = self._opening[number]
+        with opening:  # those that read other files do not wait for it
             if number not in self._open:
                 self._open[number] = self.open_file(number)
             return self._open[number]
@@ -231,7 +235,7 @@ class RecordReader:
 
     def drop_file(self, number: int, file: Stored) -> None:
         """Open a file anew when it is read next; other threads may still be reading it."""
-        with self.lock:
+        with self._opening[number]:
             if self._open.get(number) is file:
                 self._dropped.append(self._open.pop(number))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from ..atoms import AtomicIndex, FileRef, StoredAtoms
@@ -18,6 +20,9 @@ from ..torchsave.records import sum_directory
 logger = logging.getLogger("deepspeed_ucp")
 
 T = TypeVar("T")
+
+_ENOUGH = 3
+"""Files that a place does not give, until it is taken for one that gives none: each may take minutes to fail."""
 
 
 def refuse_scattered(index: AtomicIndex, why: str) -> None:
@@ -53,6 +58,7 @@ class CopyReader(RecordReader):
     def __init__(self, stored: StoredAtoms, *, checksum: bool = True, **options: Any) -> None:
         super().__init__(stored.records, stored.files, checksum=checksum, **options)
         self.failed = stored.failed
+        self._lost = Counter[str]()  # files by place, that could not be read there
 
     def open_file(self, number: int) -> Stored:
         """Open a file in the nearest place where that succeeds.
@@ -66,7 +72,7 @@ class CopyReader(RecordReader):
             try:
                 return _open_copy(path, file)
             except CheckpointError as error:
-                self._pass_over(path, error)
+                self._pass_over(path, file, error)
         try:
             return _open_copy(last, file)
         except CheckpointError:
@@ -77,13 +83,16 @@ class CopyReader(RecordReader):
         """Places that have not failed; the last one whatever it did: its error is what is told."""
         if file.header_crc is None and not self.checksum:
             return (file.path,)
-        return [path for path in list_copies(file) if path not in self.failed] or list_copies(file)[-1:]
+        copies = list_copies(file)
+        left = [path for path in copies if path not in self.failed] or copies[-1:]
+        return sorted(left, key=lambda path: self._lost[_find_place(path, copies)] >= _ENOUGH)
 
-    def _pass_over(self, path: str, error: CheckpointError) -> None:
+    def _pass_over(self, path: str, file: FileRef, error: CheckpointError) -> None:
         with self.lock:
             if path in self.failed:
                 return
             self.failed.add(path)
+            self._lost[_find_place(path, list_copies(file))] += isinstance(error.__cause__, OSError)
         logger.warning("%s The file is taken from another place.", error)
 
     def fetch(
@@ -110,13 +119,20 @@ class CopyReader(RecordReader):
                 if set(self._list_left(self.files[number])) <= {file.path}:
                     self.failed.add(file.path)
                     raise
-                self._pass_over(file.path, error)
+                self._pass_over(file.path, self.files[number], error)
                 self.drop_file(number, file)
 
 
 def list_copies(file: FileRef) -> tuple[str, ...]:
     """Paths of a file, the one that is read first in front."""
     return file.places or (file.path,)
+
+
+def _find_place(path: str, copies: Sequence[str]) -> str:
+    """What tells the place of a copy: the front of its path, which those of the others do not end in."""
+    ends = zip(*(reversed(each.split("/")) for each in copies), strict=False)
+    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, ends))
+    return path.rsplit("/", shared)[0]
 
 
 def _open_copy(path: str, file: FileRef) -> Stored:

@@ -673,6 +673,56 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
     assert into == bytes(range(100))
 
 
+def make_copies(folder: Path, count: int, nbytes: int = 10) -> StoredAtoms:
+    """Files without checksums, each in two places, of which the first one has none any more."""
+    names = [[str(folder / place / "zero" / f"{number}" / "fp32.pt") for place in "ab"] for number in range(count)]
+    for _, path in names:
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_bytes(bytes(nbytes))
+    files = tuple(FileRef(each[0], nbytes, None, tuple(each)) for each in names)
+    return StoredAtoms.of(files, tuple(Record(number, 0, nbytes, None) for number in range(count)), ())
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), None])
+def test_a_place_that_gives_no_file_is_asked_for_few(
+    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take minutes to fail; one that gives other bytes tells nothing of its other files."""
+    stored, asked = make_copies(tmp_path, 8), list[str]()
+
+    def look(path: str, file: FileRef) -> None:
+        asked.append(path)
+        if path == file.places[0]:
+            raise CheckpointError(f"{path}: cannot be had.") from error
+
+    monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
+    with CopyReader(stored) as reader:
+        assert [reader.take_file(number).path for number in range(8)] == [file.places[1] for file in stored.files]
+    assert sum(path.startswith(f"{tmp_path}/a/") for path in asked) == (3 if error else 8)
+
+
+def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, begun, read = make_copies(tmp_path, 2), threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def look(path: str, file: FileRef) -> None:
+        if file is stored.files[0]:
+            begun.set()
+            waited.append(read.wait(5))
+
+    monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
+    into = bytearray(20)
+    requests = [Request(number, 0, 10, (Part(10, 0, 10 * number),)) for number in range(2)]
+    with CopyReader(stored) as reader:
+        slow = threading.Thread(target=reader.read, args=(requests[:1], [MemorySink(memoryview(into))]))
+        slow.start()
+        assert begun.wait(5)
+        reader.read(requests[1:], [MemorySink(memoryview(into))])
+        read.set()
+        slow.join()
+    assert set(waited) == {True}
+
+
 def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / "zero").mkdir(parents=True)
     (tmp_path / "b").mkdir()
