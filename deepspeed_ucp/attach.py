@@ -29,9 +29,10 @@ class Wrapped(NamedTuple):
     Attributes:
         after: module after whose import it is wrapped.
         module: where it is; ``after`` has imported it.
-        name: of a method, as ``Class.method``, or of a function. What a release lacks is left out.
+        name: of a method, as ``Class.method``, or of a function.
         room: module of this package that has what takes its place.
         replacement: a function there; called with the original, and what that is called with.
+        newer: releases that we are for may lack it, and need nothing there; of anything else a warning tells.
     """
 
     after: str
@@ -39,6 +40,7 @@ class Wrapped(NamedTuple):
     name: str
     room: str
     replacement: str
+    newer: bool = False
 
 
 TABLE = [
@@ -49,7 +51,11 @@ TABLE = [
     ),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._check_for_duplicates", "hook", "_check_for_duplicates"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_decoupled_checkpoint"),
+    Wrapped(
+        *(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint"),
+        *("hook", "_commit_decoupled_checkpoint"),
+        newer=True,
+    ),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
 ]
 """All that is wrapped, of DeepSpeed first."""
@@ -71,7 +77,7 @@ TABLE += [
 _MEGATRON, _TRAINING = "megatron.checkpointing", "megatron.training"  # Megatron-DeepSpeed's
 TABLE += [
     Wrapped(_MEGATRON, _MEGATRON, "load_checkpoint", "trainers.megatron", "load_checkpoint"),
-    Wrapped(_TRAINING, _TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config"),
+    Wrapped(_TRAINING, _TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config", newer=True),
 ]
 
 for _package in ("lightning.pytorch", "pytorch_lightning"):
@@ -88,6 +94,9 @@ _originals: dict[tuple[Any, str], Any] = {}
 """By owner (a class or a module) and name what was there itself; None where it was inherited."""
 
 _settings: dict[str, Any] = {"default_on": None}
+
+_lacking: set[Wrapped] = set()
+"""Of what releases lack, that which a warning has told of."""
 
 
 def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
@@ -181,7 +190,16 @@ def _attach(module: ModuleType) -> None:
 
 
 def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
-    if (owner, name) in _originals or not hasattr(owner, name):
+    if (owner, name) in _originals:
+        return
+    if not hasattr(owner, name):
+        if not wrapped.newer and wrapped not in _lacking:
+            _lacking.add(wrapped)
+            logger.warning(
+                "this release of %s has no %s, which deepspeed_ucp replaces: what it is for does not happen here. "
+                "Take one of the releases that docs/trainers.md names.",
+                *(wrapped.after.partition(".")[0], wrapped.name),
+            )
         return
     original: Callable[..., Any] = getattr(owner, name)
 

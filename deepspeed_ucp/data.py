@@ -58,15 +58,20 @@ class Order(ABC):
 
     def __init__(self, size: int, total_batch: int, *, rank: int, world: int, seed: int) -> None:
         if total_batch < 1 or total_batch % world:
-            raise ConfigError(f"a total batch of {total_batch} samples cannot be dealt to {world} ranks alike.")
+            raise ConfigError(
+                f"a total batch of {total_batch} samples cannot be dealt to {world} ranks alike: take a positive "
+                f"multiple of {world}, or a number of ranks that divides it."
+            )
         if not 0 <= rank < world:
-            raise ConfigError(f"rank {rank} of {world} ranks")
+            raise ConfigError(f"rank {rank} of {world} ranks: give a data-parallel rank, from 0 to {world - 1}.")
         self.size, self.total_batch, self.rank, self.world, self.seed = size, total_batch, rank, world, seed
         self._start, self._offset = 0, 0
         self._engine: Any = None
         self._counted = False  # by an engine, also where that stays behind
         if self.steps_per_epoch < 1:
-            raise ConfigError(f"{size} samples are fewer than the {total_batch} of one step.")
+            raise ConfigError(
+                f"{size} samples are fewer than the {total_batch} of one step: take more data or a smaller total batch."
+            )
 
     @property
     @abstractmethod
@@ -119,7 +124,7 @@ class Order(ABC):
         if engine.train_batch_size() != self.total_batch:
             raise ConfigError(
                 f"the engine trains on {engine.train_batch_size()} samples a step, the data is ordered for "
-                f"{self.total_batch}."
+                f"{self.total_batch}: give it engine.train_batch_size()."
             )
         self._offset = engine.global_samples - self.consumed
         self._engine, self._counted = engine, True

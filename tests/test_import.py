@@ -7,6 +7,7 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 
@@ -69,7 +70,7 @@ SOURCES = {
     "deepspeed.runtime.config": "class DeepSpeedConfig:\\n    def _configure_train_batch_size(self): return 'own'",
     "deepspeed.runtime.engine": "import fake_hooks; from . import config; fake_hooks.inner()\\n"
         "class DeepSpeedEngine:\\n    def load_checkpoint(self): return 'own'\\n"
-        "    def _check_for_duplicates(self): pass\\n"
+        "    def _check_for_duplicates(self): pass\\n    save_checkpoint = _take_model_step = load_checkpoint\\n"
         "fake_hooks.late()",
 }
 hooks = sys.modules["fake_hooks"] = types.ModuleType("fake_hooks")
@@ -193,6 +194,18 @@ def test_a_trainer_is_wrapped_like_deepspeed(order: str) -> None:
     assert without == own == "['own 3', 'own here', 'own', 'own']"
     assert wrapped == "['ours, own 3', 'ours, own here', 'ours, own', 'own']"
     assert (names, imported, own_names) == ("own here ['save', 'train']", "False", "own here ['train']")
+
+
+def test_what_a_release_lacks_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Except where old releases need nothing there."""
+    trainer = ModuleType("library.trainer")
+    row = attach.Wrapped("library.trainer", "library.trainer", "Trainer.of_another_release", "hook", "resume")
+    monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
+    monkeypatch.setattr(attach, "TABLE", [row, row._replace(name="of_a_newer_one", newer=True)])
+    for _ in range(2):
+        attach.install_when_imported()
+    (told,) = caplog.messages
+    assert told.startswith("this release of library has no Trainer.of_another_release")
 
 
 def test_deepspeed_itself_gets_the_hook() -> None:

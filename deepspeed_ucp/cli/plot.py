@@ -162,7 +162,9 @@ def make_figure(path: str) -> Any:
         matplotlib.use("Agg")
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'deepspeed_ucp[plot]'.") from None
+        raise ConfigError(
+            f"--plot needs matplotlib ({error}): pip install 'matplotlib>=3.8', or in a clone pip install -e '.[plot]'."
+        ) from None
     figure = Figure(facecolor="white", layout="constrained")
     if os.path.splitext(path)[1].lower().lstrip(".") not in figure.canvas.get_supported_filetypes():
         known = ", ".join(sorted(figure.canvas.get_supported_filetypes()))

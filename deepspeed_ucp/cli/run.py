@@ -62,7 +62,7 @@ def add_parser(commands: Commands) -> None:
             deepspeed --no_python ds_ucp run train.py --deepspeed_config ds_config.json
             torchrun --nproc-per-node 8 --no-python ds_ucp run train.py
             mpirun -np 8 ds_ucp run train.py
-            deepspeed --no_python ds_ucp run --patterns megatron-gpt --trust-pickle pretrain_gpt.py ...
+            deepspeed --module deepspeed_ucp run --patterns megatron-gpt pretrain_gpt.py ...   (any number of nodes)
         """,
         general=False,
     )

@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
         "answer. What happens is told as one JSON line per event.",
         examples="""
             ds_ucp supervise -- deepspeed train.py --deepspeed_config ds_config.json
-            ds_ucp supervise --hostfile hosts --min-nodes 2 -- deepspeed --no_python ds_ucp run train.py
+            ds_ucp supervise --hostfile hosts --min-nodes 2 -- deepspeed --module deepspeed_ucp run train.py
             ds_ucp supervise --hang 120 --log events.jsonl -- deepspeed --num_gpus 8 train.py
         """,
         general=False,
@@ -80,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
     path = find_hostfile(options.hostfile, command)
     hosts = None if path is None else command.select(read_hostfile(path))
     if options.min_nodes > len(hosts or (path,)):
-        raise ConfigError(f"--min-nodes {options.min_nodes}: {path or 'this machine'} has {len(hosts or (path,))}.")
+        raise ConfigError(
+            f"--min-nodes {options.min_nodes}: {path or 'this machine alone'} has {len(hosts or (path,))}. Take no "
+            "more than that, or name a hostfile with more hosts."
+        )
     settings = Settings(
         min_nodes=options.min_nodes,
         limits=RestartLimits(restarts=options.max_restarts),

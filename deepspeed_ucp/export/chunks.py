@@ -113,7 +113,9 @@ class Planner(DefaultSavePlanner):
         if changed:
             stored = self.reader.index.stored
             path = stored.files[stored.records[min(changed).record].file].path
-            raise CheckpointError(f"{path}: was written to while it was exported.")
+            raise CheckpointError(
+                f"{path}: was written to while it was exported. Export again when no save is under way."
+            )
 
 
 def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:

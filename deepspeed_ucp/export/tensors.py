@@ -149,7 +149,9 @@ def select_tensors(
 
     chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
-        raise CheckpointError(f"{index.run.state_file}: there are no weights to export.")
+        raise CheckpointError(
+            f"{index.run.state_file}: there are no weights to export. Export a tag whose model states are whole."
+        )
     return Selection(
         index,
         weights=tuple(make(atom, options.dtype, *copies[atom.name]) for atom in chosen),

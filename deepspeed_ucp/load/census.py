@@ -81,7 +81,8 @@ def _order(parts: Iterable[tuple[int, Shapes]], tp: int, folded: Set[str]) -> Sh
     partial = [name for name, held in found.items() if len(held) != tp and name not in folded]
     if partial:
         raise MismatchError(
-            f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks."
+            f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
+            "Build the same model on all ranks, with the mpu or the tensor_parallel section of the run that saved it."
         )
     return {name: tuple(held[rank] for rank in range(len(held))) for name, held in found.items()}
 
@@ -96,7 +97,10 @@ def check_alike(live: Live, target: Target, extras: Iterable[LiveBuffer]) -> Non
     mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
     odd = [f"{n} {shape}" for n, shape in mine.items() if n not in counted or counted[n][lane_of(n)] != shape]
     if odd:
-        raise MismatchError(f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0.")
+        raise MismatchError(
+            f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0. Build the same model, "
+            "with the same parameters frozen, on all ranks."
+        )
 
 
 Group = list[tuple[str, bool]]

@@ -242,7 +242,10 @@ def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | N
         raise
     except Exception as error:  # all of it was read before as inert data: what fails now is the objects' own code
         kind = type(error).__name__
-        raise UnsupportedError(f"{file.path}: its client state cannot be unpickled ({kind}: {error}).") from error
+        raise UnsupportedError(
+            f"{file.path}: its client state cannot be unpickled ({kind}: {error}). Install what its classes "
+            "need, as in the run that saved it; for the weights alone use `ds_ucp export`."
+        ) from error
 
 
 class _ClientUnpickler(pickle.Unpickler):

@@ -160,7 +160,10 @@ class _Feeds:
         held = families[rule.split(groups, name)]
         for number, block in own.items():
             if held.setdefault(number, block) != block:
-                raise MismatchError(f"rename: {held[number].name} and {name} are both expert {number} of one layer.")
+                raise MismatchError(
+                    f"rename: {held[number].name} and {name} are both expert {number} of one layer. Let the rules "
+                    f"match one of them. {_ADVICE}"
+                )
 
     def _leave_out(self, rule: Rename) -> None:
         named = {name for name in self.saved if rule.match(name) is not None}
@@ -175,7 +178,10 @@ class _Feeds:
             key = int(groups["e"]), rule.part[0]
             other, _ = self.joined[new].setdefault(key, (name, rule.part[1]))
             if other != name:
-                raise MismatchError(f"rename: {other} and {name} both feed expert {key[0]} of {new}.")
+                raise MismatchError(
+                    f"rename: {other} and {name} both feed expert {key[0]} of {new}. Let the rules match one of them. "
+                    f"{_ADVICE}"
+                )
 
     def _spread(self, rule: Rename, name: str, experts: Mapping[int, str]) -> None:
         """One saved parameter feeds all experts: it is cut into them, or, of the size of one, copied."""

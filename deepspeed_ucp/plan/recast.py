@@ -210,7 +210,8 @@ def _check_alike(index: AtomicIndex, made: Mapping[str, Made], used: Container[s
                 if told.get(first) != told.get(other):
                     raise MismatchError(
                         f"{name} is made of {first} and {other}, which were saved with other {what}: "
-                        f"{_show(told.get(first))} and {_show(told.get(other))}."
+                        f"{_show(told.get(first))} and {_show(told.get(other))}. Leave the rules that join them out, "
+                        "or resume with weights alone (load_optimizer_states=False)."
                     )
 
 

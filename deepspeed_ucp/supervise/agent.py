@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from ..errors import UcpError
+from ..errors import ConfigError, UcpError
 from ..lifeline import VARIABLE
 from .log import make_log
 from .policy import Attempt, RestartLimits, decide
@@ -34,6 +34,9 @@ from .processes import kill_descendant
 from .watch import Patience, Watch, find_silence
 
 BACKEND = "deepspeed_ucp"
+
+_REPLACED = ("static", "c10d", BACKEND)
+"""Torch's rendezvous that ours stands in for; the first one is torchrun's default."""
 
 DEFAULTS = {"keep_alive_interval": 3, "keep_alive_max_attempt": 4, "last_call_timeout": 10}
 """Of torch's rendezvous: seconds between an agent's words, how many may be missing, and seconds that a round waits for
@@ -59,8 +62,17 @@ def run(words: Sequence[str]) -> None:
 
 
 def prepare(words: Sequence[str]) -> Any:
-    """Torchrun's arguments, with our rendezvous in the place of its own."""
+    """Torchrun's arguments, with our rendezvous in the place of its own.
+
+    Raises:
+        ConfigError: they name a rendezvous of another kind.
+    """
     args = _parse(words)
+    if args.rdzv_backend not in _REPLACED:
+        raise ConfigError(
+            f"--rdzv-backend {args.rdzv_backend}: ds_ucp torchrun has a rendezvous of its own, which takes the place "
+            "of c10d and static. Leave the option out, or use torchrun itself."
+        )
     conf: dict[str, object] = dict(DEFAULTS)
     _, most = torchrun.parse_min_max_nnodes(args.nnodes)
     if not args.rdzv_endpoint and most > 1 and not args.standalone:
@@ -138,7 +150,10 @@ class GuardedRendezvous(RendezvousHandler):
         if decision.pause is None:
             self._tell("gave_up", reason=decision.reason)
             self.own.set_closed()
-            raise UcpError(f"the workers are not started again: {decision.reason}.")
+            raise UcpError(
+                f"the workers are not started again: {decision.reason}. Mend what their log says, and start anew: the "
+                "run goes on from its last save."
+            )
 
     def _guard(self) -> None:
         """End the workers of this agent when they have fallen silent: torch then restarts them, here and elsewhere."""

@@ -52,14 +52,18 @@ class Command:
         included, excluded = (_list_slots(self.find(name) or "") for name in ("--include", "--exclude"))
         unknown = [host for host in (*included, *excluded) if host not in hosts]
         if unknown:
-            raise ConfigError(f"--include, --exclude: the hostfile does not name {unknown[0]}.")
+            raise ConfigError(
+                f"--include, --exclude: the hostfile does not name {unknown[0]}. Take one of {', '.join(hosts)}."
+            )
         left = {
             host: slots
             for host, slots in hosts.items()
             if host in (included or hosts) and not _is_excluded(excluded.get(host), slots)
         }
         if not left:
-            raise ConfigError("--include, --exclude: no host of the hostfile is left.")
+            raise ConfigError(
+                "--include, --exclude: no host of the hostfile is left. Include one more, or exclude one less."
+            )
         return left
 
     def narrow(self, hostfile: str, hosts: Hosts, lost: Sequence[str]) -> Command:

@@ -39,10 +39,10 @@ def read_hostfile(path: str) -> dict[str, int]:
         if found is None or found[1].startswith("-"):
             raise ConfigError(f"{path}, line {number}: expected `HOST slots=N`, found {line!r}.")
         if found[1] in hosts:
-            raise ConfigError(f"{path}, line {number}: {found[1]} stands there twice.")
+            raise ConfigError(f"{path}, line {number}: {found[1]} stands there twice. Keep one of its lines.")
         hosts[found[1]] = int(found[2])
     if not hosts:
-        raise ConfigError(f"{path}: names no host.")
+        raise ConfigError(f"{path}: names no host. Write a line `HOST slots=N` for each.")
     return hosts
 
 

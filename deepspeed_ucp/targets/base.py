@@ -121,7 +121,10 @@ def _hold_parameter(name: str, param: Any, files: SwapFiles) -> LiveBuffer:
     if held is None:
         return hold_whole(name, param)
     if hasattr(held, "ds_quant_scale"):
-        raise UnsupportedError(f"{name}: a quantized parameter without optimizer cannot be filled.")
+        raise UnsupportedError(
+            f"{name}: a quantized parameter without optimizer cannot be filled. Switch "
+            "zero_quantized_nontrainable_weights off, in the run that saves as well."
+        )
     group = param.ds_process_group
     buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
     part = ds_comm.get_rank(group=group)
@@ -354,7 +357,10 @@ class Target(ABC):
         if place is None:
             return _hold_parameter(name, param, self.swaps)
         if hasattr(param, "ds_tensor"):
-            raise UnsupportedError(f"{name}: of a frozen parameter of AutoEP's experts ZeRO 3 saves nothing.")
+            raise UnsupportedError(
+                f"{name}: of a frozen parameter of AutoEP's experts ZeRO 3 saves nothing. Resume at ZeRO 0 to 2, or "
+                "without freezing it."
+            )
         return hold_whole(name, param[place])
 
     def param_group(self, flat: LiveBuffer) -> int:

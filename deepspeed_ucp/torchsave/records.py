@@ -16,6 +16,7 @@ from isal import isal_zlib
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import Positioned, explain_failure, is_remote, measure, read_ahead, read_at
 from ..io.store import open_regular
+from .objects import RESTORE
 from .zipframe import ALIGNMENT, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
 LEGACY: Final = "legacy"
@@ -120,7 +121,7 @@ def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[_Front, zipfile.Z
         return front, zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
         raise CheckpointError(
-            f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged."
+            f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged. {RESTORE}"
         ) from None
 
 
@@ -210,11 +211,16 @@ def _foresee(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
 
 def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offset: int | None) -> FileRecord:
     if info.compress_type != zipfile.ZIP_STORED:
-        raise UnsupportedError(f"{path}: record {info.filename} is compressed; torch.save never does that.")
+        raise UnsupportedError(
+            f"{path}: record {info.filename} is compressed, which torch.save never does: another program has packed "
+            f"the file anew. {RESTORE}"
+        )
     if offset is None:
         offset = _read_place(path, stream, info, size)
     if offset + info.file_size > size:
-        raise CheckpointError(f"{path}: record {info.filename} ends beyond the file ({size} bytes); it is truncated.")
+        raise CheckpointError(
+            f"{path}: record {info.filename} ends beyond the file ({size} bytes); it is truncated. {RESTORE}"
+        )
     name = info.filename.partition("/")[2] or info.filename
     return FileRecord(name, offset, info.file_size, info.CRC)
 
@@ -224,7 +230,9 @@ def _read_place(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -
     at = info.header_offset if 0 <= info.header_offset < size else size  # a directory may say anything
     header = read_at(stream, LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
-        raise CheckpointError(f"{path}: record {info.filename} has no header at byte {info.header_offset}.")
+        raise CheckpointError(
+            f"{path}: record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}"
+        )
     *_, name_length, extra_length = LOCAL.unpack(header)
     return int(info.header_offset + LOCAL.size + name_length + extra_length)
 
@@ -233,17 +241,22 @@ def _check_names(path: str, names: list[str]) -> None:
     """A file has one pickle, and no record twice: readers differ in which of two they take."""
     pickles = names.count(PICKLE)
     if pickles != 1:
-        raise CheckpointError(f"{path}: a torch.save file has one data.pkl, this zip has {pickles}.")
+        raise CheckpointError(
+            f"{path}: a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or no torch.save "
+            f"file. {RESTORE}"
+        )
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
-        raise CheckpointError(f"{path}: its directory lists record {twice} twice; the file is damaged.")
+        raise CheckpointError(f"{path}: its directory lists record {twice} twice; the file is damaged. {RESTORE}")
 
 
 def _check_apart(path: str, records: list[FileRecord]) -> None:
     """Records of a whole file do not overlap."""
     for first, second in pairwise(records):
         if first.offset + first.nbytes > second.offset:
-            raise CheckpointError(f"{path}: records {first.name} and {second.name} overlap; its directory is damaged.")
+            raise CheckpointError(
+                f"{path}: records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}"
+            )
 
 
 def read_record(stream: BinaryIO, path: str, record: FileRecord) -> bytes:
@@ -267,5 +280,5 @@ def check_crc(path: str, record: FileRecord, found: int) -> None:
     if record.crc is not None and found != record.crc:
         raise CheckpointError(
             f"{path}: {record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is "
-            "damaged. Restore it from a copy or load another tag."
+            f"damaged. {RESTORE}"
         )

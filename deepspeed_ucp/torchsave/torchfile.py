@@ -17,7 +17,7 @@ from ..atoms import ITEMSIZE
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_random, measure, read_ahead, read_at
 from .dtypes import STORAGE_DTYPES
-from .objects import Global, StorageRef, TensorRef, describe, list_parts
+from .objects import RESTORE, Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import GETATTR, Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
@@ -28,6 +28,9 @@ MADE, ALTERED = "()", "().__dict__"
 MEMBER = ".member"
 """Behind ``builtins.getattr`` where it looks up names of classes alone, and behind each of these names."""
 
+_BIG_ENDIAN = (
+    "saved on a big-endian machine, whose files are not read. Load it with torch and save it again on this machine."
+)
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _FRONT = 1 << 16
 """Bytes of a legacy file that are read first for its pickles; as long as these do not end, four times as many."""
@@ -131,9 +134,9 @@ def _read_zip(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
     listed = list_zip(path, stream)
     named = {record.name: record for record in listed.records}
     if PICKLE not in named:
-        raise CheckpointError(f"{path}: its data.pkl is empty; the file is damaged.")
+        raise CheckpointError(f"{path}: its data.pkl is empty; the file is damaged. {RESTORE}")
     if BYTEORDER in named and read_record(stream, path, named[BYTEORDER]) != b"little":
-        raise UnsupportedError(f"{path}: saved on a big-endian machine.")
+        raise UnsupportedError(f"{path}: {_BIG_ENDIAN}")
     return read_pickle(read_record(stream, path, named[PICKLE]), path), listed
 
 
@@ -164,15 +167,17 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
         )
     magic = read_pickle(data, path) if data[:1] == b"\x80" else None
     if magic is None or magic.root != _LEGACY_MAGIC:
-        raise CheckpointError(f"{path}: neither a torch.save zip nor its legacy format; the file is damaged.")
+        raise CheckpointError(f"{path}: neither a torch.save zip nor its legacy format; the file is damaged. {RESTORE}")
     protocol = read_pickle(data, path, magic.end)
     system = read_pickle(data, path, protocol.end)
     if isinstance(system.root, dict) and system.root.get("little_endian") is False:
-        raise UnsupportedError(f"{path}: saved on a big-endian machine.")
+        raise UnsupportedError(f"{path}: {_BIG_ENDIAN}")
     pickled = read_pickle(data, path, system.end)
     keys = read_pickle(data, path, pickled.end)
     if not isinstance(keys.root, list) or not all(isinstance(key, str) for key in keys.root):
-        raise CheckpointError(f"{path}: holds {describe(keys.root)} for the keys of its storages; it is damaged.")
+        raise CheckpointError(
+            f"{path}: holds {describe(keys.root)} for the keys of its storages; it is damaged. {RESTORE}"
+        )
     return pickled, keys.root, keys.end
 
 
@@ -191,13 +196,17 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
         head = stream.read(8)
         if ref is None or len(head) < 8:
             text = "no tensor refers to" if ref is None else f"it ends at byte {size} before"
-            raise CheckpointError(f"{path}: {text} storage {describe(key)}; the file is truncated or damaged.")
+            raise CheckpointError(
+                f"{path}: {text} storage {describe(key)}; the file is truncated or damaged. {RESTORE}"
+            )
         nbytes = ref.numel * _find_itemsize(ref)
         if struct.unpack("<q", head)[0] != ref.numel:
-            raise CheckpointError(f"{path}: storage {describe(key)} is not of {ref.numel} elements; it is damaged.")
+            raise CheckpointError(
+                f"{path}: storage {describe(key)} is not of {ref.numel} elements; it is damaged. {RESTORE}"
+            )
         if offset + 8 + nbytes > size:
             text = f"storage {describe(key)} ends beyond the file ({size} bytes)"
-            raise CheckpointError(f"{path}: {text}; it is truncated.")
+            raise CheckpointError(f"{path}: {text}; it is truncated. {RESTORE}")
         found.append(FileRecord(f"data/{key}", offset + 8, nbytes, None))
         offset += 8 + nbytes
     return found
@@ -213,7 +222,9 @@ def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) ->
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
-        raise CheckpointError(f"{path}: storage {key} of a tensor of one element is missing; the file is damaged.")
+        raise CheckpointError(
+            f"{path}: storage {key} of a tensor of one element is missing; the file is damaged. {RESTORE}"
+        )
     return record, record.offset + ref.offset * itemsize
 
 

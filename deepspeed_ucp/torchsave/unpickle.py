@@ -20,6 +20,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import pause_collection
 from .dtypes import STORAGE_DTYPES, is_dtype
 from .objects import (
+    RESTORE,
     Global,
     OrderedItems,
     PickledObject,
@@ -107,10 +108,14 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         with pause_collection():
             root = machine.load()
     except EOFError:
-        raise CheckpointError(f"{path}: its pickle cannot be read (it does not end); the file is truncated.") from None
+        raise CheckpointError(
+            f"{path}: its pickle cannot be read (it does not end); the file is truncated. {RESTORE}"
+        ) from None
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
-        raise CheckpointError(f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged.") from None
+        raise CheckpointError(
+            f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}"
+        ) from None
     kinds = (machine.list_values(), frozenset(machine.altered), machine.list_looked_up())
     return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals, *kinds)
 

@@ -120,7 +120,7 @@ def _find_folder(accelerator: Any, input_dir: Any) -> str:
     parent = os.path.join(str(accelerator.project_dir), "checkpoints")
     numbers = {int(match[1]): name for name in os.listdir(parent) if (match := re.search(r"(\d+)$", name))}
     if not numbers:
-        raise ConfigError(f"{parent}: holds no checkpoint.")
+        raise ConfigError(f"{parent}: holds no checkpoint. Give load_state a folder that save_state has made.")
     return os.path.join(parent, numbers[max(numbers)])
 
 

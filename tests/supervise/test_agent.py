@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.lifeline import VARIABLE
 from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, prepare
 from deepspeed_ucp.supervise.watch import Patience
@@ -120,6 +120,12 @@ def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], end
     assert args.rdzv_conf == f"keep_alive_interval=3,keep_alive_max_attempt=4,{conf}"
     assert args.training_script_args == ["--rdzv-conf", "x"]
     assert [prepare(["--max-restarts", many, "train.py"]).max_restarts for many in "30"] == [3, 0]
+
+
+def test_another_rendezvous_is_refused() -> None:
+    assert prepare(["--rdzv-backend", "c10d", "train.py"]).rdzv_backend == BACKEND
+    with pytest.raises(ConfigError, match="--rdzv-backend etcd: .* Leave the option out"):
+        prepare(["--rdzv-backend", "etcd", "train.py"])
 
 
 SCRIPT = """
