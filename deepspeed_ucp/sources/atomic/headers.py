@@ -9,7 +9,8 @@ passed over: the model states have the originals.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,8 @@ from ...comm import Comm
 from ...errors import CheckpointError, shorten
 from ...experts import holds_experts
 from ...io.distance import choose_map
-from ...io.paths import is_url
-from ...io.store import is_file, note_listed
+from ...io.paths import Entry, is_url
+from ...io.store import note_listed
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
@@ -90,19 +91,19 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
         CheckpointError: half-made, damaged, or of several runs.
         UnsupportedError: a kind that is not covered.
     """
-    names = comm.once(lambda: _list_params(folder, sizes))
-    if is_url(folder):  # each file's header is read by one rank, its bytes by any
-        below = os.path.join(folder, ZERO)
-        note_listed(below, comm.once(lambda: scan_folder(below, deep=True)))
-    params = comm.share(names, lambda name: _read_param(folder, name), choose_map(folder))
+    held = comm.once(lambda: _list_params(folder, sizes))
+    note_listed(os.path.join(folder, ZERO), held)  # each file's header is read by one rank, its bytes by any
+    files = _sort_by_param(held)
+    names = [*files]
+    params = comm.share(names, lambda name: _read_param(folder, name, files[name]), choose_map(folder))
     optim, stage = comm.once(lambda: _read_optimizer(folder))
     save = _read_models(folder, sizes, stage, comm)
     by_name = dict(zip(map(strip_compiled, names), params, strict=True))
     return UniversalHeaders(folder, save, optim, stage, by_name, *comm.run(lambda: _list_owned(save, optim)))
 
 
-def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
-    """The parameters' folders.
+def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
+    """What lies in ``zero``, by name; of a store, which tells a thousand files at once, what lies in its folders too.
 
     Raises:
         CheckpointError: the conversion was not finished.
@@ -112,20 +113,34 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> list[str]:
             f"{folder}: holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
             "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
         )
-    held = scan_folder(os.path.join(folder, ZERO))
-    found = sorted(name for name, entry in held.items() if entry.is_folder)
-    if not found or not is_file(os.path.join(folder, OPTIMIZER)):
+    held = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
+    found = _sort_by_param(held)
+    if not found or os.path.basename(OPTIMIZER) not in held:
         lacking = OPTIMIZER if found else "every parameter's folder"
         raise CheckpointError(
             f"{folder}: {lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
             "complete. Convert or copy again."
         )
-    return found
+    return held
 
 
-def _read_param(folder: str, name: str) -> dict[str, ParamHeader]:
-    """The headers of a parameter's files by state."""
-    files = sorted(scan_folder(os.path.join(folder, ZERO, name)))
+def _sort_by_param(held: Mapping[str, Entry]) -> dict[str, list[str]]:
+    """By parameter the names of its files, as far as they are listed."""
+    found = defaultdict[str, list[str]](list)
+    for name, entry in sorted(held.items()):
+        param, _, file = name.partition("/")
+        if file or entry.is_folder:
+            found[param] += [file] * bool(file)
+    return dict(found)
+
+
+def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, ParamHeader]:
+    """The headers of a parameter's files by state.
+
+    Args:
+        files: their names; empty where they are not listed yet.
+    """
+    files = files or sorted(scan_folder(os.path.join(folder, ZERO, name)))
     if f"{MODULE}.pt" in files:
         raise CheckpointError(
             f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "

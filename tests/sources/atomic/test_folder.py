@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,16 @@ def test_several_ranks_share_the_headers(made: Callable[[Topology], Path]) -> No
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(made(ZERO3)), comm)) == [alone] * 3
 
 
-def test_of_a_store_every_rank_knows_the_versions(
+def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_versions(
     made: Callable[[Topology], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of files whose headers another rank has read."""
     system, url = fsspec.filesystem("memory"), "memory://universals/tag"
     system.put(str(made(ZERO1)), "/universals/tag", recursive=True)
     monkeypatch.setattr(remote, "_process", Apart())
+    listed = list[str]()
+    for name in ("list_folder", "list_tree"):
+        monkeypatch.setattr(remote, name, partial(_note, getattr(remote, name), listed))
 
     def look(_: int, comm: Comm) -> list[str]:
         files = open_checkpoint(url, comm).stored.files
@@ -119,6 +123,12 @@ def test_of_a_store_every_rank_knows_the_versions(
         assert run_ranks(2, look) == [[], []]
     finally:
         system.rm("/universals", recursive=True)
+    assert [each for each in listed if "/zero" in each] == [f"{url}/zero"]
+
+
+def _note(work: Callable[[str], Any], asked: list[str], url: str) -> Any:
+    asked.append(url)
+    return work(url)
 
 
 def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
