@@ -352,13 +352,19 @@ def _find_code(error: FileNotFoundError) -> str:
 
 
 def put_bytes(url: str, data: bytes) -> None:
-    """Write a small file.
+    """Write a small file; where a file system has folders, its folder is made.
 
     Raises:
         OSError: it cannot be written.
     """
     system, there = connect(url, writing=True)
-    _write(lambda: system.pipe_file(there, data), url)
+
+    def work() -> None:
+        if _descends(system):  # `put_file` does so of itself
+            system.makedirs(system._parent(there), exist_ok=True)
+        system.pipe_file(there, data)
+
+    _write(work, url)
 
 
 def remove(urls: Sequence[str]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.cli import main
@@ -61,6 +63,25 @@ def saved(tmp_path: Path) -> Iterator[Callable[..., tuple[str, State]]]:
     yield save
     system.store.clear()
     system.pseudo_dirs[:] = [""]
+
+
+class Folders(LocalFileSystem):  # type: ignore[misc]
+    """A store with folders that have to be made, as SFTP and HDFS."""
+
+    protocol = "folders"
+    put_file = AbstractFileSystem.put_file
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("folders://"))  # type: ignore[no-any-return]
+
+
+def test_a_conversion_to_a_store_that_has_folders(saved: Callable[..., tuple[str, State]], tmp_path: Path) -> None:
+    fsspec.register_implementation("folders", Folders, clobber=True)
+    folder, _ = saved(Topology(1, 2))
+    convert_checkpoint(folder, f"folders://{tmp_path}/there/converted")
+    convert_checkpoint(f"folders://{folder}", str(tmp_path / "here"))
+    assert read_local(tmp_path / "there" / "converted") == read_local(tmp_path / "here")
 
 
 def read_store(folder: str) -> dict[str, bytes]:
