@@ -365,9 +365,9 @@ def test_what_one_rank_cannot_take_ends_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be dealt to 5 ranks"):
+    with pytest.raises(ConfigError, match="cannot be dealt to 5 ranks alike: take a positive multiple of 5"):
         make_sampler(0, 5)
-    with pytest.raises(ConfigError, match="fewer than the 12"):
+    with pytest.raises(ConfigError, match="fewer than the 12 .* or a smaller total batch"):
         make_sampler(0, 1, dataset=11)
     with pytest.raises(ConfigError, match="8 lanes"):
         make_stream(0, 1, lanes=8)

@@ -123,7 +123,8 @@ class Supervisor:
             decision = decide(attempts, self.settings.limits)
             if decision.pause is None:
                 self.tell("gave_up", reason=decision.reason, error=outcome.error)
-                return outcome.code or 1
+                code = outcome.code or 1
+                return code if code > 0 else _SIGNALLED - code
             self.tell("restarting", seconds=decision.pause, lost=lost)
             self._pause(decision.pause)
 

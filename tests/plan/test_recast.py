@@ -211,7 +211,12 @@ TWO = {"x.0": (3, 2), "x.1": (3, 2)}
         ({"a": (4, 3)}, TWO, ("a", "x.{e}"), r"a \(4, 3\), which makes \(2, 3\)"),
         ({"a.0": (2,), "a.2": (2,)}, {"x": (6,)}, (r"a\.(?P<e>\d)", "x"), "not each is there once"),
         ({"a.0": (2,), "a.1": (2,)}, {"x": (6,)}, (r"a\.(?P<e>\d)", "x"), r"which makes \(4,\)"),
-        ({"a.0": (2,), "b.0": (2,)}, {"x": (2,)}, (r"[ab]\.(?P<e>\d)", "x"), "a.0 and b.0 both feed expert 0"),
+        (
+            {"a.0": (2,), "b.0": (2,)},
+            {"x": (2,)},
+            (r"[ab]\.(?P<e>\d)", "x"),
+            "a.0 and b.0 both feed expert 0 .* match one of them",
+        ),
         ({"x.0": (3, 2)}, TWO, (r"x\.{e}", "x.{e}"), "lets saved expert 1 feed x.1"),
         ({"a.0": (3, 2), "a.1": (3,)}, TWO, (r"a\.{e}", "x.{e}"), "x.1 .* cannot be made"),
     ],

@@ -69,10 +69,10 @@ def test_hostfiles_are_read_as_the_launcher_reads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("worker-0 slots=2\nworker-0 slots=2\n", "line 2: worker-0 stands there twice"),
+        ("worker-0 slots=2\nworker-0 slots=2\n", "line 2: worker-0 stands there twice. Keep one of its lines"),
         ("worker-0\n", "line 1: expected `HOST slots=N`, found 'worker-0'"),
         ("-oProxyCommand=x slots=2\n", "line 1: expected"),
-        ("# none\n", "names no host"),
+        ("# none\n", "names no host. Write a line `HOST slots=N`"),
     ],
 )
 def test_other_hostfiles_are_refused(text: str, told: str, tmp_path: Path) -> None:
@@ -163,7 +163,11 @@ def test_hosts_are_those_that_the_launcher_would_take(options: str, left: str) -
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [("-i worker-9:0", "does not name worker-9"), ("-e a@b@c", "no host of the hostfile is left")]
+    ("options", "told"),
+    [
+        ("-i worker-9:0", "does not name worker-9. Take one of a, b, c"),
+        ("-e a@b@c", "no host of the hostfile is left. Include one more"),
+    ],
 )
 def test_filters_that_leave_no_host_are_refused(options: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):

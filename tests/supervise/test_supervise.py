@@ -173,6 +173,10 @@ def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: St
     assert stage.find("finished")[0]["step"] == 4
 
 
+def test_the_exit_code_of_a_launch_that_a_signal_ended_is_a_shells(stage: Stage) -> None:
+    assert stage.run("--max-restarts", "0", command=["bash", "-c", "kill -9 $$"]) == 128 + signal.SIGKILL
+
+
 @pytest.mark.parametrize(
     "option", [("--hang", "-1"), ("--settle", "nan"), ("--min-nodes", "0"), ("--max-restarts", "x")]
 )

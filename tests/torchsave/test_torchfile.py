@@ -148,14 +148,14 @@ def test_a_byte_changed_in_the_pickle_or_a_scalar_is_found(tmp_path: Path) -> No
 def test_big_endian_files_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", {})
     rewrite(path, lambda name, data: iter([(name, b"big" if name.endswith("byteorder") else data)]))
-    with pytest.raises(UnsupportedError, match=r"x.pt: saved on a big-endian machine"):
+    with pytest.raises(UnsupportedError, match=r"x.pt: saved on a big-endian machine.* save it again"):
         read_header(str(path))
 
 
 def test_compressed_zips_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", {"w": torch.ones(100)})
     rewrite(path, lambda name, data: iter([(name, data)]), zipfile.ZIP_DEFLATED)
-    with pytest.raises(UnsupportedError, match=r"x.pt: record .* is compressed"):
+    with pytest.raises(UnsupportedError, match=r"x.pt: record .* is compressed.* Restore it from a copy"):
         read_header(str(path))
 
 
@@ -221,7 +221,7 @@ def test_an_end_that_several_ranks_wrote_is_read_once(tmp_path: Path, times: int
     assert (after.crc, after.storages, after.saved_as) == (before.crc, before.storages, before.saved_as)
     assert after.tree["weights"].numel == 300
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="no zip directory"):
+    with pytest.raises(CheckpointError, match="no zip directory.* Restore it from a copy"):
         read_header(str(path))
 
 
