@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -88,7 +89,11 @@ def _look_here(place: str, tag: str | None, *, universal: bool, fallback: bool) 
             return Look(None)
         check_tag(place, named)
     except CheckpointError as error:
-        return Look(named, error=str(error), newest=find_newest(place) if fallback and tag is None else None)
+        newest = None
+        if fallback and tag is None:
+            with suppress(CheckpointError):  # told by the error, unless another rank sees more
+                newest = find_newest(place)
+        return Look(named, error=str(error), newest=newest)
     return Look(named, there=True)
 
 

@@ -127,6 +127,20 @@ def test_latest_may_name_a_tag_that_another_node_has(folder: Path, tmp_path: Pat
     assert run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm)) == ["global_step2"] * 2
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_node_that_cannot_list_the_folder_goes_by_what_others_see(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    closed = str(tmp_path / "closed")
+    for function, path in (("scandir", closed), ("stat", f"{closed}/latest")):
+        monkeypatch.setattr(os, function, partial(refuse_path, getattr(os, function), path))
+    folders = [closed, str(folder)]
+    found = run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm, fallback=fallback))
+    assert found == ["global_step2"] * 2
+    with pytest.raises(CheckpointError, match=r"latest: cannot be read .Permission denied"):
+        find_tag(closed, None, Comm(), fallback=fallback)
+
+
 def test_latest_of_the_first_place_that_has_it_counts(folder: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     (there / "global_step3").mkdir(parents=True)
@@ -512,10 +526,10 @@ def test_files_out_of_reach_keep_their_kind_up_to_the_load(
     assert open_checkpoint(folder, Comm(), also=[other]).stored.atoms
 
 
-def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any) -> Any:
+def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any, **how: Any) -> Any:
     if str(path) == refused.rstrip("/"):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-    return work(path, *rest)
+    return work(path, *rest, **how)
 
 
 class Harmful:

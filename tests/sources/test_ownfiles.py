@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.sources.ownfiles import compare_own_files
+from deepspeed_ucp.sources.ownfiles import compare_own_files, list_own_globals
 
 EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts.0.weight"
 PLACEMENT = {"num_experts": 4, "ep_size": 2, "ranks": [{"rank": 0, "experts": [0, 1]}, {"rank": 1, "experts": [2, 3]}]}
@@ -81,3 +81,8 @@ def test_a_file_that_is_no_checkpoint(files: tuple[str, str]) -> None:
     Path(files[0]).write_bytes(b"nothing" * 20)
     with pytest.raises(CheckpointError):
         compare_own_files(*files, LIVE)
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"absent: cannot be listed \(No such file or directory\)"):
+        list_own_globals(str(tmp_path / "absent"), 0, 1)
