@@ -434,8 +434,8 @@ def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Load
     engine = job.engine
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
-    target.prepare()
     try:
+        job.comm.run(target.prepare)
         with limit_torch():
             loaded = index.run.state_file, load_direct(job, index, target)
     except UcpError as error:

@@ -147,9 +147,13 @@ def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> 
     """
     target.drop_secondary_copies()
     is_stale = with_states and bool(target.unfiled())
-    if is_stale:
-        target.prepare()
-    comm.run(target.refresh_copies if is_stale else lambda: None)
+
+    def refresh() -> None:
+        if is_stale:
+            target.prepare()
+            target.refresh_copies()
+
+    comm.run(refresh)
     if is_stale:
         target.gather_copies()
 

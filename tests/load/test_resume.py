@@ -324,9 +324,10 @@ def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: p
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("alone", "ends"), [(None, [0, 1]), (False, [0, 1]), (True, [])])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("alone", "ends"), [(None, [0, 1, 2]), (False, [0, 1, 2]), (True, [])])
 def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
-    alone: bool | None, ends: list[int], monkeypatch: pytest.MonkeyPatch
+    alone: bool | None, ends: list[int], before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are in another collective, or gone; the swap files go whatever happens."""
     ended, discarded = list[int](), list[int]()
@@ -342,16 +343,17 @@ def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
             optimizer=SimpleNamespace(checkpoint_event_epilogue=lambda: ended.append(rank)),
         )
         swaps = SimpleNamespace(discard=lambda: discarded.append(rank))
-        target: Any = SimpleNamespace(prepare=lambda: None, swaps=swaps)
+        prepare = (lambda: 1 // rank) if before and alone is False else lambda: None
+        target: Any = SimpleNamespace(prepare=prepare, swaps=swaps)
         index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"))
         _load(make_job(engine, comm), "", index, target)
 
     monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", load)
-    found = World(2).run(run)
+    found = World(3).run(run)
     kind = {None: type(None), False: RemoteError, True: ZeroDivisionError}[alone]
-    assert [type(each) for each in found] == [kind] * 2
+    assert [type(each) for each in found] == [kind] * 3
     assert sorted(ended) == ends
-    assert sorted(discarded) == [0, 1]
+    assert sorted(discarded) == [0, 1, 2]
 
 
 def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
