@@ -54,4 +54,4 @@ def run_custom_load(job: LoadJob, source: dict[str, torch.Tensor], target: Targe
             with target.whole_parameters():
                 job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
         if masters_follow:
-            target.refresh_masters()
+            job.comm.run(target.refresh_masters)

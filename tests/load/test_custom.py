@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from hypothesis import given
 
-from deepspeed_ucp.load.custom import assemble_module
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import RemoteError
+from deepspeed_ucp.load.custom import assemble_module, run_custom_load
+from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
+from tests.ranks import World
 from tests.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
 from tests.synth import read_state
 
@@ -27,3 +36,18 @@ def test_the_module_is_assembled_in_the_dtypes_that_it_had(case: Case) -> None:
     for name, value in case.model.buffers.items():
         assert torch.equal(tensors[name], value)
     assert set(tensors) == {param.name for param in case.model.params} | set(case.model.buffers)
+
+
+def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
+    def run(rank: int, comm: Comm) -> None:
+        def refresh() -> None:
+            if rank == 1:
+                raise MemoryError
+
+        target: Any = SimpleNamespace(
+            whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh
+        )
+        arguments, report = LoadArguments(custom_load_fn=lambda src, dst: None), LoadReport(direct=True, reason="")
+        run_custom_load(LoadJob(None, comm, UniversalConfig(), arguments, report), {}, target, masters_follow=True)
+
+    assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3
