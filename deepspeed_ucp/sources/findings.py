@@ -87,7 +87,7 @@ def make_error(findings: Iterable[Finding]) -> UcpError | None:
         return None
     texts = list(dict.fromkeys(finding.text for finding in faults))
     more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
-    kind = next((each.kind for each in faults if each.kind == "read"), faults[0].kind)
+    kind = "read" if any(each.kind == "read" for each in faults) else faults[0].kind
     return _ERRORS.get(kind, CheckpointError)("\n".join([*texts[:_TOLD], *more]))
 
 

@@ -73,7 +73,7 @@ class Folders(LocalFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(path.removeprefix("folders://"))  # type: ignore[no-any-return]
+        return str(super()._strip_protocol(path.removeprefix("folders://")))
 
 
 def test_a_conversion_to_a_store_that_has_folders(saved: Callable[..., tuple[str, State]], tmp_path: Path) -> None:
