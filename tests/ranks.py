@@ -63,7 +63,7 @@ class World:
 
     def _pass_on(self, rank: int) -> None:
         place = self.order.index(rank) + 1
-        for following in self.order[place:] + self.order[: place - 1]:
+        for following in self.order[place:] + self.order[:place]:  # itself where no other is left
             if following not in self.ended:
                 self.turns[following].put(None)
                 return
