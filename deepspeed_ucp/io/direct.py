@@ -1,7 +1,7 @@
 """Reading and writing past the page cache, on this machine's own disks.
 
 What goes through the cache costs a page of it for every page, a copy, and, when memory is full, somebody else's page:
-on the machine of docs/benchmarks.md 0.3 to 1.4 s of processor time a GiB read, and 2 to 3 s a GiB written. With
+on 2 cores of an AMD EPYC 0.3 to 1.4 s of processor time a GiB read, and 2 to 3 s a GiB written. With
 ``O_DIRECT`` the disk reads into memory that a thread uses again and again (0.02 s), where its checksum is formed, and
 one copy brings it to its place. In large pages (``memory.allocate_large``) it is faster than through the cache at any
 readahead, which has small pages to read into. Without large pages it is so only where the system reads ahead less far
