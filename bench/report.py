@@ -170,7 +170,7 @@ that is ready, after a barrier, of the slowest rank. What a process's first load
 it would take {results.import_seconds:.2f} s more. The floor is as many threads as a load has on as many processes,
 which read the records of the state once, in two ways in each round, of which the faster counts: `preadv` into buffers
 that they reuse; and past the page cache (`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in
-the cache and a copy out to fresh memory.
+the cache and a copy out to fresh memory, in large pages where the system gives any.
 *Processor* is what all processes together used of it, the system's work for them included; *from storage* is
 `read_bytes` of /proc/self/io, likewise. *Extra memory a rank* is the peak resident size during the load (VmHWM, reset
 before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the process holds

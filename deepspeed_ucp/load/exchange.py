@@ -208,11 +208,15 @@ class CollectiveReader:
         def work(turn: Iterator[list[Request] | _Arrived]) -> None:
             with self.uploads.open_stream():
                 for job in turn:
+                    begin = time.thread_time()
                     if isinstance(job, _Arrived):
+                        nbytes = job.claim.nbytes
                         with self.uploads.pool.lend() as scratch:
                             self._store(job.claim, job.collect(scratch, anew=self.uploads.go_on))
                     else:
+                        nbytes = sum(request.nbytes for request in job)
                         checks.extend(reader.read_group(job, sinks))
+                    self.into.pages.note(nbytes, time.thread_time() - begin)
 
         jobs: list[list[Request] | _Arrived] = [*reader.group(requests), *arrived]
         if jobs:

@@ -1,0 +1,88 @@
+"""Memory is filled in large pages as long as that is quick, as the system tells of it afterwards."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ucp.io.memory import LARGE_PAGE, allocate, find_address, has_large_pages
+from deepspeed_ucp.io.pages import LargePages
+
+MIB = 1 << 20
+WORTH, QUICK, SLOW = 4 * MIB, 1 / 1280, 1 / 100  # bytes, and seconds that they take at 5 and at 0.4 GiB/s
+
+pytestmark = pytest.mark.skipif(not has_large_pages(), reason="the system has no large pages")
+
+
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    held = allocate(4 * LARGE_PAGE)
+    yield held
+    held.close()
+
+
+def read_advice(address: int) -> str:
+    """What the system was told of the pages there: "hg", "nh" or nothing."""
+    told, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(each, 16) for each in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            told = " ".join(flag for flag in ("hg", "nh") if flag in line.split())
+    return told
+
+
+def test_memory_is_to_lie_in_large_pages(memory: mmap.mmap) -> None:
+    address = find_address(memory)
+    assert read_advice(address) == ""
+    LargePages().add(address, len(memory))
+    assert read_advice(address) == read_advice(address + len(memory) - 1) == "hg"
+
+
+def test_pages_that_are_only_partly_its_own_are_left_as_they_are(memory: mmap.mmap) -> None:
+    address = find_address(memory)
+    LargePages().add(address + mmap.PAGESIZE + 8, 2 * mmap.PAGESIZE)
+    told = [read_advice(address + number * mmap.PAGESIZE) for number in range(4)]
+    assert told == ["", "", "hg", ""]
+
+
+def test_memory_within_a_page_is_left_as_it_is(memory: mmap.mmap) -> None:
+    LargePages().add(find_address(memory) + 8, mmap.PAGESIZE)
+    assert read_advice(find_address(memory)) == ""
+
+
+def test_large_pages_are_given_up_where_they_are_slow(memory: mmap.mmap) -> None:
+    pages = LargePages()
+    pages.add(find_address(memory), len(memory))
+    for _ in range(5):
+        pages.note(WORTH, SLOW)
+        assert read_advice(find_address(memory)) == "hg"
+    for _ in range(5):
+        pages.note(WORTH, SLOW)
+    assert read_advice(find_address(memory)) == "nh"
+
+
+def test_a_good_time_before_makes_up_for_nothing(memory: mmap.mmap) -> None:
+    pages = LargePages()
+    pages.add(find_address(memory), len(memory))
+    for _ in range(1000):
+        pages.note(WORTH, QUICK)
+    assert read_advice(find_address(memory)) == "hg"
+    for _ in range(10):
+        pages.note(WORTH, SLOW)
+    assert read_advice(find_address(memory)) == "nh"
+
+
+def test_now_and_then_a_slow_one_is_no_reason(memory: mmap.mmap) -> None:
+    pages = LargePages()
+    pages.add(find_address(memory), len(memory))
+    for _ in range(100):
+        pages.note(WORTH, SLOW)
+        for _ in range(9):
+            pages.note(WORTH, QUICK)
+    assert read_advice(find_address(memory)) == "hg"
