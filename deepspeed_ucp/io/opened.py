@@ -196,7 +196,8 @@ class StoredFile:
     """A local file as :class:`Stored`.
 
     Args:
-        advice: how it will be read, as ``os.posix_fadvise`` takes it.
+        advice: how it will be read, as ``os.posix_fadvise`` takes it. Where large reads pass the cache, nothing is
+            read ahead of small ones, unless they are said to follow each other.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -208,9 +209,11 @@ class StoredFile:
             self._file = open_local(path)
         except OSError as error:
             raise explain_failure(path, "opened", error) from error
+        self._passes = is_worth_passing(self._file.fileno())
+        if self._passes and advice == os.POSIX_FADV_NORMAL:
+            advice = os.POSIX_FADV_RANDOM  # what goes through the cache then is small, and its neighbours are not
         if advice != os.POSIX_FADV_NORMAL:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
-        self._passes = is_worth_passing(self._file.fileno())
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
         """As :meth:`Stored.fetch`: past the page cache, unless it holds them, they are few, or it lets none pass."""

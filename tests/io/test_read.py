@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,30 @@ def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
         os.pread(file.fileno(), 40 << 12, 0)
         assert direct.is_cached(file.fileno(), 0, 40 << 12)
         assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)
+
+
+def test_nothing_is_read_ahead_of_small_reads_where_large_ones_pass_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(64 << 12))
+
+    def reads_ahead(*, passes: bool) -> bool:
+        """Whether the cache holds, now or soon, what follows small reads that follow each other."""
+        monkeypatch.setattr(opened, "is_worth_passing", lambda fd: passes)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if direct.is_cached(file.fileno(), 0, 64 << 12):
+                pytest.skip("this file system keeps what it is told to drop")
+            with StoredFile(str(path)) as stored:
+                for number in range(3):
+                    stored.read([memoryview(bytearray(100))], number << 12)
+            return any(direct.is_cached(file.fileno(), 3 << 12, 4 << 12) or time.sleep(0.01) for _ in range(20))
+
+    if not reads_ahead(passes=False):
+        pytest.skip("this file system reads nothing ahead")
+    assert not reads_ahead(passes=True)
 
 
 @pytest.mark.parametrize(
