@@ -56,24 +56,15 @@ def test_memory_within_a_page_is_left_as_it_is(memory: mmap.mmap) -> None:
     assert read_advice(find_address(memory)) == ""
 
 
-def test_large_pages_are_given_up_where_they_are_slow(memory: mmap.mmap) -> None:
+@pytest.mark.parametrize("before", [0, 1000])
+def test_large_pages_are_given_up_where_they_are_slow(memory: mmap.mmap, before: int) -> None:
+    """A good time before makes up for nothing."""
     pages = LargePages()
     pages.add(find_address(memory), len(memory))
-    for _ in range(5):
-        pages.note(WORTH, SLOW)
-        assert read_advice(find_address(memory)) == "hg"
-    for _ in range(5):
-        pages.note(WORTH, SLOW)
-    assert read_advice(find_address(memory)) == "nh"
-
-
-def test_a_good_time_before_makes_up_for_nothing(memory: mmap.mmap) -> None:
-    pages = LargePages()
-    pages.add(find_address(memory), len(memory))
-    for _ in range(1000):
-        pages.note(WORTH, QUICK)
+    for cost in [*[QUICK] * before, *[SLOW] * 5]:
+        pages.note(WORTH, cost)
     assert read_advice(find_address(memory)) == "hg"
-    for _ in range(10):
+    for _ in range(5):
         pages.note(WORTH, SLOW)
     assert read_advice(find_address(memory)) == "nh"
 
