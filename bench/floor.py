@@ -8,7 +8,6 @@ has touched, in large pages where the system gives any. The faster of both count
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -24,7 +23,8 @@ from cold import map_memory
 from isal import isal_zlib
 from meters import Io
 
-from deepspeed_ucp.io.memory import allocate_large, has_large_pages
+from deepspeed_ucp.io.memory import allocate_large, find_address
+from deepspeed_ucp.io.pages import LargePages
 from deepspeed_ucp.io.threads import count_threads
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ def _make_buffered_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
 def _make_direct_reader(pieces: Sequence[Piece]) -> Callable[[], _Reader]:
     descriptors = _open(pieces, os.O_DIRECT)
     memory = map_memory(sum(piece.length for piece in pieces))
-    if has_large_pages():
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    LargePages().add(find_address(memory), len(memory))
     fresh = np.frombuffer(memory, np.uint8)
     starts = dict(zip(pieces, np.cumsum([0, *(piece.length for piece in pieces[:-1])]).tolist(), strict=False))
 

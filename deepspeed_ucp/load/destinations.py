@@ -11,7 +11,6 @@ import torch
 from ..flat import Span, find_gaps
 from ..io.cast import average
 from ..io.memory import allocate
-from ..io.pages import LargePages
 from ..plan import Part
 from ..plan.wants import Home, Mean, Wants
 
@@ -29,7 +28,6 @@ class Buffer:
         spans: ranges of elements [low, high) that will be filled.
         in_file: its memory is a file's.
         copies: 1-D, one after the other what the tensor's values may have been made from; none if unknown.
-        pages: of what is filled for the first time: fresh tensors, and memory apart.
 
     Attributes:
         fresh: the same of ``memory``.
@@ -43,12 +41,8 @@ class Buffer:
         *,
         in_file: bool = False,
         copies: Sequence[torch.Tensor] = (),
-        pages: LargePages | None = None,
     ) -> None:
         is_flat, self.in_file = tensor.dim() == 1 and tensor.is_contiguous(), in_file
-        self._pages = pages or LargePages()
-        if fresh and not in_file and tensor.device.type == "cpu":
-            self._pages.add(tensor.data_ptr(), tensor.nbytes)
         self.tensor, self.fresh, self.spans = tensor, fresh or not is_flat, spans
         self._memory = tensor if is_flat else None
         self._bytes: memoryview | None = None
@@ -68,6 +62,12 @@ class Buffer:
         if self._bytes is None:
             self._bytes = memoryview(self.memory.view(torch.uint8).numpy())
         return self._bytes
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the memory is the host's, and is filled for the first time."""
+        in_file = self.in_file and self.memory is self.tensor
+        return self.fresh and not self._origin and not in_file and self.memory.device.type == "cpu"
 
     def set_in_place(self) -> bool:
         """Fill the tensor's own memory before all is verified, if what it holds can be made again to the bit.
@@ -92,7 +92,6 @@ class Buffer:
 
     def _allocate(self) -> torch.Tensor:
         memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
-        self._pages.add(memory.data_ptr(), memory.nbytes)
         for low, high in find_gaps(self.spans, self.tensor.numel()):
             memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
         return memory
@@ -199,14 +198,12 @@ class Destinations:
         sinks: by the numbers that wants name.
         blanks: (buffer, low, high): elements that are zeroed before anything is read.
         means: what is averaged.
-        pages: of the memory that is filled for the first time.
     """
 
     buffers: list[Buffer] = field(default_factory=list)
     sinks: list[TensorSink] = field(default_factory=list)
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
-    pages: LargePages = field(default_factory=LargePages)
 
     def zero_blanks(self, *, fresh: bool) -> None:
         """Zero what no atom fills, of fresh memory or of live buffers."""
@@ -237,11 +234,11 @@ def bind(
         tensors: the live ones, and fresh ones for states; memory that is not among them is made.
         copies: of the live ones what their values may have been made from.
     """
-    buffers, pages = [], LargePages()
+    buffers = []
     for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):
         known = tensors.get(spec.home)
         tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
         made_from = (copies or {}).get(spec.home, ())
-        buffers.append(Buffer(tensor, spec.fresh, spans, in_file=spec.in_file, copies=made_from, pages=pages))
+        buffers.append(Buffer(tensor, spec.fresh, spans, in_file=spec.in_file, copies=made_from))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
-    return Destinations(buffers, sinks, wants.blanks, wants.means, pages)
+    return Destinations(buffers, sinks, wants.blanks, wants.means)

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, UcpError
 from ..io.checksum import Checked
 from ..io.distance import count_readers
 from ..io.memory import Scratch
+from ..io.pages import LargePages
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
 from ..plan import Claim, LoadPlan, ReadSizes, Request, Send
@@ -71,6 +72,9 @@ class CollectiveReader:
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
         self.uploads = choose_uploads(into.sinks, self.threads)
+        self.pages = LargePages()
+        for memory in (buffer.memory for buffer in into.buffers if buffer.is_untouched):
+            self.pages.add(memory.data_ptr(), memory.nbytes)
         staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
         self.staged_again = {(request.record, request.offset) for request in staged} if self.checksum else set()
         self.is_one_machine = plan.near is not None and bool(plan.near.all())  # then so it is on every rank
@@ -216,7 +220,7 @@ class CollectiveReader:
                     else:
                         nbytes = sum(request.nbytes for request in job)
                         checks.extend(reader.read_group(job, sinks))
-                    self.into.pages.note(nbytes, time.thread_time() - begin)
+                    self.pages.note(nbytes, time.thread_time() - begin)
 
         jobs: list[list[Request] | _Arrived] = [*reader.group(requests), *arrived]
         if jobs:

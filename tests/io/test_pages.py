@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.io.memory import LARGE_PAGE, allocate, find_address, has_large_pages
+from deepspeed_ucp.io import pages as large
+from deepspeed_ucp.io.memory import LARGE_PAGE, allocate, find_address
 from deepspeed_ucp.io.pages import LargePages
 
 MIB = 1 << 20
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 WORTH, QUICK, SLOW = 4 * MIB, 1 / 1280, 1 / 100  # bytes, and seconds that they take at 5 and at 0.4 GiB/s
-
-pytestmark = pytest.mark.skipif(not has_large_pages(), reason="the system has no large pages")
 
 
 @pytest.fixture
 def memory() -> Iterator[mmap.mmap]:
+    """Untouched, on a system that can be told of large pages, whether it gives any or not."""
+    if not LARGE_PAGES.exists():
+        pytest.skip("this system has no large pages")
     held = allocate(4 * LARGE_PAGE)
     yield held
     held.close()
@@ -77,3 +80,35 @@ def test_now_and_then_a_slow_one_is_no_reason(memory: mmap.mmap) -> None:
         for _ in range(9):
             pages.note(WORTH, QUICK)
     assert read_advice(find_address(memory)) == "hg"
+
+
+def test_a_system_without_large_pages_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def refuse(address: int, nbytes: int, advice: int) -> bool:
+        told.append(advice)
+        return False
+
+    monkeypatch.setattr(large, "_advise", refuse)
+    pages = LargePages()
+    pages.add(1 << 30, 4 * LARGE_PAGE)
+    for _ in range(100):
+        pages.note(WORTH, SLOW)
+    assert told == [mmap.MADV_HUGEPAGE]
+
+
+def test_what_is_given_up_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int, int]] = []
+
+    def note(address: int, nbytes: int, advice: int) -> bool:
+        told.append((address, nbytes, advice))
+        return True
+
+    monkeypatch.setattr(large, "_advise", note)
+    pages = LargePages()
+    for low in (1 << 30, 2 << 30):
+        pages.add(low, LARGE_PAGE)
+    for _ in range(100):
+        pages.note(WORTH, SLOW)
+    advices = (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE)
+    assert told == [(low, LARGE_PAGE, advice) for advice in advices for low in (1 << 30, 2 << 30)]

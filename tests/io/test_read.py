@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from isal import isal_zlib
@@ -324,15 +324,20 @@ def test_the_cache_is_asked_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -
     assert not direct.is_cached(0, (64 << 10) + 4096, 512 << 10)
 
 
+def drop(file: BinaryIO) -> None:
+    """Have the page cache drop a file of 64 pages."""
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if direct.is_cached(file.fileno(), 0, 64 << 12):
+        pytest.skip("this file system keeps what it is told to drop")
+
+
 def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
     with open(path, "rb") as file:
         assert direct.is_cached(file.fileno(), 5, (64 << 12) - 5)
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if direct.is_cached(file.fileno(), 0, 64 << 12):
-            pytest.skip("this file system keeps what it is told to drop")
+        drop(file)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         os.pread(file.fileno(), 40 << 12, 0)
         assert direct.is_cached(file.fileno(), 0, 40 << 12)
@@ -349,10 +354,7 @@ def test_nothing_is_read_ahead_of_small_reads_where_large_ones_pass_the_cache(
         """Whether the cache holds, now or soon, what follows small reads that follow each other."""
         monkeypatch.setattr(opened, "is_worth_passing", lambda fd: passes)
         with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if direct.is_cached(file.fileno(), 0, 64 << 12):
-                pytest.skip("this file system keeps what it is told to drop")
+            drop(file)
             with StoredFile(str(path)) as stored:
                 for number in range(3):
                     stored.read([memoryview(bytearray(100))], number << 12)

@@ -850,6 +850,20 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
 
+def test_memory_that_is_filled_for_the_first_time_is_to_lie_in_large_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(exchange.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
+    path, _ = write(tmp_path, Topology(1, 3))
+    live, apart, states = (Buffer(torch.ones(6), fresh=fresh) for fresh in (False, False, True))
+    apart.set_apart()
+    into = Destinations([live, apart, states])
+    index = open_for(path, FakeTarget(PLAIN, Topology(2), 0))
+    CollectiveReader(index, into, NO_PLAN, Comm(), UniversalConfig(), [None])
+    assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_load_never_sees_a_whole_large_parameter_twice(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,6 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
-from deepspeed_ucp.io.pages import LargePages
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.plan import Part
@@ -208,23 +207,12 @@ def test_free_memory_is_the_least_that_anything_lets_have(tmp_path: Path, monkey
     assert memory.measure_available() == 0
 
 
-class _Asked(LargePages):
-    """Keeps what it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[tuple[int, int]] = []
-
-    def add(self, address: int, nbytes: int) -> None:
-        self.asked.append((address, nbytes))
-
-
-def test_memory_that_is_filled_for_the_first_time_is_to_lie_in_large_pages() -> None:
-    pages, states = _Asked(), torch.zeros(6)
-    Buffer(states, fresh=True, pages=pages)
-    assert pages.asked.pop() == (states.data_ptr(), states.nbytes)
-    live = Buffer(torch.zeros(6), fresh=False, spans=[(0, 6)], pages=pages)
-    Buffer(states, fresh=True, in_file=True, pages=pages)
-    assert not pages.asked
-    live.set_apart()
-    assert (live.memory.data_ptr(), live.memory.nbytes) == pages.asked.pop() != (live.tensor.data_ptr(), 24)
+def test_memory_is_untouched_where_it_is_filled_for_the_first_time() -> None:
+    """States of a fresh engine and memory apart; no file's, and none that is filled in place."""
+    assert Buffer(torch.zeros(6), fresh=True).is_untouched
+    live, file = Buffer(torch.zeros(6), fresh=False), Buffer(torch.zeros(6), fresh=True, in_file=True)
+    assert not live.is_untouched and not file.is_untouched
+    assert live.set_in_place() and not live.is_untouched
+    for each in (Buffer(torch.ones(6), fresh=False), Buffer(torch.ones(6), fresh=False, in_file=True)):
+        each.set_apart()
+        assert each.is_untouched and each.memory is not each.tensor
