@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from math import prod
 from typing import Any, TypeVar
 
@@ -123,6 +124,17 @@ def shorten(names: object, limit: int = 8) -> str:
     items = [str(name) for name in names]  # type: ignore[attr-defined]
     text = ", ".join(items[:limit])
     return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """``did you mean 'preserve_batch_size'?`` of the valid name that is like ``name``; empty where none is.
+
+    Args:
+        name: what was written, in any case and with ``-`` for ``_``.
+    """
+    plain = {each.lower().replace("-", "_"): each for each in valid}
+    near = get_close_matches(name.lower().replace("-", "_"), plain, n=1)
+    return f"did you mean {plain[near[0]]!r}?" if near else ""
 
 
 def describe_faults(error: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import errors
-from deepspeed_ucp.errors import CheckpointError, escape, fold_names, shorten
+from deepspeed_ucp.errors import CheckpointError, escape, fold_names, shorten, suggest
 
 
 @pytest.mark.parametrize("name", ["CheckpointError", "ConfigError", "MismatchError", "UnsupportedError"])
@@ -25,6 +25,14 @@ def test_long_lists_are_shortened() -> None:
     assert shorten(range(5), 2) == "0, 1, … (5 in all)"
     assert shorten(range(2), 2) == "0, 1"
     assert shorten([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("preserve_batchsize", "did you mean 'preserve_batch_size'?"), ("SEAL", "did you mean 'seal'?"), ("xyz", "")],
+)
+def test_a_name_that_is_like_a_valid_one_is_told(name: str, told: str) -> None:
+    assert suggest(name, ["preserve_batch_size", "seal"]) == told
 
 
 @pytest.mark.parametrize(
