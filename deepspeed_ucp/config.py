@@ -35,6 +35,7 @@ class UniversalConfig(BaseModel):
         fallback: where the newest checkpoint is not whole (files are missing or damaged, or it lacks the seal that
             ``seal`` gives), take the newest one before it that is, with a warning. What is no fault of the files, such
             as classes that need consent, is an error all the same.
+        require: where there is nothing to resume, a load is an error, not the begin of a new run.
         param_groups: ``saved`` gives every param group the hyper-parameters of the saved group with its parameters.
             ``live`` keeps this run's groups with their hyper-parameters, however the saved run had grouped its
             parameters (Megatron-DeepSpeed makes other groups at ZeRO 3).
@@ -63,6 +64,7 @@ class UniversalConfig(BaseModel):
     patterns: str | dict[str, Any] | list[Any] | None = None
     seal: bool = False
     fallback: bool = False
+    require: bool = False
     param_groups: Literal["saved", "live"] = "saved"
     total_batch: Literal["saved", "live"] = "saved"
     same_topology: Literal["deepspeed", "direct"] = "deepspeed"

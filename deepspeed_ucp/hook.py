@@ -173,7 +173,7 @@ def _load_checkpoint(
         "load_module_only": load_module_only,
         "custom_load_fn": custom_load_fn,
     }
-    own = partial(original, engine, load_dir, tag=tag, **wanted, **kwargs)
+    own = partial(original, engine, load_dir=load_dir, tag=tag, **wanted, **kwargs)
     config = get_config(engine)
     if config is None:
         path, client_state = load_switched_off(engine, str(load_dir), tag, own)

@@ -139,13 +139,16 @@ def open_index(
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
-    """The tag's folder in each place, in order; collective. What one rank sees tells the others the tag.
+    """The tag's folder in each place, in order; collective. The first place that some rank sees a tag in names it.
+
+    A place that is a checkpoint's own folder is itself, whatever its name.
 
     Raises:
         UcpError: no rank sees a checkpoint in any place.
     """
     from ..errors import CheckpointError
-    from ..sources.latest import find_checkpoint
+    from ..io.paths import normalize
+    from ..sources.latest import find_checkpoint, leads_to_folder
 
     def look(place: str) -> tuple[str, str]:
         try:
@@ -161,10 +164,14 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     found = [next((tag for tag, _ in looks if tag), "") for looks in zip(*told, strict=True)]
     if not any(found):
         comm.run(lambda: refuse(told[0][0][1]))
-    tag = next((each for each in found if each not in ("", ".")), ".")
     pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # those that nobody sees come last
-    named = [(place, each or tag) for place, each in pairs]
-    return [place if each == "." else os.path.join(place, each) for place, each in named]
+    first, tag = pairs[0]
+    if tag == "." and also:  # of a copy under another name, further places name the tag
+        own = os.path.basename(normalize(first))
+        below = [os.path.join(place, own) for place in places]
+        is_known = any(comm.each(lambda: any(leads_to_folder(each) for each in below)))
+        tag = own if is_known else next((each for each in found if each not in ("", ".")), own)
+    return [place if each == "." else os.path.join(place, tag) for place, each in pairs]
 
 
 def read_groups(value: str | None) -> str | list[list[str]] | None:

@@ -30,6 +30,7 @@ _FLAGS = {
     "trust_pickle": "unpickle unknown classes in client states",
     "preserve_batch_size": "keep train_batch_size on other numbers of ranks by changing accumulation and micro batch",
     "fallback": "where the newest checkpoint is not whole, take the newest one before it that is",
+    "require": "a load that finds nothing to resume is an error, not the begin of a new run",
     "seal": "write a seal after each save",
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {

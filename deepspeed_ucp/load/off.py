@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..errors import shorten
 from ..sources import read_latest
+from ..sources.latest import find_folder
 from ..sources.ownfiles import compare_own_files
 from ..targets.coverage import describe_own_files
 
@@ -46,7 +47,8 @@ def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
     if section.get("universal") is False:
         return ""
     try:
-        folder = os.path.join(load_dir, read_latest(load_dir) or "" if tag is None else str(tag))
+        wanted = read_latest(load_dir) if tag is None else str(tag)
+        folder = find_folder(load_dir, wanted or "")
         differences = compare_own_files(*describe_own_files(engine, folder)) if os.path.isdir(folder) else ()
     except Exception as error:  # noqa: BLE001 - an explanation must not hide what is to be explained
         logger.debug("%s: %s", load_dir, error)

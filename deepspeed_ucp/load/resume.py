@@ -37,7 +37,7 @@ from .client import check_trusted
 from .direct import has_masters, load_direct
 from .job import LoadArguments, LoadJob, LoadReport
 from .report import write_report
-from .tags import find_tag
+from .tags import find_folders, find_tag, tell_nothing
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -88,14 +88,14 @@ def resume(
     upstream = bool(engine.load_universal_checkpoint())
     found = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
     if found is None:
-        if comm.rank == 0:
-            logger.info("%s: holds no checkpoint yet, nothing to resume", load_dir)
+        tell_nothing((load_dir, *config.also), comm, require=config.require)
         return own()
     comm.run(lambda: check_states(engine, with_states=arguments.with_states))
     job = LoadJob(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
         own = partial(own, tag=found)  # DeepSpeed writes `latest` on the first rank's node alone
-    if tag is not None or not config.fallback:
+    is_own = find_folders([load_dir], found, comm) == [load_dir]
+    if tag is not None or is_own or not config.fallback:
         loaded = _resume_tag(job, load_dir, found, own, upstream=upstream, unknown=unknown)
     else:
         loaded = _resume_first_whole(job, load_dir, found, own, upstream=upstream, unknown=unknown)
@@ -155,7 +155,9 @@ def _resume_tag(
 ) -> Loaded:
     """Resume from one tag; collective."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
-    folder, also = os.path.join(load_dir, tag), [os.path.join(place, tag) for place in job.config.also]
+    folder, *also = find_folders((load_dir, *job.config.also), tag, comm)
+    if folder == load_dir:  # DeepSpeed looks for the tag below the folder that it is given
+        own = partial(own, load_dir=os.path.dirname(normalize(load_dir)), tag=tag)
     with report.phase("index"), pause_collection():
         decision = decide(job, folder, also, upstream=upstream)
     report.reason, report.direct = decision.reason, decision.index is not None

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError
-from ..io.paths import is_url
+from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
-from ..sources.latest import find_newest
+from ..sources.latest import describe_content, find_folder, find_newest
 
 logger = logging.getLogger("deepspeed_ucp")
+
+T = TypeVar("T")
 
 
 class Look(NamedTuple):
@@ -76,8 +78,7 @@ def find_tag(
 
 def _look(place: str, tag: str | None, comm: Comm, *, universal: bool, fallback: bool) -> list[Look]:
     """What every rank sees in a place; of a store one rank asks, for all; collective."""
-    look = partial(_look_here, place, tag, universal=universal, fallback=fallback)
-    return [comm.once(look)] if is_url(place) else comm.each(look)
+    return _ask(place, partial(_look_here, place, tag, universal=universal, fallback=fallback), comm)
 
 
 def _look_here(place: str, tag: str | None, *, universal: bool, fallback: bool) -> Look:
@@ -126,3 +127,44 @@ def _is_somewhere(places: Sequence[str], tag: str | None, comm: Comm) -> bool:
 def _refuse(error: str, newest: str | None) -> None:
     if newest is None:
         raise CheckpointError(error)
+
+
+def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
+    """The tag's folder in each place: the place itself, where some rank sees that it is that folder; collective."""
+    return [_find_folder(place, tag, comm) for place in places]
+
+
+def _find_folder(place: str, tag: str, comm: Comm) -> str:
+    below = os.path.join(place, tag)
+    if os.path.basename(normalize(place)) != tag:
+        return below
+    return place if any(_ask(place, lambda: find_folder(place, tag) == place, comm)) else below
+
+
+def _ask(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
+    """What every rank sees in a place; of a store one rank asks, for all; collective."""
+    return [comm.once(look)] if is_url(place) else comm.each(look)
+
+
+def tell_nothing(places: Sequence[str], comm: Comm, *, require: bool) -> None:
+    """Say that there is nothing to resume; collective. A warning where a folder is neither missing nor empty.
+
+    Raises:
+        CheckpointError: a checkpoint is required.
+    """
+    seen = [next(filter(None, _ask(place, partial(describe_content, place), comm)), "") for place in places]
+    told = " ".join(f"{place} {text}." for place, text in zip(places, seen, strict=True) if text)
+    text = f"{places[0]}: holds no checkpoint yet, nothing to resume"
+    if require:
+        told = told or "It is missing or empty."
+        comm.run(lambda: _refuse(f'{text}, and "require" is on. {told} Check the path: {_WANTED}.', None))
+    if comm.rank:
+        return
+    if told:
+        advice = f'If it was to go on from a checkpoint, name {_WANTED}; "require": true makes this an error'
+        logger.warning("%s: training begins from scratch. %s %s.", text, told, advice)
+    else:
+        logger.info("%s", text)
+
+
+_WANTED = "the folder that holds `latest`, or a checkpoint's own folder"

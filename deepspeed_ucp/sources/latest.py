@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
 from ..io.opened import explain_failure
-from ..io.paths import normalize
+from ..io.paths import Entry, normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, find_change, is_folder, read_small
-from .files import SEAL, has_states, holds_atoms, is_state_file, list_entries, scan_folder, scan_if_there
+from .files import SEAL, has_states, holds_atoms, is_state_file, scan_folder, scan_if_there
 from .findings import NOTE, WARNING, Finding
 
 LATEST = "latest"
@@ -62,7 +62,7 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
     """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
 
     Args:
-        load_dir: the folder of all tags.
+        load_dir: the folder of all tags, or that of one tag, which has its name (:func:`find_folder`).
         universal: the other way round.
 
     Raises:
@@ -73,14 +73,73 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
             return read_tag(os.path.join(load_dir, name))
         except FileNotFoundError:
             continue
+    if is_checkpoint(load_dir):
+        return os.path.basename(normalize(load_dir))
     tags = find_tags(load_dir)
     if not tags:
         _check_bucket(load_dir)
         return None
     raise CheckpointError(
         f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
-        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
+        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), write it into that file, or "
+        'let "fallback": true take the newest one that is whole.'
     )
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Whether a folder is one tag's, or an atomic checkpoint's.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    entries = scan_if_there(folder)
+    return any(map(is_state_file, entries)) or holds_atoms(entries)
+
+
+def find_folder(load_dir: str, tag: str) -> str:
+    """Where a folder has a tag: below it, or in itself, where it is that tag's own."""
+    below = os.path.join(load_dir, tag)
+    is_own = os.path.basename(normalize(load_dir)) == tag and not leads_to_folder(below) and is_checkpoint(load_dir)
+    return load_dir if is_own else below
+
+
+_ODD = (
+    (r"checkpoint-\d+", "a trainer's output folder: name one of its checkpoints, {0}"),
+    (r".*\.ckpt", "a folder of Lightning's: name one of its checkpoints, {0}"),
+    (r"adapter_config\.json", "a PEFT adapter without an engine's state, which PeftModel.from_pretrained loads"),
+    (
+        r"(model|pytorch_model|diffusion_pytorch_model).*\.(safetensors|bin)(\.index\.json)?",
+        "a Hugging Face model without an engine's state, which from_pretrained loads",
+    ),
+    (r"\.metadata|.*\.distcp", "a checkpoint of torch.distributed.checkpoint, whose load takes it"),
+    (r"zero_to_fp32\.py", "what removed checkpoints have left"),
+)
+"""What tells by a name what a folder is that holds no checkpoint; {0} is what has such a name."""
+
+
+def describe_content(folder: str) -> str:
+    """What a folder looks like that holds no checkpoint, and what to do; empty where it is missing or empty.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    if not leads_to_folder(folder):
+        return "is a file, or a link to nothing, where the folder of all tags is wanted" if exists(folder) else ""
+    entries = {name: entry for name, entry in scan_folder(folder).items() if name != _LOST}
+    for pattern, text in _ODD:
+        found = sorted(name for name in entries if re.fullmatch(pattern, name))
+        if found:
+            found.sort(key=lambda name: (len(name), name))
+            return f"looks like {text.format(shorten(found))}"
+    further = [name for name in sorted(entries) if _has_latest(os.path.join(folder, name), entries[name])]
+    if further:
+        return f"holds folders of checkpoints: name one of them, {shorten(further)}"
+    seen = sorted(name for name in entries if not name.startswith("."))
+    return f"holds {shorten(seen)}, none of them a checkpoint" if seen else ""
+
+
+def _has_latest(folder: str, entry: Entry) -> bool:
+    return entry.is_folder and exists(os.path.join(folder, LATEST))
 
 
 def _check_bucket(load_dir: str) -> None:
@@ -163,8 +222,8 @@ def check_tag(load_dir: str, tag: str) -> str:
     Raises:
         CheckpointError: there is none; the tags that exist are named.
     """
-    folder = os.path.join(load_dir, str(tag))
-    if not _leads_to_folder(folder):
+    folder = find_folder(load_dir, str(tag))
+    if not leads_to_folder(folder):
         tags = find_tags(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
         raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
@@ -174,29 +233,32 @@ def check_tag(load_dir: str, tag: str) -> str:
 def find_checkpoint(path: str) -> str:
     """The folder of the checkpoint that ``path`` means.
 
-    A folder with state files (one tag, or an atomic checkpoint) is itself; else ``latest`` in it is followed, or
-    ``latest_universal`` where there is no ``latest``.
+    ``latest`` in it is followed, or ``latest_universal`` where there is no ``latest``; else a folder with state files
+    (one tag, or an atomic checkpoint) is itself. So a load sees it, too.
 
     Raises:
         CheckpointError: there is nothing of that kind; what lies there is named.
     """
     folder = path.rstrip("/") or path
-    if not _leads_to_folder(folder):
+    if not leads_to_folder(folder):
         _check_bucket(folder)
         what = "is a file, not a checkpoint's folder" if exists(folder) else "does not exist"
         raise CheckpointError(f"{folder} {what}.")
-    if has_states(folder) or holds_atoms(list_entries(folder)):
+    if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and is_checkpoint(folder):
         return folder
     tag = read_latest(folder)
     if tag is None:
-        raise CheckpointError(
-            f"{folder}: neither a checkpoint's folder nor one with `latest` ({len(scan_folder(folder))} entries, none "
-            "of them a checkpoint)."
-        )
+        told = describe_content(folder) or "is empty"
+        raise CheckpointError(f"{folder}: neither a checkpoint's folder nor one with `latest`: it {told}.")
     return check_tag(folder, tag)
 
 
-def _leads_to_folder(path: str) -> bool:
+def leads_to_folder(path: str) -> bool:
+    """Whether a path leads to a folder.
+
+    Raises:
+        CheckpointError: that cannot be told.
+    """
     try:
         return is_folder(path)
     except OSError as error:
@@ -209,9 +271,9 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
     name = UNIVERSAL if atomic else LATEST
     try:
         named = read_tag(os.path.join(parent, name))
-        is_there = _leads_to_folder(os.path.join(parent, named))
+        is_there = leads_to_folder(os.path.join(parent, named))
     except FileNotFoundError:
-        return [Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}", NOTE)]
+        return [Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}, or this folder", NOTE)]
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]
     if not is_there:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed_ucp.cli.common import find_folders
 from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.cli.samples import write_sample
 from tests.mpi import needs_mpi, run_mpi
@@ -113,3 +116,21 @@ def test_ranks_of_mpirun_share_the_files(folder: Path) -> None:
     told = json.loads(result.stdout[result.stdout.index("{") : result.stdout.rindex("}") + 1])
     assert [fault["kind"] for fault in told["faults"]] == ["crc"]
     assert told["read"] == told["bytes"]
+
+
+def test_every_place_means_the_tag_that_the_first_one_names(folder: Path, tmp_path: Path) -> None:
+    """A tag's own folder is that tag under any name."""
+    there = tmp_path / "there"
+    copy = there / folder.name
+    shutil.copytree(folder, copy)
+    shutil.copytree(folder, there / "newer")
+    shutil.copytree(folder, tmp_path / "else" / "renamed")
+    (there / "latest").write_text("newer")
+    run, comm = str(folder.parent), Comm()
+    assert find_folders(run, [str(there)], comm) == [str(folder), str(copy)]
+    assert find_folders(str(folder), [str(there), run], comm) == [str(folder), str(copy), str(folder)]
+    renamed = str(tmp_path / "else" / "renamed")
+    assert find_folders(renamed, [str(there)], comm) == [renamed, str(there / "newer")]
+    assert find_folders(run, [renamed], comm) == [str(folder), renamed]
+    assert find_folders(str(tmp_path / "absent"), [renamed, run], comm)[:2] == [renamed, str(folder)]
+    assert os.path.basename(find_folders(str(tmp_path / "absent"), [str(there)], comm)[-1]) == "newer"

@@ -12,6 +12,7 @@ import pytest
 from engine_cases import Case
 from engine_ranks import Load, Local
 
+from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
 
 ON = {"checkpoint": {"universal": True}}
@@ -118,7 +119,8 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
     """At stage 0 in 16 bit the masters in a load of the weights alone, and the live hyper-parameters, if asked for."""
     case = Case(0, 2, "bf16", config={"checkpoint": {"universal": {"param_groups": "live"}}})
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
-    loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(folder, {WEIGHTS[0]: True}, before=1), Load(folder)]
+    own = find_checkpoint(folder)  # which DeepSpeed takes for a folder without any
+    loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(own, {WEIGHTS[0]: True}, before=1), Load(own)]
     training = case.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
     weights, module, whole = ucp_worlds.get(case.dp).run(engine_ranks.load_each, training, loads)[0]
     assert [weights.direct, module.direct, whole.direct] == [True, False, True]

@@ -29,7 +29,7 @@ from deepspeed_ucp.load.resume import (
     resume,
     verify_all,
 )
-from deepspeed_ucp.load.tags import find_tag
+from deepspeed_ucp.load.tags import find_folders, find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
@@ -88,6 +88,21 @@ def test_with_fallback_the_newest_by_time_is_taken_then(
 
 def test_with_fallback_an_empty_folder_has_no_tag(tmp_path: Path) -> None:
     assert find_tag(str(tmp_path), None, Comm(), fallback=True) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tags_own_folder_is_looked_for_below_it_in_further_places(ranks: int, folder: Path, tmp_path: Path) -> None:
+    """And by a rank that does not see it."""
+    own, there = folder / "global_step1", tmp_path / "there"
+    (there / "global_step1").mkdir(parents=True)
+    places = [[str(own if rank == 0 else tmp_path / "absent" / "global_step1"), str(there)] for rank in range(ranks)]
+
+    def look(rank: int, comm: Comm) -> tuple[str | None, list[str]]:
+        tag = find_tag(places[rank][0], None, comm, also=places[rank][1:])
+        return tag, find_folders(places[rank], str(tag), comm)
+
+    for rank, found in enumerate(run_ranks(ranks, look)):
+        assert found == ("global_step1", [places[rank][0], str(there / "global_step1")])
 
 
 def test_ranks_that_see_different_tags_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -437,6 +452,65 @@ class FallingBack:
 def falling_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallingBack:
     (tmp_path / "run").mkdir()
     return FallingBack(tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize("options", [{"fallback": True}, {"fallback": True, "seal": True}, {}], ids=str)
+@pytest.mark.parametrize("name", [STATES, "ucp_manifest.json"], ids=["normal", "atomic"])
+def test_a_checkpoints_own_folder_is_loaded(
+    name: str, options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By DeepSpeed as a tag below the folder above; no other tag takes its place, as with `tag=`."""
+    own, looked = tmp_path / "run" / "tag", list[str]()
+    own.mkdir(parents=True)
+    (own / name).touch()
+    (own / "client").mkdir()
+    (own / "client" / "mp_rank_01_model_states.pt").touch()
+
+    def choose(_job: LoadJob, folder: str, _also: list[str], **_: object) -> LoaderChoice:
+        looked.append(folder)
+        return LoaderChoice("of the future")
+
+    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", choose)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
+
+    def load(load_dir: str, tag: str | None) -> tuple[str | None, dict[str, Any]]:
+        theirs = partial(lambda load_dir, tag: (os.path.join(load_dir, str(tag)), {}), load_dir=load_dir, tag=tag)
+        return resume(UpstreamEngine(), load_dir, tag, LoadArguments(), UniversalConfig(**options), theirs)
+
+    for load_dir, tag in ((str(own), None), (f"{own}/", None), (str(own), "tag")):
+        assert load(load_dir, tag)[0] == str(own)
+        assert os.path.samefile(looked.pop(), own)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        load(str(own), None)
+
+
+@pytest.mark.parametrize("require", [False, True])
+@pytest.mark.parametrize("name", ["", "absent", "notes", "model"])
+def test_nothing_to_resume_is_told_by_what_there_is(
+    name: str, require: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in ("notes/readme.txt", "model/model.safetensors"):
+        (tmp_path / "runs" / file).parent.mkdir(parents=True)
+        (tmp_path / "runs" / file).touch()
+    (tmp_path / "empty").mkdir()
+    folder, config = str(tmp_path / ("runs" if name else "empty") / name), UniversalConfig(require=require, also=["no"])
+    looks = {"notes": "holds readme.txt", "model": "looks like a Hugging Face model"}.get(name, "")
+
+    def start() -> object:
+        return resume(UpstreamEngine(), folder, None, LoadArguments(), config, lambda: (None, None))
+
+    if require:
+        why = f"{folder} {looks}" if looks else "It is missing"
+        with pytest.raises(CheckpointError, match=f'nothing to resume, and "require" is on. {why}'):
+            start()
+        return
+    with caplog.at_level("INFO"):
+        assert start() == (None, None)
+    (told,) = caplog.records
+    assert told.levelname == ("WARNING" if looks else "INFO")
+    assert "nothing to resume" in told.getMessage() and looks in told.getMessage()
+    assert ("training begins from scratch" in told.getMessage()) is bool(looks)
 
 
 def test_a_tag_without_a_seal_is_passed_over_by_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from deepspeed_ucp.sources.files import (
     read_swap_name,
     sort_files,
 )
-from deepspeed_ucp.sources.latest import find_newest, is_sealed, list_older, list_unsealed
+from deepspeed_ucp.sources.latest import (
+    describe_content,
+    find_checkpoint,
+    find_folder,
+    find_newest,
+    is_sealed,
+    list_older,
+    list_unsealed,
+)
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -160,10 +169,61 @@ def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path: Path) -> N
     assert read_latest(str(tmp_path)) is None
 
 
+@pytest.mark.parametrize("name", [MODEL, "ucp_manifest.json"], ids=["normal", "atomic"])
+def test_a_checkpoints_own_folder_is_that_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
+    touch(own, name)
+    monkeypatch.chdir(own)
+    for folder in (str(own), f"{own}/", "."):
+        assert read_latest(folder) == "global_step3"
+        assert os.path.samefile(find_folder(folder, "global_step3"), own)
+        assert os.path.samefile(check_tag(folder, "global_step3"), find_checkpoint(folder))
+    assert find_folder(str(own), "other") == str(own / "other")
+    touch(below, MODEL)  # of a save into the folder that was loaded from, which `latest` tells is whole
+    assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step3", str(own))
+    (own / "latest").write_text("global_step9")
+    assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step9", str(below))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("checkpoint-4/x", "checkpoint-12/x", "config.json"), "trainer's output folder.*checkpoint-4, checkpoint-12$"),
+        (("last.ckpt/latest", "hparams.yaml"), "of Lightning's: name one of its checkpoints, last.ckpt$"),
+        (("adapter_config.json", "adapter_model.safetensors"), "PEFT adapter.*PeftModel.from_pretrained"),
+        (("config.json", "model-00001-of-00002.safetensors"), "Hugging Face model.*from_pretrained"),
+        (("__0_0.distcp", ".metadata"), "torch.distributed.checkpoint"),
+        (("zero_to_fp32.py",), "what removed checkpoints have left"),
+        (("first/latest", "second/latest", "log"), "folders of checkpoints: name one of them, first, second$"),
+        (("README.md", "docs/index.md"), "^holds README.md, docs, none of them a checkpoint"),
+        ((".gitkeep", "lost+found/x"), "^$"),
+        ((), "^$"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_told_by_what_it_looks_like(
+    names: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    for name in names:
+        touch((tmp_path / name).parent, Path(name).name)
+    looks = describe_content(str(tmp_path))
+    assert re.search(told, looks)
+    with pytest.raises(CheckpointError, match="neither a checkpoint's folder nor one with `latest`: it") as caught:
+        find_checkpoint(str(tmp_path))
+    assert str(caught.value).endswith(f": it {looks or 'is empty'}.")
+
+
+def test_what_lies_in_a_folders_place_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    assert describe_content(str(tmp_path / "absent")) == ""
+    for name in ("file", "link"):
+        assert "is a file, or a link to nothing" in describe_content(str(tmp_path / name))
+
+
 def test_a_missing_latest_beside_checkpoints_is_refused(tmp_path: Path) -> None:
     touch(tmp_path / "global_step3", MODEL)
     touch(tmp_path / "global_step9", MODEL)
-    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag="):
+    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag=.*its folder.*fallback"):
         read_latest(str(tmp_path))
 
 
