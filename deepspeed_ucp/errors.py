@@ -126,6 +126,11 @@ def shorten(names: object, limit: int = 8) -> str:
     return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"
 
 
+def count_of(number: int, noun: str) -> str:
+    """``1 file``, ``5 files``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def suggest(name: str, valid: Iterable[str]) -> str:
     """``did you mean 'preserve_batch_size'?`` of the valid name that is like ``name``; empty where none is.
 

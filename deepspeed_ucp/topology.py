@@ -10,6 +10,9 @@ from .flat import FlatBuffer
 ATOMIC = "atomic"
 """Wrapper of an atomic checkpoint: whole tensors, which nothing wraps."""
 
+BARE = "none"
+"""Wrapper of an engine below ZeRO 3 without optimizer, and of its saves: nothing is partitioned, on any ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -19,7 +22,8 @@ class Topology:
         dp: ranks over which ZeRO partitions (sequence parallelism folded in); 1 at stage 0, where nothing is cut.
         tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
         zero_stage: 0 to 3.
-        wrapper: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused``, ``torch`` or ``atomic``.
+        wrapper: ``zero12``, ``zero3``, ``zero3_inference``, ``bf16``, ``fp16_fused``, ``fp16_unfused``, ``torch``,
+            ``none`` or ``atomic``.
         precision: dtype of the model's parameters, as ``float32``, ``bfloat16`` or ``float16``.
         undeclared: that is not fp32, and the ds_config switches no other precision on, by which files are named.
         master: dtype of the master weights; without a wrapper of the first parameter.
@@ -45,20 +49,27 @@ class Topology:
 
     def describe(self) -> str:
         """One short phrase for messages: ``ZeRO-1 dp=4 bfloat16 (zero12)``."""
-        degrees = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp", "ep") if getattr(self, key) > 1)
-        return f"ZeRO-{self.zero_stage} dp={self.dp}{degrees} {self.precision} ({self.wrapper})"
+        told = {"dp": self.wrapper != BARE, **{key: getattr(self, key) > 1 for key in ("tp", "pp", "sp", "ep")}}
+        degrees = "".join(f" {key}={getattr(self, key)}" for key, is_told in told.items() if is_told)
+        return f"ZeRO-{self.zero_stage}{degrees} {self.precision} ({self.wrapper})"
 
 
 def find_differences(source: Topology, target: Topology) -> list[str]:
-    """What differs between two topologies, in words; empty when they hold the same bytes on every rank."""
-    names = [field.name for field in fields(Topology) if field.name != "flats"]
+    """What differs between two topologies, in words; empty when they hold the same bytes on every rank.
+
+    Flat buffers follow from all else: they are told of where nothing else differs.
+    """
+    passed = {"flats"} | ({"dp"} if BARE in (source.wrapper, target.wrapper) else set())
+    names = [field.name for field in fields(Topology) if field.name not in passed]
     sides = [(name, getattr(source, name), getattr(target, name)) for name in names]
     differences = [f"{name} {old} → {new}" for name, old, new in sides if old != new]
+    if differences:
+        return differences
     if len(source.flats) != len(target.flats):
-        return [*differences, f"flat buffers {len(source.flats)} → {len(target.flats)}"]
+        return [f"flat buffers {len(source.flats)} → {len(target.flats)}"]
     flats = enumerate(zip(source.flats, target.flats, strict=True))
     other = (f"flat buffer {number}: {_compare_flats(old, new)}" for number, (old, new) in flats if old != new)
-    return [*differences, *islice(other, 1)]
+    return list(islice(other, 1))
 
 
 def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
@@ -69,8 +80,10 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
         return _compare_shapes(old, new)
     if old.group != new.group:
         return f"param group {old.group} → {new.group}"
-    if (old.parts, old.ranks, old.by_parameter) != (new.parts, new.ranks, new.by_parameter):
-        return f"cut into {old.parts} → {new.parts} partitions, or held by other ranks"
+    if old.parts != new.parts:
+        return f"partitions {old.parts} → {new.parts}"
+    if (old.ranks, old.by_parameter) != (new.ranks, new.by_parameter):
+        return "held by other ranks" if old.ranks != new.ranks else "cut by parameter on one side alone"
     if old.tensors != new.tensors:
         return "tensors that are cut as one"
     if old.partition != new.partition:

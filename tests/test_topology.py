@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.flat import FlatBuffer, join_parameters
-from deepspeed_ucp.topology import Topology, find_differences
+from deepspeed_ucp.topology import BARE, Topology, find_differences
 
 FLAT = join_parameters(0, ("a", "b"), ((3,), (1, 5)), parts=2, partition=6, gaps=(1, 0))
 BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, join_parameters(1, ("c",), ((2,),), parts=2, partition=1)))
@@ -35,10 +35,10 @@ FLAT_CHANGES: dict[str, tuple[Any, str]] = {
     "offsets": ((0, 3), "parameter alignment"),
     "group": (1, "param group 0 → 1"),
     "partition": (8, "partition 6 → 8 elements"),
-    "parts": (3, "cut into 2 → 3 partitions, or held by other ranks"),
-    "by_parameter": (True, "cut into 2 → 2 partitions, or held by other ranks"),
+    "parts": (3, "partitions 2 → 3"),
+    "by_parameter": (True, "cut by parameter on one side alone"),
     "tensors": (((0, 6), (3, 6)), "tensors that are cut as one"),
-    "ranks": (range(0, 4, 2), "cut into 2 → 2 partitions, or held by other ranks"),
+    "ranks": (range(0, 4, 2), "held by other ranks"),
 }
 
 
@@ -65,6 +65,12 @@ def test_other_parameters_are_told_from_another_order() -> None:
     assert found == ["flat buffer 0: parameters (2 → 2 or other names)"]
 
 
+def test_flat_buffers_are_told_of_where_nothing_else_differs() -> None:
+    """They are cut for the ranks: a reader wants these alone."""
+    for flats in ((replace(FLAT, parts=4), BASE.flats[1]), (FLAT,)):
+        assert find_differences(BASE, replace(BASE, dp=4, flats=flats)) == ["dp 2 → 4"]
+
+
 def test_all_differences_are_listed() -> None:
     assert find_differences(BASE, replace(BASE, dp=3, zero_stage=3, wrapper="zero3")) == [
         "zero_stage 1 → 3",
@@ -76,3 +82,9 @@ def test_all_differences_are_listed() -> None:
 def test_the_description_is_one_phrase() -> None:
     assert BASE.describe() == "ZeRO-1 dp=2 bfloat16 (zero12)"
     assert replace(BASE, tp=2, pp=4).describe() == "ZeRO-1 dp=2 tp=2 pp=4 bfloat16 (zero12)"
+
+
+def test_what_nothing_partitions_has_no_degree_of_it() -> None:
+    bare = replace(BASE, wrapper=BARE, dp=1, tp=2, flats=())
+    assert bare.describe() == "ZeRO-1 tp=2 bfloat16 (none)"
+    assert find_differences(replace(BASE, tp=2), bare) == ["wrapper zero12 → none"]

@@ -6,12 +6,12 @@ import os
 from collections import defaultdict
 from typing import Any
 
-from ..errors import UcpError
+from ..errors import UcpError, count_of
 from ..sources.files import is_state_file, list_sizes
 from ..sources.headers import OptimHeader
 from ..sources.open import FolderReport
 from ..sources.reading import read_file
-from .printing import count_of, format_bytes, format_table
+from .printing import format_bytes, format_table
 from .survey import VERSION
 
 _MANY = 40

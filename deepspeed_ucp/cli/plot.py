@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
-from ..errors import ConfigError, StorageError
+from ..errors import ConfigError, StorageError, count_of
 from ..io.paths import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
-from .printing import count_of, format_bytes, format_count
+from .printing import format_bytes, format_count
 from .summary import name_others
 
 if TYPE_CHECKING:

@@ -177,11 +177,6 @@ def _scale(value: float, base: int, units: Sequence[str]) -> str:
     return f"{value:.{digits}f} {units[at]}"
 
 
-def count_of(number: int, noun: str) -> str:
-    """``1 file``, ``5 files``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def format_duration(seconds: float) -> str:
     """Seconds as ``0.42 s``, ``50 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if not math.isfinite(seconds):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .common import add_command
 from .loads import Rank, list_loads, list_phases, make_rank, read_load
-from .printing import OK, count_of, emit, format_bytes, format_duration, format_table
+from ..errors import count_of
+from .printing import OK, emit, format_bytes, format_duration, format_table
 
 if TYPE_CHECKING:
     from .common import Commands

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey
-from ..errors import escape, fold_names
+from ..errors import count_of, escape, fold_names
 from ..sources.findings import Finding
 from .experts import describe_expert, write_layers, write_numbers
 from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, find_file, knows_optimizer, sort_states
-from .printing import count_of, format_bytes, format_count, format_table
+from .printing import format_bytes, format_count, format_table
 from .survey import Survey, describe_groups, join_scalars, list_states
 
 _WIDTH = 100

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, count_of
 from .common import (
     add_checkpoint_options,
     add_command,
@@ -16,7 +16,7 @@ from .common import (
     read_groups,
     read_work_options,
 )
-from .printing import FAULT, OK, count_of, emit, find_rank, format_bytes, format_duration, tell
+from .printing import FAULT, OK, emit, find_rank, format_bytes, format_duration, tell
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification

@@ -162,7 +162,8 @@ def _resume_tag(
         decision = decide(job, folder, also, upstream=upstream)
     report.reason, report.direct = decision.reason, decision.index is not None
     if comm.rank == 0:
-        logger.info("%s: %s loads it, %s", folder, "deepspeed_ucp" if report.direct else "DeepSpeed", decision.reason)
+        who = "deepspeed_ucp" if report.direct else "DeepSpeed"
+        logger.info("%s: %s is to load it, %s", folder, who, decision.reason)
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
     if decision.index is None or decision.target is None:
@@ -314,8 +315,10 @@ def _compare(
     named = join_groups(target, comm)
     index = open_checkpoint(folder, comm, *named, weights_only=weights_only, **options)
     report.saved = index.run.job
-    if comm.rank == 0 and (told := ", ".join(list_changes(index, target, comm.size, job.engine.train_batch_size()))):
-        logger.warning("%s: this run differs from the saved one: %s", folder, told)
+    changes = list_changes(index, target, comm.size, job.engine.train_batch_size())
+    if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
+        level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING
+        logger.log(level, "%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     found = comm.each(lambda: _list_differences(index, target, arguments) or find_scattered(index, folder))
     everyone = [text for part in found for text in part] or list(own) or list_kept(job)
     if upstream:

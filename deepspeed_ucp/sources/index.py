@@ -24,7 +24,7 @@ from ..atoms import (
 from ..errors import UnsupportedError, shorten
 from ..experts import find_number, is_expert
 from ..flat import FlatBuffer, count_degree
-from ..topology import Topology
+from ..topology import BARE, Topology
 from .builder import Builder
 from .files import strip_writer
 from .headers import ModelHeader, OptimHeader
@@ -58,7 +58,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     atoms = builder.finish_atoms()
     optim = _find_optim(save)
     flats = builder.ranks[0].flats
-    kind = optim.kind if optim else "none"
+    kind = optim.kind if optim else BARE
     precision, groups = find_precision(save, atoms, flats), merge_groups(save, builder.ranks)
     topology = Topology(
         zero_stage=int(save.zero.get("stage") or 0) if kind == "bf16" else optim.stage if optim else 0,

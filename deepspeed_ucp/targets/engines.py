@@ -11,6 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..atoms import MODULE, MOMENTUM, AtomicIndex
 from ..flat import join_parameters, join_reserved
+from ..topology import BARE
 from .base import Target, flatten
 from .coverage import UnknownLayoutError, check_engine
 from .gathering import gather_in_place
@@ -246,7 +247,7 @@ class TorchTarget(Target):
 
     def collect(self) -> None:
         if self.wrapped is None:
-            self.wrapper = "none"  # as of a save without an optimizer
+            self.wrapper = BARE
             return
         for group, fields in enumerate(self.wrapped.param_groups):
             for param in fields["params"]:
@@ -270,6 +271,7 @@ class OffloadOnlyTarget(Target):
 
     wrapper = "zero3_inference"
     has_copies = False
+    dp = Zero3Target.dp
 
     def collect(self) -> None:
         """No masters."""

@@ -369,10 +369,8 @@ def watch_own_load(training: Training, folder: str) -> dict[str, Any]:
     return {
         "calls": own.call_count,
         "path": path,
-        "info": [message for level, message in log if level == "INFO"],
-        "changes": [
-            message for level, message in log if level == "WARNING" and "differs from the saved one" in message
-        ],
+        "info": [message for level, message in log if level == "INFO" and "differs from the saved" not in message],
+        "changes": [(level, message) for level, message in log if "differs from the saved one" in message],
         "direct": None if report is None else report.direct,
         "reason": "" if report is None else report.reason,
     }

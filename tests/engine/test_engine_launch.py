@@ -120,7 +120,7 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
     assert (found[0]["world"], found[0]["steps"]) == (RANKS, 6)
     assert (found[0]["main"], found[0]["file"]) == ("__main__", Path(SCRIPT).name)
     assert [a for a in found[0]["argv"] if not a.startswith("--local_rank")] == arguments
-    assert output.count("deepspeed_ucp loads it") == 1
+    assert output.count("deepspeed_ucp is to load it") == 1
 
 
 def test_failure_of_the_script_is_the_exit_code(environment: dict[str, str], tmp_path: Path) -> None:

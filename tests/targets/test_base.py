@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ucp.atoms import strip_compiled
 from deepspeed_ucp.targets import engines, gathering
 from deepspeed_ucp.targets.base import dtype_name, flatten
-from deepspeed_ucp.targets.engines import Zero12Target
+from deepspeed_ucp.targets.engines import OffloadOnlyTarget, Zero12Target
 from tests.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 
@@ -80,3 +80,11 @@ def test_copies_of_accelerators_are_gathered_by_deepspeed(monkeypatch: pytest.Mo
     gathering.gather_in_place(flat, "group")
     whole, own, group = told
     assert (whole is flat, own.storage_offset(), own.numel(), group) == (True, 3, 3, "group")
+
+
+def test_partitions_without_an_optimizer_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO 3 for inference on two ranks is no `dp=1`."""
+    target: Any = OffloadOnlyTarget.__new__(OffloadOnlyTarget)
+    target.wrapped = SimpleNamespace(dp_process_group="group")
+    monkeypatch.setattr(engines.ds_comm, "get_world_size", lambda group: {"group": 2}[group])
+    assert target.dp == 2
