@@ -13,6 +13,9 @@ ATOMIC = "atomic"
 BARE = "none"
 """Wrapper of an engine below ZeRO 3 without optimizer, and of its saves: nothing is partitioned, on any ranks."""
 
+STATELESS = "optimizer states missing"
+"""Wrapper of a save that has lost them: its trained parameters have copies alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -23,7 +26,7 @@ class Topology:
         tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
         zero_stage: 0 to 3.
         wrapper: ``zero12``, ``zero3``, ``zero3_inference``, ``bf16``, ``fp16_fused``, ``fp16_unfused``, ``torch``,
-            ``none`` or ``atomic``.
+            ``none``, ``atomic`` or ``STATELESS``.
         precision: dtype of the model's parameters, as ``float32``, ``bfloat16`` or ``float16``.
         undeclared: that is not fp32, and the ds_config switches no other precision on, by which files are named.
         master: dtype of the master weights; without a wrapper of the first parameter.

@@ -166,12 +166,14 @@ class Limits:
         unreadable: tensors whose bytes cannot be cut, with the reason.
         dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
         unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
+        stateless: why there are no optimizer states, and what to do, in words; empty where there are.
     """
 
     irregular: dict[str, str] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     dropped: str = ""
     unnoticed: tuple[str, ...] = ()
+    stateless: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ..io.upload import RemoteStaging, open_staging, tell_latest
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.recast import fuse_experts
-from ..plan.settling import describe_irregular, refuse_unreadable
+from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
 from ..sources import open_checkpoint
 from ..sources.atomic.folder import find_faults
 from ..sources.atomic.manifest import (
@@ -196,6 +196,7 @@ def _plan(
     live: Sequence[RuleSet],
 ) -> _Conversion:
     refuse_unreadable(index)
+    refuse_stateless(index)
     refuse_scattered(index, "every node of a conversion reads its part of each")
     if text := describe_irregular(index):
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")

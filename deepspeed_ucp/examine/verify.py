@@ -387,9 +387,8 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
             )
             each = replace(each, text=text, severity=WARNING)
         found.append(each)
-    if report.index is not None and report.index.run.topology.wrapper == "none":
-        text = f"{report.folder}: holds the weights alone, no optimizer states: enough for load_optimizer_states=False."
-        found.append(Finding("missing", "", text, WARNING))
+    if report.index is not None and report.index.limits.stateless:
+        found.append(Finding("missing", "", report.index.limits.stateless, WARNING))
     return [*found, *check_latest(report.folder, atomic=report.atomic)]
 
 

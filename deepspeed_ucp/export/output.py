@@ -141,10 +141,10 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
             shorten(parted),
         )
     if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
+        way = "; where the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
         logger.warning(
-            "this checkpoint has no fp32 weights with names, so the model's own %s are written; where the optimizer "
-            "was given model.parameters() at stage 0, --groups module names its fp32 weights",
-            index.run.topology.precision,
+            "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
+            *(index.run.topology.precision, "" if index.limits.stateless else way),
         )
     if selection.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))

@@ -148,7 +148,7 @@ def dry_run(
 
 def find_faults(index: AtomicIndex) -> list[str]:
     """What in the checkpoint no other topology can take."""
-    faults = [text for text in (describe_unreadable(index),) if text]
+    faults = [text for text in (describe_unreadable(index), index.limits.stateless) if text]
     if text := describe_irregular(index):
         faults.append(f"{text} Weights only (load_optimizer_states=False) can be loaded.")
     return faults

@@ -16,7 +16,7 @@ from ..errors import Objections, shorten
 from ..patterns import from_config, list_renames
 from ..plan.feeds import feed
 from ..plan.match import Live, Match, match_groups, match_parameters
-from ..plan.settling import refuse_unreadable
+from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
     HeldBuffer,
@@ -84,6 +84,8 @@ def prepare(
         UcpError: engine and checkpoint do not fit; the same on every rank.
     """
     comm.run(lambda: refuse_unreadable(saved))
+    if with_states:
+        comm.run(lambda: refuse_stateless(saved))
     if not with_extras and not with_states:
         return Work(saved)
     extras = comm.run(target.extras) if with_extras else []

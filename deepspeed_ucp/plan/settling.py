@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
-from ..errors import MismatchError, UnsupportedError, shorten
+from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..flat import Shape
 from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
 
@@ -110,6 +110,16 @@ def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda
     """
     if text := describe_unreadable(index, states):
         raise UnsupportedError(text)
+
+
+def refuse_stateless(index: AtomicIndex) -> None:
+    """Whether there are optimizer states to go on from.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if index.limits.stateless:
+        raise CheckpointError(index.limits.stateless)
 
 
 def describe_irregular(index: AtomicIndex) -> str:

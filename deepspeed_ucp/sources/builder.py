@@ -349,6 +349,16 @@ class Builder:
                     f"{known[key]}. The file belongs to another step or run; put the right one back."
                 )
 
+    def close_gaps(self) -> list[str]:
+        """Number stages' own values of a parameter without those that are in no file; returns their names."""
+        told = {name: [at for at in range(n) if ParamKey(name, at) in self._held] for name, n in self.instances.items()}
+        moved = {ParamKey(name, at): ParamKey(name, to) for name, held in told.items() for to, at in enumerate(held)}
+        for field in ("_held", "_lanes", "_module"):
+            setattr(self, field, {moved.get(param, param): value for param, value in getattr(self, field).items()})
+        lost = [name for name, held in told.items() if 0 < len(held) < self.instances[name]]
+        self.instances |= {name: len(told[name]) for name in lost}
+        return lost
+
     def finish_atoms(self) -> Atoms:
         """All atoms, coverage checked; of faults each is told on a line of its own.
 

@@ -21,17 +21,17 @@ from ..atoms import (
     StoredAtoms,
     strip_compiled,
 )
-from ..errors import UnsupportedError, shorten
+from ..errors import UnsupportedError, fold_names, shorten
 from ..experts import find_number, is_expert
 from ..flat import FlatBuffer, count_degree
-from ..topology import BARE, Topology
+from ..topology import BARE, STATELESS, Topology
 from .builder import Builder
 from .files import strip_writer
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
 from .naming import Naming
 from .ranks import check_steps, merge_groups
-from .save import Save, describe_offload
+from .save import Save, describe_offload, name_shards
 from .stage0 import build_stage0
 from .zero import build_zero
 
@@ -58,13 +58,14 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     atoms = builder.finish_atoms()
     optim = _find_optim(save)
     flats = builder.ranks[0].flats
-    kind = optim.kind if optim else BARE
+    has_lost = not optim and _has_trained(save)
+    kind = optim.kind if optim else STATELESS if has_lost else BARE
     precision, groups = find_precision(save, atoms, flats), merge_groups(save, builder.ranks)
     topology = Topology(
-        zero_stage=int(save.zero.get("stage") or 0) if kind == "bf16" else optim.stage if optim else 0,
+        zero_stage=int(save.zero.get("stage") or 0) if has_lost or kind == "bf16" else optim.stage if optim else 0,
         wrapper=kind,
         precision=precision,
-        dp=max(len(save.shards[0]), 1),
+        dp=save.dp if has_lost and save.zero.get("stage") else max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
         ep=count_degree(flats),
@@ -74,7 +75,29 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         offload=describe_offload(save.zero),
         flats=flats,
     )
-    return make_index(builder, atoms, optim, topology, groups)
+    index = make_index(builder, atoms, optim, topology, groups)
+    return index if optim else index.change(stateless=_tell_stateless(save))
+
+
+def _has_trained(save: Save) -> bool:
+    """Whether an optimizer had parameters, as model states beside files of optimizer states tell."""
+    return any(model.owned for model in save.first_models)
+
+
+def _tell_stateless(save: Save) -> str:
+    """Why a save has no optimizer states, and what to do."""
+    folder, way = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
+    if not _has_trained(save):
+        return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {way}."
+    if not save.zero.get("stage"):  # its engine took BF16_Optimizer's place for granted (``zero_optimizer_state``)
+        return (
+            f"{folder}: holds no optimizer states: DeepSpeed 0.17 writes none in bf16 without ZeRO, and what they were "
+            f"is lost. {way}, or load a tag that another release saved."
+        )
+    prefix = "bf16_" if enabled(save.main.config, "bf16", "bfloat16") else ""
+    names = [(name, None) for name in name_shards(save.listing, prefix, len(save.models), save.dp)]
+    told = shorten(name for name, _ in fold_names(names, lambda _: None))
+    return f"{folder}: {told} missing: all files of optimizer states. Copy them here or load another tag. {way}."
 
 
 def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:

@@ -273,7 +273,9 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
         named = read_tag(os.path.join(parent, name))
         is_there = leads_to_folder(os.path.join(parent, named))
     except FileNotFoundError:
-        return [Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}, or this folder", NOTE)]
+        return [
+            Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}, or this folder", NOTE)
+        ]
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]
     if not is_there:

@@ -178,11 +178,7 @@ def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence
     names = name_model_files(listing, first[0])
     if len(first) > 1:
         prefix = next(prefix for (prefix, _, _), name in listing.optim.items() if name == first[1].name)
-        names += [
-            listing.optim.get((prefix, mp, rank), f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
-            for mp in range(pp * tp)
-            for rank in range(dp)
-        ]
+        names += name_shards(listing, prefix, pp * tp, dp)
     if model.module is None:
         names += _name_layers(listing, tp)
     if model.experts and first[0].name in listing.model.values():  # of ZeRO 3 every rank's model states have them
@@ -193,6 +189,15 @@ def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence
             if header.model and (len(first) == 1 or header.model.optim):
                 names += _name_expert_optims(listing, header.model.optim, places, lanes)
     return names
+
+
+def name_shards(listing: Listing, prefix: str, mp: int, dp: int) -> list[str]:
+    """Files of ZeRO's optimizer states of all model- and data-parallel ranks, whether they are there or not."""
+    return [
+        listing.optim.get((prefix, model, rank), f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
+        for model in range(mp)
+        for rank in range(dp)
+    ]
 
 
 def count_expert_lanes(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:

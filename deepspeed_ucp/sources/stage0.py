@@ -37,18 +37,27 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
     save = builder.save
     live = naming.name_live(save)
     wrapper = save.model(0).optim
-    tied: set[str] = set()
     if wrapper is None or wrapper.kind == "bf16" or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
         owned = [model.owned for model in save.first_models]  # ZeRO's files tell which it had trained
         builder.ranks, builder.instances = list_ranks(save, [list(shapes) for shapes in owned])
         for rank, shapes in zip(builder.ranks, owned, strict=True):
             rank.shapes.update(shapes)
         tied = {strip_compiled(name) for group in live or () for name, _ in group if name.startswith(TIED)}
+        add_tensors(builder, tied)
+        _tell_lost(save, builder.close_gaps())
     else:
         if live is None and naming.groups is not None:
             live = name_groups(save, naming.groups)
         _add_optimizers(builder, live, naming)
-    add_tensors(builder, tied)
+        add_tensors(builder)
+
+
+def _tell_lost(save: Save, lost: Collection[str]) -> None:
+    if lost:  # of a layer with a forward_fn there is no file, and masters would be the stage's own
+        logger.warning(
+            "%s: %s: a pipeline stage's own values are in no file; those of the stage that saved them are taken",
+            *(save.listing.folder, shorten(lost)),
+        )
 
 
 def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -> None:
@@ -60,13 +69,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
             check_state_shapes(part, save.path(part.header))
     trained = [_find_trained(part, live) for part in parts]
     losses = [part.find_lost() for part in parts]
-    if lost := dict.fromkeys(
-        chain(*losses)
-    ):  # without ZeRO an fp32 pipeline's masters lie in the layer files, and a layer with a forward_fn has none
-        logger.warning(
-            "%s: %s: a pipeline stage's own values are in no file; those of the stage that saved them are taken",
-            *(save.listing.folder, shorten(lost)),
-        )
+    _tell_lost(save, dict.fromkeys(chain(*losses)))
     owned = [
         {n: shape for n, shape in held.items() if n not in lost} for held, lost in zip(trained, losses, strict=True)
     ]

@@ -229,7 +229,8 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
 
 
 def _list_instances(index: AtomicIndex, name: str) -> list[Atom | None]:
-    return [index.find(name, MASTER, at) or index.find(name, MODULE, at) for at in range(index.model.instances[name])]
+    states, instances = (MASTER, MODULE, COPY), range(index.model.instances[name])
+    return [next(filter(None, (index.find(name, state, at) for state in states)), None) for at in instances]
 
 
 def _is_alike(first: Atom, other: Atom) -> bool:

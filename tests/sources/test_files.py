@@ -170,7 +170,9 @@ def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [MODEL, "ucp_manifest.json"], ids=["normal", "atomic"])
-def test_a_checkpoints_own_folder_is_that_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoints_own_folder_is_that_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
     touch(own, name)
     monkeypatch.chdir(own)
@@ -223,7 +225,9 @@ def test_what_lies_in_a_folders_place_is_told(tmp_path: Path) -> None:
 def test_a_missing_latest_beside_checkpoints_is_refused(tmp_path: Path) -> None:
     touch(tmp_path / "global_step3", MODEL)
     touch(tmp_path / "global_step9", MODEL)
-    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag=.*its folder.*fallback"):
+    with pytest.raises(
+        CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag=.*its folder.*fallback"
+    ):
         read_latest(str(tmp_path))
 
 

@@ -1,0 +1,138 @@
+"""Checkpoints without any file of optimizer states: published weights, lost files, releases that save none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import ConvertOptions, convert_index
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.examine.verify import list_findings
+from deepspeed_ucp.export.dcp import export_dcp
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.forecast.dryrun import find_faults
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.sources.open import survey_checkpoint
+from deepspeed_ucp.targets import LiveBuffer
+from tests.load.test_direct import run_load
+from tests.reshard import FakeTarget, open_for
+from tests.reshard3d import Held, draw_state, load_all, make_config, make_pipeline
+from tests.synth import Model, Param, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (9,), frozen=True)))
+
+
+def lose(folder: Path, topology: Topology, model: Model = MODEL) -> Path:
+    """A save of which no file of optimizer states is left; of stage 0 in bf16 what DeepSpeed 0.17 writes."""
+    state = random_state(model, 0, precision=topology.precision)
+    files = build_files(model, state, topology)
+    if topology.stage == 0:
+        zero = build_files(model, state, Topology(1, topology.dp, topology.precision))
+        for name, tree in files.items():
+            tree.update(optimizer=None, param_shapes=zero[name]["param_shapes"])
+    write_files(folder, {name: tree for name, tree in files.items() if "optim_states" not in name})
+    return folder
+
+
+LOST = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(0, 2, "bf16", "fused")]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
+@pytest.mark.parametrize("target", [None, Topology(3), Topology(0)], ids=["same", "zero3", "stage0"])
+def test_states_are_asked_for(source: Topology, target: Topology | None, strict: bool, tmp_path: Path) -> None:
+    path = lose(tmp_path, source)
+    rank = FakeTarget(MODEL, target or source, 0)
+    before = [flat.data.clone() for flat in rank.flats]
+    with pytest.raises(CheckpointError) as told:
+        run_load(open_for(path, rank), rank, load_module_strict=strict)
+    prefix = "bf16_" if source.precision == "bf16" else ""
+    missing = f"{prefix}zero_pp_rank_{{0-{source.dp - 1}}}_mp_rank_00_optim_states.pt missing"
+    assert ("DeepSpeed 0.17 writes none" if source.stage == 0 else missing) in str(told.value)
+    assert "load_optimizer_states=False" in str(told.value)
+    assert len(str(told.value).splitlines()) == 1
+    assert all(torch.equal(flat.data, old) for flat, old in zip(rank.flats, before, strict=True))
+
+
+@pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
+def test_the_weights_alone_load(source: Topology, tmp_path: Path) -> None:
+    path = lose(tmp_path, source)
+    saved = random_state(MODEL, 0, precision=source.precision)
+    rank = FakeTarget(MODEL, Topology(0), 0)
+    run_load(open_for(path, rank), rank, load_optimizer_states=False)
+    for flat in rank.flats:
+        weight = saved.atoms[flat.name]["fp32"].to(source.dtype)
+        assert torch.equal(flat.data.view(weight.shape), weight.float())
+
+
+@pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
+def test_what_the_commands_say(source: Topology, tmp_path: Path) -> None:
+    """None takes it for a save without ZeRO, or for a whole one."""
+    path = lose(tmp_path / "in", source)
+    report = survey_checkpoint(str(path), Comm())
+    index = report.require()
+    assert index.run.topology.describe().startswith(f"ZeRO-{source.stage} ")
+    assert index.run.topology.describe().endswith("(optimizer states missing)")
+    assert any("load_optimizer_states=False" in each.text for each in list_findings(report))
+    assert any("load_optimizer_states=False" in text for text in find_faults(index))
+    out = str(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+        convert_index(index, str(path), out, Comm(), ConvertOptions())
+    with pytest.raises(Exception, match="--weights-only"):
+        export_dcp(index, out, Comm(), ExportOptions())
+    assert export_safetensors(index, out, Comm(), ExportOptions()).tensors == 3
+
+
+def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
+    """An evaluation's save: nothing is missing, and training still cannot go on from it."""
+    files = build_files(MODEL, random_state(MODEL, 0), Topology(0))
+    for tree in files.values():
+        tree["optimizer"] = None
+    write_files(tmp_path, files)
+    rank = FakeTarget(MODEL, Topology(1), 0)
+    index = open_for(tmp_path, rank)
+    assert index.run.topology.describe() == "ZeRO-0 float32 (none)"
+    with pytest.raises(CheckpointError, match=r"had no optimizer.*load_optimizer_states=False"):
+        run_load(index, rank, load_module_strict=False)
+    run_load(index, rank, load_optimizer_states=False)
+
+
+TIED = make_pipeline([["column", "norm"], ["row"]])
+
+
+@pytest.mark.parametrize("files", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    "source", [Topology(1, 2, pp=2), Topology(1, 1, "bf16", "bf16", pp=2, tp=2)], ids=lambda each: each.label
+)
+def test_a_pipeline_with_a_tied_module(source: Topology, files: tuple[bool, bool], tmp_path: Path) -> None:
+    """DeepSpeed ties the word's weight alone: of what a stage without a file had of its own another's is taken."""
+    first, *others, last = TIED.layers
+    model = replace(TIED, layers=(replace(first, file=files[0]), *others, replace(last, file=files[1])))
+    held = draw_state(model, source)
+    held.write(tmp_path)
+    for path in tmp_path.glob("*optim_states.pt"):
+        path.unlink()
+    config, targets = make_config(model), held.make_targets()
+    index, _ = load_all(tmp_path, targets, config, with_states=False)
+    assert index.limits.stateless
+    for rank in targets:
+        for flat in rank.flats:
+            check_weights(held, rank, flat, files)
+    again = held.make_targets()
+    with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+        load_all(tmp_path, again, config, strict=False)
+    rules = from_config(config.patterns)
+    assert export_safetensors(index, f"{tmp_path}-out", Comm(), ExportOptions(), rules=rules).tensors == 7
+
+
+def check_weights(held: Held, rank: FakeTarget, flat: LiveBuffer, files: tuple[bool, bool]) -> None:
+    for cut in flat.buffer.cuts(flat.part):
+        stage = rank.place.pp_rank if all(files) else files.index(True)
+        mp = (stage if "positions" in cut.name else rank.place.pp_rank) * rank.place.tp + rank.place.tp_rank
+        weight = held.locals[mp].state.atoms[cut.name]["fp32"].to(held.topology.dtype).reshape(-1)
+        assert torch.equal(flat.data[cut.offset : cut.offset + cut.numel], weight[cut.start :][: cut.numel].float())
