@@ -92,6 +92,31 @@ class SavedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """A class or function that a pickle names, and what becomes of it there.
+
+    Attributes:
+        kind: its dotted name.
+        value: it makes plain values and nothing else: instances that are made empty (of a few classes of the standard
+            library also by a call with numbers or text) and given attributes. It is never given to a call, and no
+            instance is called, filled, hashed or given to a call.
+        states: types of what its instances are given as their attributes (``dict``, ``list``, ``tuple``…).
+        called: with arguments.
+        steered: instances are changed once they have their attributes, or may have an entry ``__setstate__``: the file
+            chooses what giving them attributes calls. No writer does so.
+        member: of ``builtins.getattr``: it looks up names of classes and does nothing else; of any other name: it is
+            looked up so, as Python 3.11.0 to 3.11.3 writes an enum's members.
+    """
+
+    kind: str
+    value: bool = False
+    states: frozenset[str] = frozenset()
+    called: bool = False
+    steered: bool = False
+    member: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """What a checkpoint tells of the run that saved it, besides tensors.
 
@@ -106,7 +131,7 @@ class RunState:
         optimizer: name of the optimizer in the saved ds_config, or None.
         scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
         client_records: records of the state file that hold the client's tensors.
-        globals: classes and functions that the files' pickles name, beyond those of every checkpoint: dotted name →
+        globals: classes and functions that the files' pickles name, beyond those of every checkpoint, each with the
             path of a file that does.
         flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
         degrees: tensor- and pipeline-parallel degrees of the ranks whose client states there are, where these are not
@@ -124,7 +149,7 @@ class RunState:
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
-    globals: dict[str, str] = field(default_factory=dict)
+    globals: dict[Use, str] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
 
     @property

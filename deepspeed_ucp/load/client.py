@@ -12,12 +12,16 @@ import argparse
 import collections
 import dataclasses
 import datetime
+import decimal
 import enum
+import fractions
+import functools
 import io
 import pathlib
 import pickle
 import sys
 import types
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,13 +30,14 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
+from ..atoms import Use
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..targets import pickled_classes
 from ..torchsave.dtypes import STORAGE_DTYPES
 from ..torchsave.objects import Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage
-from ..torchsave.torchfile import ALTERED, MADE, MEMBER, TorchFile, read_header
+from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.unpickle import GETATTR, check_keys
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
@@ -68,9 +73,8 @@ def make_objects(file: TorchFile, *, trust_pickle: bool, checked: bool = True) -
     kept = _select_client(file)
     allowed = None
     if not trust_pickle:
-        allowed = {**_list_allowed(), GETATTR: _get_member}
-        names = dict.fromkeys(file.tell_use(value) for value in walk(kept) if isinstance(value, Global))
-        _refuse_unknown(file.path, [name for name in names if not _allow(name, allowed)])
+        uses = [file.uses[value] for value in walk(kept) if isinstance(value, Global)]
+        allowed = {**_allow_all(dict.fromkeys(uses, file.path)), GETATTR: _get_member}
         calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
         _check_copies(file, calls)
         _check_keys(file, calls)
@@ -88,27 +92,36 @@ def _get_member(kind: object, name: object) -> Any:
     return kind.__members__[str(name)]
 
 
-def check_trusted(named: Mapping[str, str]) -> None:
+def check_trusted(named: Mapping[Use, str]) -> None:
     """Refuse files that name anything else than harmless classes: DeepSpeed's own load would run it.
 
     Args:
-        named: dotted names of classes and functions, each with a file that names it.
+        named: classes and functions, each with a file that names it.
 
     Raises:
         UnsupportedError: naming all of it.
     """
-    allowed = _list_allowed()
-    unknown = [name for name in named if not _allow(name, allowed)]
-    _refuse_unknown(named[unknown[0]] if unknown else "", unknown)
+    _allow_all(named)
 
 
-def _refuse_unknown(path: str, unknown: Iterable[str]) -> None:
-    if named := shorten(dict.fromkeys(map(_strip_use, unknown)), 20):
+def _allow_all(named: Mapping[Use, str]) -> dict[str, Any]:
+    """What is harmless and what ``named`` names, by dotted name.
+
+    Raises:
+        UnsupportedError: not all of it is harmless.
+    """
+    given = _list_consented()
+    allowed = {**_list_harmless(), **given}
+    found = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
+    unknown = [use for use in named if not _is_allowed(use, found[use], given, allowed)]
+    if unknown:
+        kinds = shorten(dict.fromkeys(use.kind for use in unknown), 20)
         raise UnsupportedError(
-            f"{path}: holds objects that are not unpickled without your consent ({named}). If you trust the "
-            "checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
+            f"{named[unknown[0]]}: holds objects that are not unpickled without your consent ({kinds}). If you trust "
+            "the checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
             '"checkpoint": {"universal": {"trust_pickle": true}}.'
         )
+    return {**allowed, **{use.kind: each for use, each in found.items() if not use.member}}
 
 
 def _select_client(file: TorchFile) -> dict[Any, Any]:
@@ -121,48 +134,55 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
     return kept
 
 
-def _list_allowed() -> dict[str, Any]:
-    """Harmless classes and functions by dotted name: torch's own, the user's, and :func:`safe_classes`."""
-    allowed = {_name(each): each for each in safe_classes()}
-    for given in torch.serialization.get_safe_globals():
-        each, name = given if isinstance(given, tuple) else (given, _name(given))
-        allowed[name] = each
-    return {**allowed, **_get_allowed_globals()}
+def _list_harmless() -> dict[str, Any]:
+    """Classes and functions of :func:`safe_classes` by dotted name, and Ellipsis."""
+    return {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
+
+
+def _list_consented() -> dict[str, Any]:
+    """What torch and the user have declared to be harmless, by dotted name."""
+    pairs = [
+        each if isinstance(each, tuple) else (each, _name(each)) for each in torch.serialization.get_safe_globals()
+    ]
+    return {**{name: each for each, name in pairs}, **_get_allowed_globals()}
+
+
+def _list_numpys() -> dict[str, Any]:
+    """What numpy's arrays and scalars are made by, under the names of numpy 1 and of numpy 2."""
+    core = getattr(np, "_core", None) or np.core
+    found = {"multiarray._reconstruct": core.multiarray._reconstruct, "multiarray.scalar": core.multiarray.scalar}
+    found["numeric._frombuffer"] = core.numeric._frombuffer
+    names = {f"numpy.{room}.{name}": each for room in ("core", "_core") for name, each in found.items()}
+    return {**names, "numpy.bool": np.bool_}
 
 
 def _name(each: Any) -> str:
     return f"{each.__module__}.{each.__qualname__}"
 
 
-def _allow(name: str, allowed: dict[str, Any]) -> bool:
-    """Whether a name is that of something harmless; of packages that are imported it is added to ``allowed``.
+def _is_allowed(use: Use, found: Any, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
+    """Whether what a pickle does with something runs no code of a file's choice.
 
     Args:
-        name: as :meth:`~..torchsave.torchfile.TorchFile.tell_use` tells it.
+        found: what it is here; None where no imported package has it.
+        given: what has consent, whatever becomes of it.
+        allowed: that, and what is harmless.
     """
-    if name.endswith(MEMBER):
-        return _allow_member(_strip_use(name), allowed)
-    altered, plain = name.endswith(ALTERED), _strip_use(name)
-    found = allowed[plain] if plain in allowed else _find_imported(plain)
-    if altered and isinstance(found, type) and issubclass(found, enum.Enum):
+    if use.member:
+        return use.kind == GETATTR or _is_member(use.kind, allowed)
+    if use.states and isinstance(found, type) and issubclass(found, enum.Enum):
         return False  # its members are the process's own
-    name = plain if altered else name
-    if plain not in allowed and name not in allowed and (_is_harmless(found) or (plain != name and _is_value(found))):
-        allowed[name] = found
-    return plain in allowed or name in allowed
-
-
-def _allow_member(name: str, allowed: Mapping[str, Any]) -> bool:
-    """Whether what is looked up is an enum's member; the class is in the file's names on its own."""
-    if name == GETATTR:
+    if use.kind in given or (use.kind in allowed and not use.steered):
         return True
+    is_value = use.value and (use.kind in _VALUES or _is_value(found, use))
+    return not use.steered and (is_value or _is_harmless(found, use))
+
+
+def _is_member(name: str, allowed: Mapping[str, Any]) -> bool:
+    """Whether what is looked up is an enum's member; the class is in the file's names on its own."""
     kind, _, member = name.rpartition(".")
     found = allowed.get(kind) or _find_imported(kind)
     return isinstance(found, type) and issubclass(found, enum.Enum) and member in found.__members__
-
-
-def _strip_use(name: str) -> str:
-    return name.removesuffix(ALTERED).removesuffix(MADE).removesuffix(MEMBER)
 
 
 def _find_imported(name: str) -> Any:
@@ -170,17 +190,35 @@ def _find_imported(name: str) -> Any:
     return getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
 
 
-def _is_value(found: Any) -> bool:
-    """Dataclasses: to make an instance empty and to give it its attributes runs no code of its class."""
-    if type(found) not in _PLAIN_KINDS or not hasattr(found, "__dataclass_fields__"):
+def _is_value(found: Any, use: Use) -> bool:
+    """Whether to make an instance empty and to give it its attributes, once, runs no code of its class.
+
+    So it is of dataclasses, and of classes of which nothing runs before it is called by its name, but the standard
+    library's: among these are tools that do a file's bidding.
+    """
+    if type(found) not in _PLAIN_KINDS or found.__new__ is not object.__new__:
         return False
-    own = [vars(kind) for kind in found.__mro__ if kind is not object]
-    runs = [held[name] for held in own for name in _RUN_BY_ATTRIBUTES if name in held]
-    plain = all(isinstance(held.get("__dict__"), (types.GetSetDescriptorType, types.NoneType)) for held in own)
-    return found.__new__ is object.__new__ and plain and all(each is _FROZEN for each in runs)
+    own = [kind for kind in found.__mro__ if kind is not object]
+    read = [kind for kind in own if _name(kind) in _READ]
+    held = [vars(kind) for kind in own if kind not in read]
+    runs = [each[name] for each in held for name in _RUN_BY_ATTRIBUTES if name in each]
+    plain = all(isinstance(vars(kind).get("__dict__"), (types.GetSetDescriptorType, types.NoneType)) for kind in own)
+    listed = "list" in use.states and any("__setstate__" in vars(kind) for kind in read)
+    if not plain or listed or not all(each is _FROZEN for each in runs):
+        return False
+    return bool(read) or hasattr(found, "__dataclass_fields__") or all(map(_is_quiet, own))
 
 
-def _is_harmless(found: Any) -> bool:
+def _is_quiet(kind: type) -> bool:
+    """Whether nothing of a class runs when its instances are used but what is called by its name."""
+    waits = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
+    special = [name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET]
+    asked = [each for each in vars(kind).values() if hasattr(type(each), "__get__") and not isinstance(each, waits)]
+    is_python = bool(kind.__flags__ & _HEAP_TYPE) and "__module__" in vars(kind)
+    return is_python and kind.__module__.split(".")[0] not in sys.stdlib_module_names and not special and not asked
+
+
+def _is_harmless(found: Any, use: Use) -> bool:
     """Enums, dtypes, and dicts and lists with attributes: unpickling one runs no code of its class but an enum's."""
     if not isinstance(found, type):
         return isinstance(found, torch.dtype)
@@ -188,12 +226,59 @@ def _is_harmless(found: Any) -> bool:
         return True
     own = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
     plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in own)
-    runs = any(name in vars(kind) for kind in own for name in _RUN_BY_PICKLE)
-    return plain and type(found) in _PLAIN_KINDS and not runs and not any(map(_sets_by_code, own))
+    named = [name for kind in own for name in vars(kind) if _name(kind) not in _READ]
+    runs = any(name in named for name in _RUN_BY_PICKLE)
+    steered = use.states and use.called and any("__getattr__" in vars(kind) for kind in own)  # by an entry's name
+    return plain and type(found) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, own))
 
 
 _PLAIN_KINDS = (type, abc.ABCMeta)
 """Classes of classes whose call runs no code but that of ``__new__`` and ``__init__``."""
+
+_VALUES: dict[str, Any] = {
+    "builtins.range": range,
+    "decimal.Decimal": decimal.Decimal,
+    "fractions.Fraction": fractions.Fraction,
+    "functools.partial": functools.partial,
+    "uuid.UUID": uuid.UUID,
+}
+"""Harmless by themselves; given to a call or hashed they make numbers and lists of any length, or call something."""
+
+_READ = frozenset(
+    [
+        "collections.UserDict",
+        "transformers.configuration_utils.PreTrainedConfig",
+        "transformers.configuration_utils.PretrainedConfig",
+        "transformers.integrations.heterogeneity.configuration_utils.HeterogeneousConfigMixin",
+        "transformers.generation.configuration_utils.GenerationConfig",
+        "transformers.tokenization_utils_base.BatchEncoding",
+        "lightning.fabric.utilities.data.AttributeDict",
+        "lightning.pytorch.utilities.parsing.AttributeDict",
+        "lightning_fabric.utilities.data.AttributeDict",
+        "pytorch_lightning.utilities.parsing.AttributeDict",
+    ]
+)
+"""Classes whose own code was read: when they are given attributes it keeps them and does nothing else."""
+
+_HEAP_TYPE = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE``: of a class that Python code makes."""
+
+_QUIET = frozenset(
+    [
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__annotations__"),
+        *(
+            "__init__",
+            "__init_subclass__",
+            "__orig_bases__",
+            "__parameters__",
+            "__abstractmethods__",
+            "__firstlineno__",
+            "__slotnames__",
+        ),
+        *("__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__class_getitem__"),
+    ]
+)
+"""What a class may have of special names for :func:`_is_quiet`."""
 
 
 def _sets_by_code(kind: type) -> bool:
@@ -259,10 +344,10 @@ class _ClientUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return getattr(torch, STORAGE_DTYPES.get(name, "uint8"))  # a storage is referred to, never made by a call
-        if self.allowed is None:
-            return super().find_class(module, name)
         kind = Global(module, name).kind
-        return self.allowed[kind if kind in self.allowed else kind + MADE]
+        if self.allowed is not None:
+            return self.allowed[kind]
+        return _list_numpys().get(kind) or super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         _storage, dtype, key, _location, numel = pid
@@ -288,14 +373,14 @@ def safe_classes() -> list[Any]:
         datetime.timedelta,
         datetime.timezone,
         datetime.date,
+        datetime.time,
         pathlib.PosixPath,
         pathlib.PurePosixPath,
         *(int, float, bool, str, list, dict, tuple, set, frozenset, slice, complex, bytearray, bytes, object),
         torch.Size,
+        torch.Generator,
         np.ndarray,
         np.dtype,
         *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?cSUmM"},
     ]
-    core = getattr(np, "_core", None) or np.core
-    found += [core.multiarray._reconstruct, core.multiarray.scalar]
     return [*found, *pickled_classes()]

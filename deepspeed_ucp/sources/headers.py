@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE, count, strip_compiled
+from ..atoms import ITEMSIZE, Use, count, strip_compiled
 from ..torchsave.records import FileRecord
 
 Shape = tuple[int, ...]
@@ -206,7 +206,7 @@ class FileHeader:
     name: str
     size: int
     crc: int | None = None
-    globals: tuple[str, ...] = ()
+    globals: tuple[Use, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     marks: dict[str, str] = field(default_factory=dict)
     model: ModelHeader | None = None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, Use
 from ..io.store import is_file
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
@@ -65,7 +65,7 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
     return [f"{key} {_show(saved[key])} → {_show(value)}" for key, value in live.items() if saved[key] != value]
 
 
-def list_own_globals(folder: str, member: int, members: int) -> dict[str, str]:
+def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
     """Classes and functions that the state files of a folder name beyond those of every checkpoint, with the file.
 
     Args:
@@ -75,10 +75,10 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[str, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    found: dict[str, str] = {}
+    found: dict[Use, str] = {}
     for path in _list_unpickled(folder)[member::members]:
-        for name in list_globals(read_header(path)):
-            found.setdefault(name, path)
+        for use in list_globals(read_header(path)):
+            found.setdefault(use, path)
     return found
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..atoms import ASKED, BATCH_SIZES, ITEMSIZE, strip_compiled
+from ..atoms import ASKED, BATCH_SIZES, ITEMSIZE, Use, strip_compiled
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
@@ -27,7 +27,7 @@ from ..torchsave.objects import (
 )
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
-from ..torchsave.torchfile import MEMBER, TorchFile, read_header
+from ..torchsave.torchfile import TorchFile, read_header
 from .autoep import read_folding, read_placements
 from .compare import read_marks
 from .files import holds_state_dict, is_state_file, strip_writer
@@ -90,14 +90,10 @@ def read_file(folder: str, name: str) -> FileHeader:
         return HeaderReader(file).read(name)
 
 
-def list_globals(file: TorchFile) -> tuple[str, ...]:
-    """Names beyond those that are in every checkpoint, which need not travel to all ranks.
-
-    As :meth:`~..torchsave.torchfile.TorchFile.tell_use` tells them.
-    """
-    rare = [each for each in file.globals if not _is_common(each.kind)]
-    looked_up = [name + MEMBER for name in sorted(file.looked_up or ())]
-    return tuple(dict.fromkeys([*map(file.tell_use, rare), *looked_up]))
+def list_globals(file: TorchFile) -> tuple[Use, ...]:
+    """What a file's pickle names beyond what is in every checkpoint, which need not travel to all ranks."""
+    rare = [use for use in file.uses.values() if use.steered or not _is_common(use.kind)]
+    return tuple(dict.fromkeys([*rare, *file.members]))
 
 
 def _is_common(name: str) -> bool:

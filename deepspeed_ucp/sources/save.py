@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from ..atoms import Use
 from ..errors import CheckpointError
 from ..experts import DATA_FIRST, list_holders
 from .files import NO_AXIS, NO_LAYER, Listing, name_expert
@@ -121,12 +122,12 @@ class Save:
             raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no optimizer state.")
         return optim
 
-    def list_globals(self) -> dict[str, str]:
+    def list_globals(self) -> dict[Use, str]:
         """Classes and functions that the files' pickles name → path of the first file that does."""
-        found: dict[str, str] = {}
+        found: dict[Use, str] = {}
         for header in self.headers:
-            for name in header.globals:
-                found.setdefault(name, self.path(header))
+            for use in header.globals:
+                found.setdefault(use, self.path(header))
         return found
 
     def path(self, header: FileHeader) -> str:

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import Positioned, explain_failure, is_remote, measure, read_ahead, read_at
 from ..io.store import open_regular
 from .objects import RESTORE
-from .zipframe import ALIGNMENT, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
+from .zipframe import ALIGNMENT, BYTEORDER, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
 
 LEGACY: Final = "legacy"
 """Name for the pickles in front of the storages of a file in the legacy format."""
@@ -240,6 +240,12 @@ def _read_place(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -
 def _check_names(path: str, names: list[str]) -> None:
     """A file has one pickle, and no record twice: readers differ in which of two they take."""
     pickles = names.count(PICKLE)
+    if not pickles and BYTEORDER in names and not any(name.startswith("data/") for name in names):
+        raise CheckpointError(
+            f"{path}: holds no objects (data.pkl): torch.save failed when it was to write them, as it does where a "
+            "client state holds what cannot be pickled (a torch.memory_format, a lock, a module). That save raised an "
+            "error, which names it. Take it out of the client state for later saves, and load another tag."
+        )
     if pickles != 1:
         raise CheckpointError(
             f"{path}: a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or no torch.save "

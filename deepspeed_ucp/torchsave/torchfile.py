@@ -13,20 +13,14 @@ from typing import Any, BinaryIO
 
 from isal import isal_zlib
 
-from ..atoms import ITEMSIZE
+from ..atoms import ITEMSIZE, Use
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_random, measure, read_ahead, read_at
 from .dtypes import STORAGE_DTYPES
 from .objects import RESTORE, Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
-from .unpickle import GETATTR, Pickled, read_pickle
+from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
-
-MADE, ALTERED = "()", "().__dict__"
-"""Behind the name of a class of which only values are made, and of one to whose calls' results attributes are given."""
-
-MEMBER = ".member"
-"""Behind ``builtins.getattr`` where it looks up names of classes alone, and behind each of these names."""
 
 _BIG_ENDIAN = (
     "saved on a big-endian machine, whose files are not read. Load it with torch and save it again on this machine."
@@ -48,10 +42,7 @@ class TorchFile:
         saved_as: the name that it was saved under; None where that is not kept.
         crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
         protocol: of its pickle.
-        globals: classes and functions that its pickle names.
-        values: those of which it only makes instances that it gives attributes (:class:`~.unpickle.Pickled`).
-        altered: those to whose calls' results it gives attributes.
-        looked_up: dotted names that it looks up by ``getattr``; None where it uses that in another way.
+        uses, members: what becomes of the classes and functions that its pickle names (:class:`~.unpickle.Pickled`).
         records: all of its records.
     """
 
@@ -62,19 +53,9 @@ class TorchFile:
     saved_as: str | None
     crc: int
     protocol: int
-    globals: tuple[Global, ...]
-    values: frozenset[Global]
-    altered: frozenset[Global]
-    looked_up: frozenset[str] | None
+    uses: dict[Global, Use]
+    members: tuple[Use, ...]
     records: FileRecords
-
-    def tell_use(self, named: Global) -> str:
-        """Dotted name of a class or function; with :data:`MADE`, :data:`ALTERED` or :data:`MEMBER` behind it."""
-        if named.kind == GETATTR and self.looked_up is not None:
-            return GETATTR + MEMBER
-        if named in self.values:
-            return named.kind + MADE
-        return named.kind + (ALTERED if named in self.altered else "")
 
     @property
     def writer(self) -> str:
@@ -99,7 +80,6 @@ def read_header(path: str) -> TorchFile:
         for ref, place in places.items():
             ref.data = _read_element(ref, path, stream, *place)
     saved_as = None if records.saved_as == ROOT else records.saved_as
-    named = tuple(dict.fromkeys(pickled.globals))
     return TorchFile(
         path=path,
         size=records.size,
@@ -108,10 +88,8 @@ def read_header(path: str) -> TorchFile:
         saved_as=saved_as,
         crc=records.header_crc,
         protocol=pickled.protocol,
-        globals=named,
-        values=pickled.values,
-        altered=pickled.altered,
-        looked_up=pickled.looked_up,
+        uses=pickled.uses,
+        members=pickled.members,
         records=records,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from ..atoms import Use
 from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import pause_collection
 from .dtypes import STORAGE_DTYPES, is_dtype
@@ -29,6 +31,7 @@ from .objects import (
     TensorSize,
     describe,
     has_more_parts,
+    is_setting,
     is_short,
     walk,
 )
@@ -60,6 +63,8 @@ _CHEAP = frozenset((str, float, bool, bytes, type(None), Global, TensorRef))
 
 
 GETATTR = "builtins.getattr"
+_ORDERED, _PARTIAL = "collections.OrderedDict", "functools.partial"
+_FRACTION = re.compile(r"-?[0-9]{1,150}(/[0-9]{1,150})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +77,8 @@ class Pickled:
         end: position behind it.
         tensors: of it, in the order in which they are made.
         storages: that it refers to, by key.
-        globals: classes and functions that it names.
-        values: those of which it only makes instances that it gives attributes: none is called or given to a call, and
-            no instance is called, filled, hashed or given to a call.
-        altered: those to whose calls' results it gives attributes.
-        looked_up: dotted names of what it looks up by ``getattr`` of a class or function, as Python 3.11.0 to 3.11.3
-            writes an enum's members; None where it uses ``getattr`` in another way.
+        uses: classes and functions that it names, and what becomes of each.
+        members: what it looks up by ``getattr`` of a class or function.
     """
 
     root: Any
@@ -85,10 +86,8 @@ class Pickled:
     end: int
     tensors: list[TensorRef]
     storages: dict[str, StorageRef]
-    globals: list[Global]
-    values: frozenset[Global]
-    altered: frozenset[Global]
-    looked_up: frozenset[str] | None
+    uses: dict[Global, Use]
+    members: tuple[Use, ...]
 
 
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
@@ -116,8 +115,8 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         raise CheckpointError(
             f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}"
         ) from None
-    kinds = (machine.list_values(), frozenset(machine.altered), machine.list_looked_up())
-    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.globals, *kinds)
+    uses, members = machine.list_uses()
+    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, uses, members)
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
@@ -163,8 +162,10 @@ class _Machine(pickle._Unpickler):
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
-        self.made: set[Global] = set()  # classes of instances that are made empty
-        self.altered: set[Global] = set()  # makers of what is then given attributes
+        self.made: set[Global] = set()  # classes of plain values
+        self.called: set[Global] = set()  # with arguments
+        self.states: dict[Global, set[str]] = defaultdict(set)  # makers of what is then given attributes
+        self.steered: set[Global] = set()
         self.looked_up: set[str] = set()
         self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
@@ -264,8 +265,11 @@ class _Machine(pickle._Unpickler):
                 self.tensors.append(made)
         if made is None:
             made = PickledObject(op, parts)
-            if op == pickle.NEWOBJ and not args and type(maker) is Global:
+            if type(maker) is Global and (args or op == pickle.NEWOBJ_EX):
+                self.called.add(maker)
+            if type(maker) is Global and (_is_plain_call(maker, args) if args else op == pickle.NEWOBJ):
                 self.made.add(maker)
+                self.used += args
             elif op == pickle.REDUCE and _looks_up(maker, args):
                 self.looked_up.add(f"{args[0].kind}.{args[1]}")
                 self.used.append(args)
@@ -349,6 +353,8 @@ class _Machine(pickle._Unpickler):
         state = self.stack.pop()
         changed = self.stack[-1]
         if type(changed) is OrderedItems:
+            if changed.state is not None:
+                self.steered.update(each for each in self.globals if each.kind == _ORDERED)
             changed.state = state
         else:
             self._edit(changed, pickle.BUILD, [state])
@@ -356,25 +362,54 @@ class _Machine(pickle._Unpickler):
     def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
         """Record a change of an object that it made; attributes are all that a value is given."""
         made = _find_made(changed)
-        made.edits.append((op, operands))
-        if op == pickle.BUILD and type(made.parts[0]) is Global:
-            self.altered.add(made.parts[0])
-        plain = op == pickle.BUILD and type(operands[0]) in (dict, list)
+        maker, gives = made.parts[0], op == pickle.BUILD
+        named = type(maker) is Global
+        if named and maker not in self.steered and _is_steered(op, made):
+            self.steered.add(maker)
+        if named and gives:
+            self.states[maker].add(type(operands[0]).__name__)
+        plain = gives and type(operands[0]) in (dict, list)
         if not plain or (made.op != pickle.NEWOBJ and type(changed) is PickledObject):
-            self.used += (made.parts[0], operands if op == pickle.BUILD else None)
+            keeps = named and gives and maker.kind == _PARTIAL
+            self.used += (None if keeps else maker, operands if gives else None)
+        made.edits.append((op, operands))
 
-    def list_values(self) -> frozenset[Global]:
+    def list_uses(self) -> tuple[dict[Global, Use], tuple[Use, ...]]:
         """See :class:`Pickled`. Also what its stack has lost counts as used."""
-        if not self.made:
-            return frozenset()
-        return frozenset(self.made.difference(each for each in walk(self.used) if type(each) is Global))
+        named = dict.fromkeys(self.globals)
+        looks_up = any(each.kind == GETATTR for each in named)
+        used = {each for each in walk(self.used) if type(each) is Global} if self.made or looks_up else set[Global]()
+        others = {*used, *self.made, *self.states}
 
-    def list_looked_up(self) -> frozenset[str] | None:
-        """See :class:`Pickled`."""
-        used = (each for each in walk(self.used) if type(each) is Global and each.kind == GETATTR)
-        others = {each for each in (*self.made, *self.altered) if each.kind == GETATTR}
-        known = any(each.kind == GETATTR for each in self.globals)
-        return None if known and (others or next(used, None)) else frozenset(self.looked_up)
+        def tell(each: Global) -> Use:
+            value = each in self.made and each not in used
+            member = each.kind == GETATTR and not any(other.kind == GETATTR for other in others)
+            states = frozenset(self.states.get(each, ()))
+            return Use(each.kind, value, states, each in self.called, each in self.steered, member)
+
+        members = tuple(Use(name, member=True) for name in sorted(self.looked_up))
+        return {each: tell(each) for each in named}, members
+
+
+def _is_plain_call(maker: Global, args: tuple[Any, ...]) -> bool:
+    """Whether a call makes a plain value of arguments that cost nothing, as the class itself is pickled."""
+    if maker.kind == _PARTIAL:
+        return len(args) == 1  # which is called when the partial is, and no earlier
+    if maker.kind == "builtins.range":
+        return all(map(is_short, args))
+    text = args[0] if len(args) == 1 and type(args[0]) is str else None
+    if maker.kind == "fractions.Fraction":  # by an exponent it would be a number of any length
+        return all(map(is_setting, args)) if text is None else _FRACTION.fullmatch(text) is not None
+    return maker.kind == "decimal.Decimal" and text is not None
+
+
+def _is_steered(op: bytes, made: PickledObject) -> bool:
+    """See :class:`Use`, of one more change of an object."""
+    if made.edits and made.edits[-1][0] == pickle.BUILD:
+        return True
+    filled = made.edits if op == pickle.BUILD else ()
+    keys = (key for kind, operands in filled if kind == pickle.SETITEMS for key in operands[::2])
+    return any(type(key) is PickledObject or (type(key) is str and key == "__setstate__") for key in keys)
 
 
 def _looks_up(maker: Any, args: tuple[Any, ...]) -> bool:

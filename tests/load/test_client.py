@@ -7,14 +7,19 @@ import collections
 import copy
 import dataclasses
 import datetime
+import decimal
 import enum
+import fractions
 import functools
 import os
 import pathlib
 import random
+import string
 import sys
 import types
+import uuid
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from deepspeed_ucp.atoms import Use
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.load.client import check_trusted, read_objects
 from deepspeed_ucp.sources.reading import list_globals, read_stage
@@ -147,10 +153,42 @@ def _attribute(made: Any, **fields: Any) -> Any:
 
 
 class Own:
-    """A class of the training script."""
+    """A class of the training script, of which code runs when it is restored."""
 
     def __init__(self, value: int) -> None:
         self.value = value
+
+    def __setstate__(self, state: Any) -> None:
+        RUNS.append("restored")
+        vars(self).update(state)
+
+
+class Plain:
+    """A class of the training script that keeps attributes."""
+
+    limit = 3
+
+    def __init__(self, value: Any) -> None:
+        RUNS.append("made")
+        self.value = value
+
+    def double(self) -> Any:
+        return 2 * self.value
+
+
+class Speaking(Plain):
+    """Of which code runs when a script prints it."""
+
+    def __repr__(self) -> str:
+        return RUNS.append("printed") or ""
+
+
+class Asked(Plain):
+    """Of which code runs when a script reads an attribute."""
+
+    @property
+    def twice(self) -> Any:
+        return 2 * self.value
 
 
 def write(
@@ -220,6 +258,11 @@ COMMON = {
     "bytes": [b"ab", bytearray(b"cd")],
     "numbers": [1j, 1 << 80, float("inf"), True, None, slice(1, 2)],
     "torch": [torch.Size((1, 2)), torch.float16, torch.device("cpu"), torch.tensor(2.0), torch.ones(2, 3).t()],
+    "numbers of the standard library": [range(2, 9, 3), decimal.Decimal("1.50"), fractions.Fraction(-1, 3), Ellipsis],
+    "identity": {"run": uuid.UUID(int=5)},
+    "time": datetime.time(1, 2, tzinfo=datetime.timezone.utc),
+    "kinds of torch": [torch.strided, torch.per_tensor_affine, torch.int4, torch.device("cuda", 1)],
+    "numpy's classes": [np.bool_, np.int64, np.dtype("f4"), np.bool_(True), np.str_("a")],
     "nested": {"a": [{"b": (torch.ones(2), np.zeros(2))}], 3: "x", ("k", 1): 2},
 }
 
@@ -236,9 +279,55 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
+def read_trusted(folder: Path, value: Any) -> Any:
+    """The same where DeepSpeed's own load, which is asked about by name, would be let have it, too."""
+    path = write(folder, {"mine": value})
+    ask(path)
+    return read_objects(path, trust_pickle=False)["mine"]
+
+
 @pytest.mark.parametrize("kind", COMMON)
 def test_common_classes_come_back(tmp_path: Path, kind: str) -> None:
-    assert same(read_back(tmp_path, COMMON[kind]), COMMON[kind])
+    assert same(read_trusted(tmp_path, COMMON[kind]), COMMON[kind])
+
+
+@pytest.mark.parametrize("then", ["core", "_core"], ids=["numpy1", "numpy2"])
+@pytest.mark.parametrize("trust", [False, True])
+def test_arrays_of_another_numpy_come_back(tmp_path: Path, then: str, trust: bool) -> None:
+    """What numpy 1 pickles as `numpy.core.multiarray._reconstruct` numpy 2 has under `numpy._core`, and so on."""
+    held = [np.random.RandomState(3).get_state(), np.float64(2.5), np.array(["a"])]
+    path = write(tmp_path, {"mine": held})
+    now = next(use.kind for use in read_header(path).uses.values() if use.kind.endswith("multiarray.scalar"))
+    _edit_pickle(path, lambda data: data.replace(f"c{now[:-7]}\n".encode(), f"cnumpy.{then}.multiarray\n".encode()))
+    assert {f"numpy.{then}.multiarray.scalar"} == {
+        use.kind for use in list_globals(read_header(path)) if "multiarray.scalar" in use.kind
+    }
+    check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
+    assert same(read_objects(path, trust_pickle=trust)["mine"], held)
+
+
+def test_partials_of_harmless_functions_come_back(tmp_path: Path) -> None:
+    (found,) = read_trusted(tmp_path, [functools.partial(int, base=2)])
+    assert (type(found), found.func, found("101")) == (functools.partial, int, 5)
+
+
+def test_classes_that_keep_attributes_come_back(tmp_path: Path) -> None:
+    """No code of theirs runs."""
+    value = Plain([Plain(1), Settings("a")])
+    RUNS.clear()
+    found = read_trusted(tmp_path, value)
+    assert not RUNS
+    assert (type(found), found.value[0].double(), found.value[1]) == (Plain, 2, Settings("a"))
+
+
+def test_objects_of_trainers_come_back(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    parsing = pytest.importorskip("lightning.pytorch.utilities.parsing")
+    config = transformers.LlamaConfig(hidden_size=32, dtype=torch.bfloat16)
+    held = [config, transformers.BatchEncoding({"a": [1]}), parsing.AttributeDict(a=1)]
+    found = read_trusted(tmp_path, held)
+    assert list(map(type, found)) == list(map(type, held))
+    assert (found[0].to_dict(), found[1].data, found[2].a) == (config.to_dict(), {"a": [1]}, 1)
 
 
 def test_a_parameter_stays_one(tmp_path: Path) -> None:
@@ -258,7 +347,13 @@ UNKNOWN = {
     "own class": (Own(3), "test_client.Own"),
     "defaultdict": (collections.defaultdict(Own, x=1), "defaultdict|Own"),
     "function": (len, "len"),
-    "partial": (functools.partial(os.system, "true"), "partial, posix.system"),
+    "partial": (functools.partial(os.system, "true"), r"posix.system\)"),
+    "a partial of a value's class": (functools.partial(Settings, "a"), "Settings"),
+    "a value in a partial": (functools.partial(int, Settings("a")), "Settings"),
+    "a class that speaks": (Speaking(1), "Speaking"),
+    "a class that is asked": (Asked(1), "Asked"),
+    "a tool of the standard library": (_attribute(object.__new__(string.Formatter), a=1), "Formatter"),
+    "a fraction as a key": ({fractions.Fraction(1, 3): 1}, "Fraction"),
     "several": ([Own(3), len, {"x": (os.getcwd,)}], "test_client.Own, builtins.len, posix.getcwd"),
     "a value as a key": ({Frozen(1): 2}, "Frozen"),
     "a value in a set": ([{(Frozen(1), 1)}], "Frozen"),
@@ -317,13 +412,22 @@ FORGED = {
 }
 
 
-def _replace_pickled(path: str, forged: bytes, to: Path) -> None:
-    """Write a file again with something else in the place of a client state's "here"."""
+def _edit_pickle(path: str, edit: Callable[[bytes], bytes], to: Path | None = None) -> None:
+    """Write a file again with another pickle."""
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (each for each in archive.namelist() if each.endswith("data.pkl"))
         data = archive.read(pickled)
-    assert data.count(text("here")) == 1
-    to.write_bytes(rebuild_zip(Path(path).read_bytes(), data.replace(text("here"), forged)))
+    Path(to or path).write_bytes(rebuild_zip(Path(path).read_bytes(), edit(data)))
+
+
+def _replace_pickled(path: str, forged: bytes, to: Path) -> None:
+    """Write a file again with something else in the place of a client state's "here"."""
+
+    def edit(data: bytes) -> bytes:
+        assert data.count(text("here")) == 1
+        return data.replace(text("here"), forged)
+
+    _edit_pickle(path, edit, to)
 
 
 @pytest.mark.parametrize("kind", FORGED)
@@ -336,6 +440,65 @@ def test_values_that_are_more_than_given_attributes_are_refused(kind: str, tmp_p
         read_objects(path, trust_pickle=False)
     with pytest.raises(UnsupportedError, match=r"consent \(.*Settings"):
         check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
+    assert not RUNS
+
+
+def read_trusting_nothing(path: str) -> dict[str, Any]:
+    return read_objects(path, trust_pickle=False)
+
+
+def ask(path: str) -> None:
+    """What is asked before DeepSpeed's own load."""
+    check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
+
+
+COSTLY = {
+    "a list of a range": name("__builtin__", "list") + name("__builtin__", "xrange") + b"J\xff\xff\xff\x7f\x85R\x85R",
+    "a number by an exponent": name("fractions", "Fraction") + text("1e999999999") + b"\x85R",
+    "a number of a decimal": name("__builtin__", "int")
+    + name("decimal", "Decimal")
+    + text("1e999999999")
+    + b"\x85R\x85R",
+    "a fraction of a decimal": name("fractions", "Fraction") + name("decimal", "Decimal") + text("1e9") + b"\x85R\x85R",
+    "a partial that is called": name("functools", "partial") + name("__builtin__", "bytearray") + b"\x85R"
+    b"J\xff\xff\xff\x7f\x85R",
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_small_objects_make_no_large_ones(kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path, {"mine": "here"})
+    _replace_pickled(path, COSTLY[kind], Path(path))
+    for look in (read_trusting_nothing, ask):
+        with pytest.raises(UnsupportedError, match="consent"):
+            look(path)
+
+
+SETSTATE = text("__setstate__") + name("__builtin__", "set")
+HASHED = b"(" + name(__name__, "Frozen") + EMPTY + b"}" + text("value") + ONE + b"sbl"
+STEERED = {
+    "of a value": VALUE + b"}" + SETSTATE + b"sb" + HASHED + b"b",
+    "of an object": name("argparse", "Namespace") + EMPTY + b"}" + SETSTATE + b"sb" + HASHED + b"b",
+    "of a method": name("argparse", "Namespace")
+    + EMPTY
+    + b"}"
+    + text("append")
+    + name("__builtin__", "hash")
+    + b"sbNa",
+    "by an entry": name(__name__, "Attributes") + EMPTY + SETSTATE + b"s" + HASHED + b"b",
+    "by an argument": name(__name__, "Attributes") + b"}" + SETSTATE + b"s\x85R" + HASHED + b"b",
+}
+
+
+@pytest.mark.parametrize("kind", STEERED)
+def test_attributes_that_are_called_for_the_next_are_refused(kind: str, tmp_path: Path) -> None:
+    """`__setstate__`, `append` and the like are looked up on an object, which may have got them from the file."""
+    path = write(tmp_path, {"mine": "here"})
+    _replace_pickled(path, STEERED[kind], Path(path))
+    RUNS.clear()
+    for look in (read_trusting_nothing, ask):
+        with pytest.raises(UnsupportedError, match=r"consent"):
+            look(path)
     assert not RUNS
 
 
@@ -353,10 +516,11 @@ def test_members_of_enums_are_not_changed(tmp_path: Path) -> None:
 
 
 def test_names_of_values_do_not_speak_for_calls() -> None:
-    for names in ([f"{CLASS_NAME}()", CLASS_NAME], [CLASS_NAME]):
+    value, called = Use(CLASS_NAME, value=True), Use(CLASS_NAME)
+    for uses in ([value, called], [called]):
         with pytest.raises(UnsupportedError, match="Settings"):
-            check_trusted(dict.fromkeys(names, "x.pt"))
-    check_trusted({f"{CLASS_NAME}()": "x.pt"})
+            check_trusted(dict.fromkeys(uses, "x.pt"))
+    check_trusted({value: "x.pt"})
 
 
 def test_the_users_consent_is_honoured(tmp_path: Path) -> None:

@@ -169,6 +169,15 @@ def test_a_zip_without_exactly_one_pickle_is_refused(tmp_path: Path, count: int)
         read_header(str(path))
 
 
+def test_a_save_that_could_not_pickle_its_objects_is_told(tmp_path: Path) -> None:
+    """What is left is a zip that looks whole."""
+    path = tmp_path / "x.pt"
+    with pytest.raises(TypeError, match="cannot pickle"):
+        torch.save({"w": torch.ones(2), "layout": torch.channels_last}, path)
+    with pytest.raises(CheckpointError, match=r"x\.pt: .*what cannot be pickled \(a torch\.memory_format.*another tag"):
+        read_header(str(path))
+
+
 def test_tensors_without_their_record_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / NAME, {"module": {"w": torch.ones(4)}})
     rewrite(path, lambda name, data: iter([] if name.endswith("/data/0") else [(name, data)]))
