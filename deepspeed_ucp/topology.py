@@ -85,10 +85,10 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
         return f"param group {old.group} → {new.group}"
     if old.parts != new.parts:
         return f"partitions {old.parts} → {new.parts}"
-    if (old.ranks, old.by_parameter) != (new.ranks, new.by_parameter):
-        return "held by other ranks" if old.ranks != new.ranks else "cut by parameter on one side alone"
-    if old.tensors != new.tensors:
-        return "tensors that are cut as one"
+    if old.ranks != new.ranks:
+        return "held by other ranks"
+    if (old.by_parameter, old.tensors) != (new.by_parameter, new.tensors):
+        return "what is cut as one"
     if old.partition != new.partition:
         return f"partition {old.partition} → {new.partition} elements"
     return "parameter alignment"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import count_of
 from .common import add_command
 from .loads import Rank, list_loads, list_phases, make_rank, read_load
-from ..errors import count_of
 from .printing import OK, emit, format_bytes, format_duration, format_table
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +25,11 @@ from ..experts import find_number, is_expert
 from ..flat import FlatBuffer, count_degree
 from ..topology import BARE, STATELESS, Topology
 from .builder import Builder
-from .files import strip_writer
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
 from .naming import Naming
 from .ranks import check_steps, merge_groups
+from .reading import WRITERS
 from .save import Save, describe_offload, name_shards
 from .stage0 import build_stage0
 from .zero import build_zero
@@ -166,10 +165,10 @@ def make_index(
 
 
 def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
-    if any(strip_writer(name) != name for name in (os.path.basename(file.path) for file in builder.files)):
-        yield "files of DeepSpeed's fast writer, whose names its own load does not know"
+    writers = builder.save.main.config.get(WRITERS, ())
+    yield from (f"files of another writer than torch.save ({name})" for name in writers)
     if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
-        yield "the data-parallel ranks, which MiCS has grouped"
+        yield "data-parallel ranks that MiCS has grouped"
     if any(map(is_expert, builder.aliases)):
         yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
     if topology.wrapper in ("zero12", "bf16") and any(

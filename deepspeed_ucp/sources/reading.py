@@ -100,6 +100,10 @@ def _is_common(name: str) -> bool:
     return name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)
 
 
+WRITERS = "writers"
+"""Key for the sections of a ds_config that have something else than ``torch.save`` write."""
+
+
 def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
@@ -111,6 +115,10 @@ def _pick_config(config: Any) -> dict[str, Any]:
         raise ValueError(f"ZeRO stage {stage!r:.40} in its ds_config")
     if config.get(DATA_FIRST) is True:
         found[DATA_FIRST] = True
+    found[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
+    section = config.get("checkpoint")
+    if isinstance(section, dict) and section.get("writer"):
+        found[WRITERS].append("checkpoint.writer")
     return found
 
 

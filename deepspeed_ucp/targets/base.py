@@ -21,7 +21,7 @@ from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..plan.wants import find_states
 from ..topology import Topology
-from .coverage import list_doubled, name_device
+from .coverage import name_device
 from .optimizer import find_other_kind, to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
 from .swap import SwapFiles, SwapPlace
@@ -405,52 +405,7 @@ class Target(ABC):
         """Whether trained parameters, or their optimizer states, are on NVMe: all of them, or the large ones."""
         return False
 
-    def list_lost(
-        self,
-        index: AtomicIndex | None = None,
-        *,
-        with_states: bool = True,
-        module_only: bool = False,
-        strict: bool = True,
-    ) -> list[str]:
-        """What DeepSpeed's own load does not restore, or does not notice, in the same topology, in words.
-
-        Args:
-            index: the checkpoint; None where each rank knows its own files alone.
-            with_states, module_only, strict: arguments of the load.
-        """
-        found = [
-            *self._list_lost_experts(),
-            *([] if module_only else list_doubled(self.engine)),
-            *self.list_lost_weights(index if strict else None, with_states=with_states, module_only=module_only),
-        ]
-        if with_states and self.optimizer is not None:
-            found += [*self.list_lost_states(), *dict.fromkeys(self._find_other_kinds(index) if index else ())]
-        return found
-
-    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool, module_only: bool) -> list[str]:
-        """Weights among that; ``index`` where all of the checkpoint has to be there."""
-        if with_states and self.has_copies:  # the masters come back, the copies of them (`refresh_after_own_load`)
-            return []
-        found = [f"{name} (in no layer file)" for name in self.unfiled()]
-        if self.has_copies and not module_only and self.engine.zero_optimization_stage() == 0:
-            # Without ZeRO it makes masters of the loaded copies under load_module_only alone.
-            found.append("masters in a load of the weights alone")
-        return found
-
-    def list_lost_states(self) -> list[str]:
-        """Masters and optimizer states among that, whatever was saved."""
-        return []
-
-    def _list_lost_experts(self) -> list[str]:
-        found = []
-        if len({held.degree for held in self.experts.values()}) > 1:
-            found.append("expert-parallel degrees, whose param groups each process has in an order of its own")
-        if any(held.folded and held.degree % self.place.tp for held in self.experts.values()):
-            found.append("experts' files of other tensor-parallel ranks, which DeepSpeed's own load does not find")
-        return found
-
-    def _find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
+    def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
         """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
         for name in index.limits.irregular:

@@ -109,10 +109,9 @@ def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
     return sampler if isinstance(sampler, DeepSpeedDataSampler) else None
 
 
-def list_doubled(engine: Any) -> list[str]:
-    """What DeepSpeed's own load adds to what is there, in words: a second one in a process has it twice."""
-    sampler = find_data_sampler(engine)
-    return ["the data sampler's clusters, beside those of before"] if getattr(sampler, "data_clusters", None) else []
+def has_drawn(engine: Any) -> bool:
+    """Whether its data sampler has drawn samples: DeepSpeed's own load adds the saved clusters to what is there."""
+    return bool(getattr(find_data_sampler(engine), "data_clusters", None))
 
 
 def list_unsaved(engine: Any) -> list[str]:
@@ -133,18 +132,6 @@ def list_unsaved(engine: Any) -> list[str]:
             "begins again from its seed; deepspeed_ucp.rng.follow(engine) before saves and loads lets it go on"
         )
     return found
-
-
-def list_shared(engine: Any) -> list[str]:
-    """What DeepSpeed's own load reads beside a rank's own files, which another node may have written, in words."""
-    if not engine.use_node_local_storage():
-        return []
-    found = {
-        "a pipeline's layers, each of which one node saves": hasattr(engine, "is_pipe_parallel"),
-        "experts, each of which one node saves": engine.has_moe_layers,
-        "elastic_checkpoint, of which it reads the files of all ranks": engine.zero_elastic_checkpoint(),
-    }
-    return [text for text, held in found.items() if held]
 
 
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:

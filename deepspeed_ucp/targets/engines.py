@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
 from torch._utils import _unflatten_dense_tensors
 
-from ..atoms import MODULE, MOMENTUM, AtomicIndex
+from ..atoms import MOMENTUM
 from ..flat import join_parameters, join_reserved
 from ..topology import BARE
 from .base import Target, flatten
@@ -74,14 +74,6 @@ class Zero12Target(Target):
         _, _, partitions, _, process_group = self._list_groups()[flat]
         return [partitions[ds_comm.get_rank(group=process_group)].detach()]
 
-    def list_lost_states(self) -> list[str]:
-        # Every rank would get the first one's momentum, cut short.
-        elastic = self.topology.elastic and any(flat.whole for flat in self.flats)
-        found = ["an elastic checkpoint of Muon"] if elastic else []
-        if self._precision() != "float32" and not self.engine.zero_load_from_fp32_weights():
-            found.append("masters, which load_from_fp32_weights false has made from the 16-bit copies")
-        return found
-
     def relink(self) -> None:
         opt = self.wrapped
         opt._link_all_hp_params()
@@ -104,12 +96,6 @@ class Bf16Target(Zero12Target):
 
     def _list_whole(self, group: int) -> frozenset[str]:
         return frozenset()
-
-    def list_lost_states(self) -> list[str]:
-        # DeepSpeed's load gives the wrapper one rank's state, where it takes a list of all ranks' alone, and fails.
-        # (Early releases take such a save for ZeRO's and load it right; so do we.)
-        unloadable = self.engine.zero_optimization_stage() == 0
-        return [*super().list_lost_states(), *["optimizer states of BF16_Optimizer without ZeRO"] * unloadable]
 
 
 class Zero3Target(Target):
@@ -163,23 +149,6 @@ class Zero3Target(Target):
         """Muon's momentum beside the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
         kept: dict[int, torch.Tensor] = getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
         return kept
-
-    def list_lost_weights(self, index: AtomicIndex | None, *, with_states: bool, module_only: bool) -> list[str]:
-        # Of these it takes the latest tag's, whichever it was given, or with load_module_only none.
-        return [*["weights alone of ZeRO 3"] * (not with_states), *(self._find_fresh(index) if index else ())]
-
-    def _find_fresh(self, index: AtomicIndex) -> Iterator[str]:
-        """Parameters in no optimizer, which DeepSpeed restores where they were frozen alone, and by their size."""
-        for name in sorted(self.params.keys() - self.owned):
-            saved = index.find(index.resolve(name), MODULE)
-            if saved is None and name not in index.limits.unreadable:
-                yield f"{name} is not in the checkpoint as a parameter without optimizer"
-            elif saved is not None and saved.shards[self.lane_of(name)].shape != self.shape_of(name):
-                yield f"{name} has another shape"
-
-    def list_lost_states(self) -> list[str]:
-        found = ["Muon's momentum kept in memory"] if self.momentum_in_memory else []
-        return found + ["optimizer states or parameters on NVMe"] * self.uses_nvme
 
     def relink(self) -> None:
         if any(flat.swap for flat in self.flats):

@@ -364,10 +364,11 @@ def watch_own_load(training: Training, folder: str) -> dict[str, Any]:
     own = mock.Mock(side_effect=kind._load_checkpoint)
     with _listen() as log, mock.patch.object(kind, "_load_checkpoint", lambda *a, **k: own(*a, **k)):  # noqa: PLW0108
         path, _ = engine.load_checkpoint(folder)
-    report = getattr(engine, "ucp_report", None)
+    report, state = getattr(engine, "ucp_report", None), capture(engine)
     engine.destroy()
     return {
         "calls": own.call_count,
+        "state": state,
         "path": path,
         "info": [message for level, message in log if level == "INFO" and "differs from the saved" not in message],
         "changes": [(level, message) for level, message in log if "differs from the saved one" in message],

@@ -18,17 +18,9 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
+from deepspeed_ucp.load.choice import LoaderChoice, decide, find_damage, find_own_differences, verify_all
 from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
-from deepspeed_ucp.load.resume import (
-    LoaderChoice,
-    _load,
-    _resume_tag,
-    decide,
-    find_damage,
-    find_own_differences,
-    resume,
-    verify_all,
-)
+from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
@@ -252,7 +244,7 @@ def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_engine: object) -> None:
         raise UnknownLayoutError("the engine is of the future")
 
-    monkeypatch.setattr("deepspeed_ucp.load.resume.open_target", refuse)
+    monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", refuse)
 
 
 @pytest.mark.usefixtures("uncovered")
@@ -270,21 +262,24 @@ def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, folder = make_job(NodeLocalEngine(), Comm()), str(tmp_path)
-    target: Any = SimpleNamespace(list_lost=lambda *_, **__: ["Muon's momentum"])
+    target: Any = object()
+    unknown = ["Muon's momentum"]
+    monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target: unknown)
     assert "is missing" in find_own_differences(job, folder, target)[-1]
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
-    assert find_own_differences(job, folder, target) == ["Muon's momentum, which it does not restore"]
-    target.list_lost = lambda *_, **__: []
+    known = "DeepSpeed's own load is not known to be right with: "
+    assert find_own_differences(job, folder, target) == [f"{known}Muon's momentum"]
+    unknown.clear()
     live = make_job(NodeLocalEngine(), Comm(), param_groups="live")
     for held in (target, None):
-        assert find_own_differences(live, folder, held) == ['this run\'s param groups ("param_groups" is "live")']
-    assert find_own_differences(replace(live, arguments=LoadArguments(load_module_only=True)), folder, target) == []
+        assert find_own_differences(live, folder, held) == [f'{known}"param_groups" is "live"']
+    weights = replace(live, arguments=LoadArguments(load_module_only=True))
+    assert find_own_differences(weights, folder, target) == [f"{known}load_module_only"]
+    assert find_own_differences(weights, folder) == []
     os.truncate(tmp_path / STATES, 100)
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]
-    job.engine.zero_elastic_checkpoint = lambda: True
-    assert find_own_differences(job, folder, target)[0].startswith("elastic_checkpoint, of which it reads the files")
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
-    monkeypatch.setattr("deepspeed_ucp.load.resume.open_target", lambda _engine: target)
+    monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", lambda _engine: target)
     decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 

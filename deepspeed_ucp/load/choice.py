@@ -1,0 +1,273 @@
+"""Who loads a checkpoint: DeepSpeed in an unchanged topology where its own load is known to be right, else we do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..atoms import AtomicIndex
+from ..comm import Comm
+from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.memory import identify_host
+from ..io.paths import is_url
+from ..patterns import from_config, list_renames
+from ..plan.feeds import find_renamed
+from ..sources import open_checkpoint
+from ..sources.files import holds_atoms, list_entries
+from ..sources.ownfiles import compare_own_files, list_own_globals
+from ..stream.checks import Checks
+from ..targets import Target, open_target
+from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
+from ..targets.known import list_unknown
+from ..topology import ATOMIC, find_differences
+from .census import join_groups
+from .client import check_trusted
+from .direct import has_masters
+from .job import LoadJob
+
+logger = logging.getLogger("deepspeed_ucp")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderChoice:
+    """Who loads a checkpoint.
+
+    Attributes:
+        reason: why, in words.
+        target: the live engine's buffers; None where DeepSpeed alone knows them.
+        index: the checkpoint, where the direct load runs; None leaves it to DeepSpeed.
+    """
+
+    reason: str
+    target: Target | None = None
+    index: AtomicIndex | None = None
+
+
+def decide(job: LoadJob, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
+    """Compare the checkpoint's topology with the engine's, from headers only; collective.
+
+    Args:
+        folder: the tag's folder.
+        also: the same in further places.
+        upstream: the ds_config has ``load_universal`` on, which DeepSpeed itself does with atomic checkpoints.
+
+    Raises:
+        UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
+    """
+    atomic = upstream and any(job.comm.each(lambda: has_atoms(folder)))
+    try:
+        target = job.comm.run(lambda: open_target(job.engine))
+    except UnknownLayoutError as error:
+        if not atomic:
+            return _trust_own_files(job, folder, str(error))
+        if not job.config.trust_pickle:
+            job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
+        return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
+    own: list[str] = []
+    if job.engine.use_node_local_storage() and not atomic:
+        own = find_own_differences(job, folder, target)
+        if not own and job.config.same_topology != "direct":
+            return _leave_own_files(job, folder, _NODE_LOCAL, target)
+    return _compare(job, folder, also, target, own, upstream=upstream and not atomic)
+
+
+_NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
+
+
+def has_atoms(folder: str) -> bool:
+    """Whether a folder that this rank sees is an atomic checkpoint."""
+    try:
+        return holds_atoms(list_entries(folder))
+    except CheckpointError:
+        return False
+
+
+def list_unproven(job: LoadJob, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
+    """Why DeepSpeed's own load of an unchanged topology is not known to be right here, in words.
+
+    Args:
+        target: this rank's; None where DeepSpeed alone knows the engine, whose own load is all there is.
+        index: the checkpoint; None where each rank knows its own files alone.
+    """
+    arguments, by_default = job.arguments, type(job.arguments)()
+    found = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
+    if target is not None:
+        asked = ("load_optimizer_states", "load_module_only", "load_module_strict", "custom_load_fn")
+        found += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]
+        found += list_unknown(target)
+    if target is not None and index is not None:
+        found += index.limits.unnoticed
+        if arguments.with_states:
+            found += target.find_other_kinds(index)
+    return [f"DeepSpeed's own load is not known to be right with: {shorten(found)}"] if found else []
+
+
+def _trust_own_files(job: LoadJob, folder: str, why: str) -> LoaderChoice:
+    """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
+
+    Raises:
+        UnsupportedError: they tell another one, or hold classes that are not known to be harmless.
+    """
+    if is_url(folder):
+        raise UnsupportedError(f"{folder}: {why}, so that only DeepSpeed's own load can read it, which reads no URLs.")
+    differences = find_own_differences(job, folder)
+    if differences:
+        raise UnsupportedError(
+            f"{folder}: {why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
+            f"alone. Here differ: {shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}"
+        )
+    return _leave_own_files(job, folder, why)
+
+
+def find_own_differences(job: LoadJob, folder: str, target: Target | None = None) -> list[str]:
+    """Why DeepSpeed's own load cannot go by each rank's own files, in words; collective, the same on every rank.
+
+    Args:
+        target: the engine's buffers, where they are known.
+    """
+
+    def compare() -> list[str]:
+        try:
+            differing = compare_own_files(*describe_own_files(job.engine, folder))
+        except CheckpointError as error:
+            if target is None:
+                raise
+            differing = [str(error)]
+        return [*list_unproven(job, target), *differing]
+
+    return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))
+
+
+def _leave_own_files(job: LoadJob, folder: str, why: str, target: Target | None = None) -> LoaderChoice:
+    """Leave a load to DeepSpeed, whose files tell the live topology; collective.
+
+    Raises:
+        UnsupportedError: they hold classes that are not known to be harmless.
+    """
+    engine, comm = job.engine, job.comm
+    if not job.config.trust_pickle:
+        # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
+        viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
+        comm.run(lambda: _check_own_files(folder, viewers, comm.rank))
+    return LoaderChoice(f"{why}; same topology by each rank's own files", target)
+
+
+def _identify_folder(folder: str) -> tuple[object, ...]:
+    """The same on ranks that see the same folder: on one machine, and there in one container."""
+    place = os.stat(folder)
+    return identify_host(), socket.gethostname(), place.st_dev, place.st_ino
+
+
+def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: int) -> None:
+    """Refuse code in this rank's part of the files that those see together whose entry in ``viewers`` is the same."""
+    own = viewers[rank]
+    check_trusted(list_own_globals(folder, viewers[:rank].count(own), viewers.count(own)))
+
+
+def _compare(
+    job: LoadJob, folder: str, also: Sequence[str], target: Target, own: Sequence[str], *, upstream: bool
+) -> LoaderChoice:
+    """Hold the checkpoint's index against the live engine's layout; collective.
+
+    Args:
+        own: why DeepSpeed's own load cannot read each node's own files, in words.
+    """
+    comm, arguments, report = job.comm, job.arguments, job.report
+    weights_only = not (arguments.with_states and has_masters(target, comm))
+    rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
+    options: dict[str, Any] = {"dual": target.is_dual, "rename": rename, "also": also}
+    named = join_groups(target, comm)
+    index = open_checkpoint(folder, comm, *named, weights_only=weights_only, **options)
+    report.saved = index.run.job
+    changes = list_changes(index, target, comm.size, job.engine.train_batch_size())
+    if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
+        level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING
+        logger.log(level, "%s: this run differs from the saved one: %s", folder, ", ".join(changes))
+
+    def look() -> list[str]:
+        return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
+
+    found = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
+    if not found and job.config.fallback and job.config.verify == "crc":
+        found = find_damage(index, comm, others=bool(also))
+    if not found:
+        if not job.config.trust_pickle:
+            comm.run(lambda: check_trusted(index.run.globals))
+        return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
+    told = "; ".join(dict.fromkeys(found))
+    return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+
+
+def _list_wishes(job: LoadJob, upstream: bool) -> Iterator[str]:
+    """Why ours is to load although DeepSpeed's own would be right, in words."""
+    if upstream:
+        yield "load_universal is on, this is a normal checkpoint"
+    if job.config.same_topology == "direct":
+        yield 'the same topology, "same_topology" is "direct"'
+
+
+def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
+    """What is damaged, in words, of the files that DeepSpeed's own load would read: the first place's; collective.
+
+    Args:
+        others: there are further places, so that ours may load what it cannot.
+
+    Raises:
+        CheckpointError: something is, and there are none.
+    """
+    own = tuple(replace(file, places=()) for file in index.stored.files)
+    try:
+        verify_all(index.change(files=own), comm)
+    except CheckpointError as error:
+        if not others:
+            raise
+        return [str(error)]
+    return []
+
+
+def verify_all(index: AtomicIndex, comm: Comm) -> None:
+    """Hold every record against its checksum, at which DeepSpeed's own load does not look; collective.
+
+    Raises:
+        CheckpointError: one is damaged; the same on every rank.
+    """
+    checks = Checks()
+    checks.touch(range(len(index.stored.records)) if comm.rank == 0 else ())
+    checks.verify(index, comm)
+
+
+def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: int) -> list[str]:
+    """What of the job around the engine differs from the saved one, in words.
+
+    Args:
+        ranks: of this job.
+        total_batch: samples of a step of it.
+    """
+    saved, whole = index.run.job, index.run.topology.wrapper == ATOMIC
+    facts = (
+        ("total batch", saved.total_batch, total_batch),
+        ("ranks", saved.ranks, ranks),
+        ("precision", target.topology.precision if whole else index.run.topology.precision, target.topology.precision),
+    )
+    return [f"{name} {old} → {new}" for name, old, new in facts if old not in (None, new)]
+
+
+def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
+    saved = index.run.flats.get(target.place.mp_rank, ())
+    flats = tuple(flat for flat in saved if flat.ranks is None or target.place.stage_rank in flat.ranks)
+    return find_differences(replace(index.run.topology, flats=flats), target.topology)
+
+
+def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
+    """What DeepSpeed's own load would not find of a checkpoint, in words."""
+    if is_url(folder):
+        return ["DeepSpeed's own load reads no URLs"]
+    if index.stored.sight is not None:
+        return ["its files lie on several nodes"]
+    inside = os.path.join(folder, "")
+    return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]

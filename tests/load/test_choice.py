@@ -1,0 +1,77 @@
+"""What of a save keeps an unchanged topology from being left to DeepSpeed's own load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reshard import FakeTarget, open_for
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
+
+
+def find(folder: Path, stage: int, optimizer: Any) -> list[str]:
+    """How an optimizer differs from the saved one."""
+    topology = Topology(stage)
+    path = write_checkpoint(folder, MODEL, random_state(MODEL, 0), topology)
+    target = FakeTarget(MODEL, topology, 0, optimizer)
+    return list(target.find_other_kinds(open_for(path, target)))
+
+
+def test_files_of_another_writer(tmp_path: Path) -> None:
+    """DeepSpeed's other writers name files otherwise, or write what its own load does not take."""
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
+    files = {file: torch.load(file, weights_only=False) for file in path.glob("*_states.pt")}
+    target = FakeTarget(MODEL, Topology(1), 0)
+    assert open_for(path, target).limits.unnoticed == ()
+    for config in ({"checkpoint": {"writer": {"type": "fast"}}}, {"datastates_ckpt": {"host_cache_size": 1}}):
+        for file, tree in files.items():
+            torch.save({**tree, "ds_config": {**tree["ds_config"], **config}}, file)
+        assert len(open_for(path, target).limits.unnoticed) == 1
+
+
+def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
+    """Of more tensor-parallel ranks: DeepSpeed's own load counts the files."""
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
+    target = FakeTarget(MODEL, Topology(1), 0)
+    assert open_for(path, target).limits.unnoticed == ()
+    shutil.copy(path / "mp_rank_00_model_states.pt", path / "mp_rank_01_model_states.pt")
+    assert "of an earlier save" in open_for(path, target).limits.unnoticed[0]
+
+
+def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (make_amsgrad, ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"]),
+        (torch.optim.SGD, ["optimizer states exp_avg, exp_avg_sq → none"]),
+        (torch.optim.RMSprop, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
+        (torch.optim.Adam, []),
+    ],
+)
+def test_an_optimizer_of_another_kind(optimizer: Any, told: list[str], tmp_path: Path) -> None:
+    assert find(tmp_path, 1, optimizer) == told
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
+def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> None:
+    """Its rows are one element, as a step is."""
+    model, topology = Model((Param("token", (1, 3)), Param("a", (4, 3)))), Topology(0)
+    path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
+    params = [torch.nn.Parameter(torch.ones(param.shape)) for param in model.params]
+    optimizer = torch.optim.Adafactor(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    (file,) = path.glob("*model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), "optimizer": optimizer.state_dict()}, file)
+    target = FakeTarget(model, topology, 0, torch.optim.Adafactor)
+    assert list(target.find_other_kinds(open_for(path, target))) == []
