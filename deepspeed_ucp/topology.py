@@ -81,17 +81,16 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
         return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
     if old.shapes != new.shapes:
         return _compare_shapes(old, new)
-    if old.group != new.group:
-        return f"param group {old.group} → {new.group}"
-    if old.parts != new.parts:
-        return f"partitions {old.parts} → {new.parts}"
-    if old.ranks != new.ranks:
-        return "held by other ranks"
-    if (old.by_parameter, old.tensors) != (new.by_parameter, new.tensors):
-        return "what is cut as one"
-    if old.partition != new.partition:
-        return f"partition {old.partition} → {new.partition} elements"
-    return "parameter alignment"
+    counts = (("param group", old.group, new.group), ("partitions", old.parts, new.parts))
+    found = [f"{name} {before} → {after}" for name, before, after in counts if before != after]
+    others = {
+        "held by other ranks": old.ranks != new.ranks,
+        "cut by parameter on one side alone": old.by_parameter != new.by_parameter,
+        "tensors that are cut as one": old.tensors != new.tensors,
+        f"partition {old.partition} → {new.partition} elements": old.partition != new.partition,
+    }
+    found += [text for text, differs in others.items() if differs]
+    return found[0] if found else "parameter alignment"
 
 
 def _compare_shapes(old: FlatBuffer, new: FlatBuffer) -> str:

@@ -131,7 +131,7 @@ def _list_candidates(job: LoadJob, places: Sequence[str], newest: str) -> Iterat
 
 
 def _resume_tag(
-    job: LoadJob, load_dir: str, tag: str, own: Callable[[], Loaded], *, upstream: bool, unknown: Sequence[str]
+    job: LoadJob, load_dir: str, tag: str, own: Callable[..., Loaded], *, upstream: bool, unknown: Sequence[str]
 ) -> Loaded:
     """Resume from one tag; collective."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
