@@ -604,7 +604,10 @@ def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any, *
 
 
 class Harmful:
-    """A class that nobody has allowed."""
+    """A class that nobody has allowed, and that has something run when it is made."""
+
+    def __setstate__(self, state: object) -> None:
+        raise AssertionError("code of a checkpoint ran")
 
 
 class NodeLocalEngine:
