@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import ConfigError, RemoteError, StorageError, UcpError, escape
+from .meeting import find_store, give_signs, leave, meet
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,9 @@ class Comm:
 
     rank = 0
     size = 1
+
+    def wait(self) -> None:
+        """Wait until every rank has come here, however long that takes; collective."""
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (picklable), in rank order, on every rank."""
@@ -207,9 +210,19 @@ _LENGTH, _ROW = 8, 256
 
 
 class TorchComm(Comm):
-    """The ranks of the default process group, over whatever backend the launch uses."""
+    """The ranks of the default process group, over whatever backend the launch uses.
 
-    def __init__(self, *, owner: bool = False) -> None:
+    Before each collective they wait for each other outside of it, so that the group's timeout limits how long a
+    collective takes and not what a rank does before it.
+
+    Args:
+        owner: the group is to be closed in the end.
+        waits: False where all ranks are known to come at the same time.
+    """
+
+    store: Any = None
+
+    def __init__(self, *, owner: bool = False, waits: bool = True) -> None:
         import torch.distributed as dist
 
         self.dist = dist
@@ -217,9 +230,17 @@ class TorchComm(Comm):
         self.size = dist.get_world_size()
         self.device = _find_device(dist.get_backend_config())
         self.owner = owner
+        self.store = find_store() if waits else None
+        if self.store is not None:
+            give_signs()
+
+    def wait(self) -> None:
+        if self.store is not None:
+            meet(self.store, self.rank, self.size)
 
     def gather(self, value: Any) -> list[Any]:
         """In one collective where all values are small, as they mostly are: the wait for it is what it costs."""
+        self.wait()
         packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         rows = self._gather_rows(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW)
         sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
@@ -240,15 +261,15 @@ class TorchComm(Comm):
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
         """Parts of any size, by way of rank 0: in rows, one rank's long part would take as much room for every rank."""
         none = [0] * self.size
-        joined = self.swap(
-            np.frombuffer(bytearray(part), np.uint8), [len(part), *none[1:]], none if self.rank else sizes
-        )
+        own = np.frombuffer(bytearray(part), np.uint8)
+        joined = self._swap(own, [len(part), *none[1:]], none if self.rank else sizes)
         whole = self._broadcast_row(joined, sum(sizes), 0)
         ends = list(accumulate(sizes))
         return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
+        self.wait()
         row = self._broadcast_row(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW, src)
         size = int.from_bytes(row[:_LENGTH], "little")
         told = row[_LENGTH : _LENGTH + size] if size <= _ROW - _LENGTH else self._broadcast_row(packed, size, src)
@@ -267,6 +288,10 @@ class TorchComm(Comm):
         return memoryview(data.cpu().numpy())
 
     def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+        self.wait()
+        return self._swap(data, sends, receives)
+
+    def _swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
         import torch
 
         received = torch.empty(sum(receives), dtype=torch.uint8, device=self.device)
@@ -276,13 +301,17 @@ class TorchComm(Comm):
     def any_of(self, mask: NumpyArray) -> NumpyArray:
         import torch
 
+        self.wait()
         flags = torch.from_numpy(mask.astype(np.uint8)).to(self.device)
         self.dist.all_reduce(flags, op=self.dist.ReduceOp.MAX)
         return flags.cpu().numpy().astype(np.bool_)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Close the process group if it is ours; the launcher ends the other ranks when this process fails."""
-        if self.owner and (error is None or is_shared(error)):
+        """Close the process group if it is ours; who waits for this rank is told of an error of its own."""
+        if error is not None and not is_shared(error):
+            if self.store is not None:
+                leave(self.store, self.rank, error)
+        elif self.owner:
             self.dist.destroy_process_group()
 
 
@@ -364,11 +393,11 @@ def _slice(data: NumpyArray, counts: list[int], rank: int) -> list[NumpyArray]:
     return [data[begin : min(begin + _MESSAGE, high)] for begin in range(low, high, _MESSAGE)]
 
 
-def connect() -> Comm:
-    """The ranks of this launch, in a process that trains."""
+def connect(*, waits: bool = True) -> Comm:
+    """The ranks of this launch, in a process that trains; ``waits`` as of :class:`TorchComm`."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchComm()
+        return TorchComm(waits=waits)
     return Comm()
 
 
@@ -388,7 +417,7 @@ def join_launch(environment: Mapping[str, str] = os.environ) -> Comm:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait for another's long work
+            dist.init_process_group("gloo")
             return TorchComm(owner=True)
         return TorchComm()
     told = max(_read_size(environment, name) for name in _MPI_SIZES)

@@ -62,6 +62,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     config.ucp_config = options
     if options is not None:
         show_decisions()
+        connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
         if options.storage_options is not None:
             set_storage_options(options.storage_options)
@@ -180,7 +181,8 @@ def _load_checkpoint(
     else:
         arguments = LoadArguments(**wanted)
         try:
-            path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
+            with connect():
+                path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
         finally:
             end_reading()
     if client_state is not None:

@@ -110,7 +110,7 @@ def end_step(engine: Any) -> None:
     asked: Preemption | None = getattr(engine, _FOLLOWED, None)
     if asked is None:
         return
-    comm, numbers = connect(), sorted(asked.actions)
+    comm, numbers = connect(waits=False), sorted(asked.actions)
     told = comm.any_of(np.array([[_arrived[number], has_passed_on(number)] for number in numbers]))
     came = {number: for_all for number, (yes, for_all) in zip(numbers, told.tolist(), strict=True) if yes}
     if not came:

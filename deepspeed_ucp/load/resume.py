@@ -24,7 +24,7 @@ from ..sources.latest import is_sealed, list_older, list_unsealed
 from ..stream.report import OutputReport
 from ..targets import Target
 from ..targets.coverage import list_unsaved
-from ..targets.finish import refresh_after_own_load
+from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import BROKEN, check_states, mark, release
 from ..topology import ATOMIC
 from .census import list_live_rules, take_census
@@ -161,7 +161,8 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) ->
     """
     with_states = job.arguments.with_states
     try:
-        loaded = own()
+        with wait_behind_reads(job.engine, job.comm):
+            loaded = own()
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:

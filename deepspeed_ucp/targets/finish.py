@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,34 @@ def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
     """Gradient clipping travels with the optimizer where DeepSpeed saves it there (all wrappers but ZeRO 3)."""
     if clip_grad is not None and hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True):
         wrapped.clip_grad = clip_grad
+
+
+_BEHIND_READS = {
+    "engine": ("load_module_state_dict",),
+    "optimizer": ("load_state_dict", "_restore_from_bit16_weights", "refresh_fp32_params", "checkpoint_event_epilogue"),
+}
+"""What DeepSpeed's own load calls with what it has read, the same on every rank; some of it is collective."""
+
+
+@contextmanager
+def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
+    """Inside, ranks wait for the slowest read of DeepSpeed's own load before the collectives that follow it."""
+
+    def wait_first(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            comm.wait()
+            return work(*args, **options)
+
+        return call
+
+    holders = {"engine": engine, "optimizer": getattr(engine, "optimizer", None)}
+    wrapped = [(holders[kind], name) for kind, names in _BEHIND_READS.items() for name in names]
+    with ExitStack() as stack:
+        for holder, name in wrapped:
+            if hasattr(holder, name) and name not in vars(holder):
+                setattr(holder, name, wait_first(getattr(holder, name)))
+                stack.callback(delattr, holder, name)
+        yield
 
 
 def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> None:

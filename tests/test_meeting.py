@@ -1,0 +1,152 @@
+"""Ranks wait for each other longer than their group's collectives may take, and not for one that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp import meeting
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import RemoteError
+from deepspeed_ucp.targets.finish import wait_behind_reads
+from tests.convert.conversions import convert, read_bytes, write_source
+from tests.mpi import run_torch
+
+WAITING = str(Path(__file__).parent / "waiting.py")
+
+
+def test_a_rank_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+    convert(source, tmp_path / "alone")
+    for code, _, err in run_torch(2, [WAITING, "late", str(source)]):
+        assert code == 0, err
+    assert read_bytes(Path(f"{source}_universal")) == read_bytes(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("killed", "RemoteError: [rank 1] no sign of life for 2 s"),
+        ("interrupted", "RemoteError: [rank 1] KeyboardInterrupt: oh"),
+    ],
+    ids=str,
+)
+def test_nobody_waits_for_a_rank_that_is_gone(end: str, told: str) -> None:
+    (code, _, err), (other, _, _) = run_torch(2, [WAITING, "gone", end], timeout=60)
+    assert other != 0
+    assert code == 1
+    assert told in err
+
+
+class Store:
+    """A process group's store, in memory."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def add(self, key: str, number: int) -> int:
+        self.held[key] = str(int(self.held.get(key, b"0")) + number).encode()
+        return int(self.held[key])
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Rank 0's own, while rank 1 comes to no meeting; looks take no time."""
+    monkeypatch.setattr(meeting, "_here", meeting._Here())
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    return Store()
+
+
+def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """Another process, which has left as often."""
+    monkeypatch.setattr(meeting, "_here", meeting._Here(left))
+
+
+def test_an_error_of_one_rank_alone_ends_the_others(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting.leave(here, 1, MemoryError("oh\nno"))
+    become(monkeypatch, left=0)
+    with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError: oh\s+no$") as error:
+        meeting.meet(here, 0, 2)
+    meeting.leave(here, 0, error.value)  # and a third one is told of the first
+    become(monkeypatch, left=0)
+    with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError"):
+        meeting.meet(here, 2, 3)
+
+
+def test_an_error_that_every_rank_had_ends_no_later_meeting(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each raises it by itself, none knows of the others, and a script may go on."""
+    meeting.leave(here, 1, ValueError("tag"))
+    become(monkeypatch, left=0)
+    meeting.leave(here, 0, ValueError("tag"))
+    looks = iter(range(200))
+    monkeypatch.setattr("time.sleep", lambda _seconds: here.add(meeting._CAME, next(looks) == 150))
+    meeting.meet(here, 0, 2)
+    become(monkeypatch, left=1)
+    meeting.leave(here, 1, ValueError("alone"))
+    become(monkeypatch, left=1)
+    with pytest.raises(RemoteError, match="alone"):
+        meeting.meet(here, 0, 2)
+
+
+def test_signs_of_life_keep_others_waiting(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(10000))
+
+    def sleep(_seconds: float) -> None:
+        here.add(meeting._SIGNS.format(1), 1)
+        here.add(meeting._CAME, next(looks) == 5000)  # after some minutes
+
+    monkeypatch.setattr("time.sleep", sleep)
+    meeting.meet(here, 0, 2)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    with pytest.raises(RemoteError, match="no sign of life for 60 s"):
+        meeting.meet(here, 0, 2)
+
+
+def test_a_store_that_is_gone_is_told(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_key: str) -> bytes:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(here, "get", fail)
+    with pytest.raises(RemoteError, match="Connection reset by peer.*rank 0 or the launcher"):
+        meeting.meet(here, 0, 2)
+
+
+def test_ranks_wait_for_each_other_s_reads_in_deepspeeds_own_load() -> None:
+    """Its collectives are its own, and so is what it reads before them."""
+    calls: list[str] = []
+
+    class Waiting(Comm):
+        def wait(self) -> None:
+            calls.append("wait")
+
+    class Optimizer:
+        def load_state_dict(self, state: str) -> str:
+            calls.append("collective")
+            return state
+
+    class Engine:
+        optimizer = Optimizer()
+
+        def load_module_state_dict(self, *, checkpoint: Any) -> None:
+            calls.append(checkpoint)
+
+    engine = Engine()
+    with wait_behind_reads(engine, Waiting()):
+        engine.load_module_state_dict(checkpoint="module")
+        assert engine.optimizer.load_state_dict("x") == "x"
+    assert calls == ["wait", "module", "wait", "collective"]
+    assert vars(engine) == vars(engine.optimizer) == {}
+    with wait_behind_reads(SimpleNamespace(), Waiting()):
+        pass

@@ -1,0 +1,82 @@
+"""One rank of a real launch (tests/test_meeting.py) whose process group allows few seconds, and that takes more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_ucp import meeting
+from deepspeed_ucp.comm import Comm, join_launch
+from deepspeed_ucp.errors import UcpError
+
+TIMEOUT, LATE = 1.5, 2.0
+"""Seconds that a collective may take, and that one rank takes."""
+
+
+def slow(owner: Any, name: str) -> None:
+    """Let the next call take long."""
+    work = getattr(owner, name)
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, work)
+        time.sleep(LATE)
+        return work(*args, **kwargs)
+
+    setattr(owner, name, wait)
+
+
+def be_late(comm: Comm, source: str) -> None:
+    """Take long where the others wait: before a load, for headers, for the first pass, in a conversion."""
+    from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+    from deepspeed_ucp.io.opened import StoredFile
+    from tests.convert.conversions import MODEL
+    from tests.reshard import Options, check_content, load_rank, make_targets, open_for
+    from tests.synth import Topology, random_state
+
+    if comm.rank == 1:
+        time.sleep(LATE)
+    comm.gather(None)
+    target = make_targets(MODEL, Topology(3, comm.size, precision="bf16"))[comm.rank]
+    if comm.rank == 0:
+        slow(StoredFile, "__init__")
+    index = open_for(source, target, comm)
+    if comm.rank == 1:
+        slow(StoredFile, "read_some")
+    check_content([load_rank(index, target, comm, Options())], random_state(MODEL, 0, precision="bf16"))
+    if comm.rank == 0:
+        slow(StoredFile, "read_some")
+    convert_checkpoint(source, comm=comm, options=ConvertOptions(workers=2))
+
+
+def go(comm: Comm, source: str) -> None:
+    """Let one rank end while the others wait for it, in the way that is asked for."""
+    meeting._EVERY, meeting._PATIENCE = 0.2, 1.5
+
+    def work() -> None:
+        if comm.rank == 1 and source == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.rank == 1:
+            raise KeyboardInterrupt("oh")  # which `run` does not hold back
+
+    comm.run(work)
+
+
+def main(what: str, source: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    try:
+        with join_launch() as comm:
+            {"late": be_late, "gone": go}[what](comm, source)
+    except UcpError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
