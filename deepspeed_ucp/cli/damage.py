@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import UcpError, count_of
 from ..sources.files import is_state_file, list_sizes
+from ..sources.findings import Finding, fold_findings
 from ..sources.headers import OptimHeader
 from ..sources.open import FolderReport
 from ..sources.reading import read_file
@@ -84,9 +85,10 @@ def write_damage(data: dict[str, Any]) -> list[str]:
     lines += [f"  {line}" for line in format_table(rows, right=(1,))]
     if len(files) > _MANY:
         lines.append(f"  … and {count_of(len(files) - len(bad), 'file')} ok (--json lists them)")
-    faults = [text for file in files for text in file["faults"]]
-    faults += [each["text"] for each in data["missing"]] + data["faults"]
+    faults = [Finding("", file["name"], text) for file in files for text in file["faults"]]
+    faults += [Finding("", each["name"], each["text"]) for each in data["missing"]]
+    faults += [Finding("", "", text) for text in data["faults"]]
     if faults:
-        shown = (text.removeprefix(f"{folder}{os.sep}") for text in dict.fromkeys(faults))
-        lines += ["", "faults", *(f"  {text}" for text in shown)]
+        shown = (fault.text.removeprefix(f"{folder}{os.sep}") for fault in fold_findings(faults))
+        lines += ["", "faults", *(f"  {text}" for text in dict.fromkeys(shown))]
     return lines

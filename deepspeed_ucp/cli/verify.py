@@ -128,6 +128,8 @@ def to_data(found: Verification) -> dict[str, Any]:
 
 def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     """A verification in words."""
+    from ..sources.findings import fold_findings
+
     records = sum(file.records for file in found.files)
     rate = format_bytes(found.read / max(found.seconds, 1e-9))
     read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
@@ -145,7 +147,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     warnings = sum(fault.warning for fault in found.faults)
     verdict = "whole" if found.whole else count_of(len(found.faults) - warnings, "fault")
     told = f" ({count_of(warnings, 'warning')})" if warnings else ""
-    return [*lines, *map(_word, found.faults), verdict + told]
+    return [*lines, *map(_word, fold_findings(found.faults)), verdict + told]
 
 
 def _word(fault: Finding) -> str:

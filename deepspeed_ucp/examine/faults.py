@@ -17,15 +17,15 @@ NAMED = 8
 
 
 def find_damage(
-    path: str, name: str, listed: FileRecords | None, scan: Scanned, index: AtomicIndex | None
+    path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None
 ) -> list[Finding]:
     """Faults of one file's bytes, with the atoms in damaged records as far as index or file tell them.
 
     Args:
-        listed: the file's directory; None where that is not readable.
+        listed: the file's directory.
         scan: what reading the file's records has given.
     """
-    damaged = list(_compare_records(name, listed.records if listed else (), scan))
+    damaged = list(_compare_records(name, listed.records, scan))
     if not damaged:
         return []
     offsets = {record.offset for *_, record in damaged if record}

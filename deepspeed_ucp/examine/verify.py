@@ -111,13 +111,13 @@ class _Files:
     Attributes:
         sizes: their bytes, the same on every rank.
         mine: those that this rank looks at.
-        copies: by name the tag's folders in which this rank finds a file of that size, the nearest first.
+        copies: by name the tag's folders in which this rank finds it, and its bytes there; of that size, the nearest first.
         others: further files that this rank sees.
     """
 
     sizes: dict[str, int]
     mine: list[str]
-    copies: dict[str, list[str]]
+    copies: dict[str, dict[str, int]]
     others: list[str]
 
 
@@ -139,18 +139,25 @@ def _find_files(folders: Sequence[str], comm: Comm) -> _Files:
     viewers = {name: [rank for rank, each in enumerate(every) if each.get(name) == sizes[name]] for name in sizes}
     mine = share_files(sizes, comm.size, viewers if len(every) > 1 else {})[comm.rank]
     near = sorted(zip(folders, looks, strict=True), key=lambda pair: measure_distance(pair[0]))
-    copies = {name: [folder for folder, (held, _) in near if held.get(name) == sizes[name]] for name in mine}
+    held = {name: {folder: sizes[name] for folder, (sizes, _) in near if name in sizes} for name in mine}
+    copies = {name: dict(sorted(each.items(), key=lambda it: it[1] != sizes[name])) for name, each in held.items()}
     return _Files(dict(sorted(sizes.items())), mine, copies, sorted({name for _, others in looks for name in others}))
 
 
 def _choose_places(files: _Files, index: AtomicIndex | None) -> _Files:
-    """The places that a load reads: one alone of a file that nothing tells from another place's."""
-    alone = {file.places[0] for file in index.stored.files if len(file.places) == 1} if index else set()
-    copies = {
-        name: [folder for folder in held if os.path.join(folder, name) in alone] or held
-        for name, held in files.copies.items()
-    }
-    return replace(files, copies=copies)
+    """The places that a load reads: one alone of a file that nothing tells from another place's; of another size those
+    alone that the index was made of."""
+    stored = index.stored.files if index else ()
+    alone = {file.places[0] for file in stored if len(file.places) == 1}
+    known = {path for file in stored for path in (file.path, *file.places)}
+
+    def choose(name: str, held: Mapping[str, int]) -> dict[str, int]:
+        paths = {folder: os.path.join(folder, name) for folder in held}
+        same = [folder for folder, size in held.items() if size == files.sizes[name]]
+        others = [folder for folder in held if folder not in same and paths[folder] in known]
+        return {each: held[each] for each in [*([each for each in same if paths[each] in alone] or same), *others]}
+
+    return replace(files, copies={name: choose(name, held) for name, held in files.copies.items()})
 
 
 def _look(folder: str) -> tuple[dict[str, int], list[str]]:
@@ -195,14 +202,15 @@ def verify_checkpoint(
     seen, read = _examine_all(files, index, options, headers_only=headers_only)
     listed = {name: each.listed for name, each in seen.items() if each.listed is not None}
     faults = [fault for each in seen.values() for fault in each.faults]
-    manifest, told = comm.run(lambda: _compare_own_manifest(folder, files.sizes, listed, first=comm.rank == 0))
+    sizes = {**files.sizes, **{name: each.size for name, each in listed.items()}}
+    manifest, told = comm.run(lambda: _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0))
     faults += told
     if against is not None:
         from .proof import compare_proof, read_proof
 
         proof = comm.once(lambda: read_proof(against))
-        faults += compare_proof(proof, report, files.sizes, listed, first=comm.rank == 0)
-    reports = [_describe_file(name, files.sizes[name], listed.get(name)) for name in files.mine]
+        faults += compare_proof(proof, report, sizes, listed, first=comm.rank == 0)
+    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in files.mine]
     gathered = comm.gather((reports, faults, read))
     left = {finding.file for finding in more if finding.kind == "leftover"}
     every = [*more, *(_excuse(fault, left) for _, held, _ in gathered for fault in held)]
@@ -240,8 +248,10 @@ def _examine_all(
     seen: dict[str, _Seen] = {}
     left, turn, read = files.mine, 0, 0
     while left:
-        paths = {name: os.path.join(files.copies[name][turn], name) for name in left}
-        found, nbytes = _examine(paths, files.sizes, index, options, headers_only=headers_only)
+        copies = {name: [*files.copies[name].items()][turn] for name in left}
+        paths = {name: os.path.join(folder, name) for name, (folder, _) in copies.items()}
+        sizes = {name: size for name, (_, size) in copies.items()}
+        found, nbytes = _examine(paths, sizes, index, options, headers_only=headers_only)
         for name, each in found.items():
             before = seen.get(name)
             if before is None:
@@ -274,7 +284,8 @@ def _examine(
     scans = [] if headers_only else _scan(paths, sizes, listed, options)
     listed |= _list_swaps(paths, sizes, index, scans)
     for name, scan in zip(paths, scans, strict=False):
-        faults += find_damage(paths[name], name, listed.get(name), scan, index)
+        if name in listed:  # else it is told why its directory cannot be read
+            faults += find_damage(paths[name], name, listed[name], scan, index)
     faults += _find_other_copies(paths, listed, index)
     seen = {name: _Seen(listed.get(name), [fault for fault in faults if fault.file == name]) for name in paths}
     return seen, sum(scan.nbytes for scan in scans)
@@ -418,8 +429,8 @@ def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Findin
 
 
 def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
-    if listed is None:
-        return FileReport(name, nbytes, 0, nbytes)
+    if listed is None:  # that its directory cannot be read is a fault; a swap file has none
+        return FileReport(name, nbytes, 0, nbytes if read_swap_name(name) else 0)
     return FileReport(name, nbytes, len(listed.records), listed.unchecked)
 
 
@@ -429,7 +440,7 @@ def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
     files: dict[str, set[str]] = defaultdict(set)
     for fault in faults:
         if fault.severity != NOTE:
-            unique.setdefault((fault.file, fault.kind, "" if fault.kind == "header" else fault.text), fault)
+            unique.setdefault((fault.file, fault.kind, "" if fault.kind in ("header", "read") else fault.text), fault)
             files[fault.kind].add(fault.file)
     return sort_findings(fault for fault in unique.values() if not _is_repeated(fault, files))
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import CheckpointError, MismatchError, OutOfReachError, UcpError, UnsupportedError
+from ..errors import CheckpointError, MismatchError, OutOfReachError, UcpError, UnsupportedError, fold_names, shorten
 
 FAULT, WARNING, NOTE = "fault", "warning", "note"
 """Severities: it cannot be loaded; it can, but a user should know before; something to know."""
 
+COPY = 'Copy what is missing here, name a place that has it ("also"), or load another tag ("fallback" does).'
+"""What to do about files that are not there."""
+
 _TOLD = 16
 """Findings that one error tells."""
+
+_NUMBER = re.compile(r"\d+")
 
 _RANK = re.compile(r"^\[rank \d+\] ")
 """What :mod:`deepspeed_ucp.comm` puts in front of another rank's error."""
@@ -85,10 +90,34 @@ def make_error(findings: Iterable[Finding]) -> UcpError | None:
     faults = [finding for finding in findings if finding.severity == FAULT]
     if not faults:
         return None
-    texts = list(dict.fromkeys(finding.text for finding in faults))
+    texts = list(dict.fromkeys(finding.text for finding in fold_findings(faults)))
     more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
     kind = "read" if any(each.kind == "read" for each in faults) else faults[0].kind
-    return _ERRORS.get(kind, CheckpointError)("\n".join([*texts[:_TOLD], *more]))
+    return _ERRORS.get(kind, CheckpointError)(*texts[:_TOLD], *more)
+
+
+def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding of those that say the same of several files, whose names it tells with ranges of numbers."""
+    groups: dict[Hashable, list[Finding]] = {}
+    for each in findings:
+        said = _NUMBER.sub("#", each.text) if each.file else each.text
+        groups.setdefault((each.kind, each.severity, each.file != "", said), []).append(each)
+    return [_fold(group) for group in groups.values()]
+
+
+def _fold(group: Sequence[Finding]) -> Finding:
+    first, *others = group
+    names = tuple(dict.fromkeys(each.file for each in group))
+    if len(names) == 1:
+        return first
+    is_same = len({each.text.replace(each.file, "") for each in group}) == 1
+    told = names if is_same else [each.file for each in others]
+    ranges = shorten(name for name, _ in fold_names(((name, name) for name in told), same=lambda _: None))
+    if is_same:
+        text = first.text.replace(first.file, f"{ranges} ({len(names)} files)", 1)
+    else:
+        text = f"{first.text} The like is true of {ranges} ({len(told)} more files)."
+    return replace(first, text=text, names=names)
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:

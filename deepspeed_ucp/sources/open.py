@@ -20,7 +20,7 @@ from .atomic import survey_atomic
 from .compare import find_late_files, find_strangers
 from .expertfiles import ExpertForms
 from .files import SEAL, Listing, holds_atoms, read_model_rank, sort_files, strip_writer
-from .findings import WARNING, Finding, from_error, from_failure, make_error, sort_findings
+from .findings import COPY, WARNING, Finding, fold_findings, from_error, from_failure, make_error, sort_findings
 from .headers import FileHeader
 from .index import build_index, enabled
 from .naming import GroupNames, NamedGroups, Naming, Rename
@@ -205,7 +205,7 @@ def _tell_warnings(report: FolderReport) -> None:
     warnings = [finding for finding in report.findings if finding.severity == WARNING]
     if left := _list_left(warnings):
         logger.warning("%s: ignoring files of an earlier save: %s", report.folder, shorten(left))
-    for finding in warnings:
+    for finding in fold_findings(warnings):
         if finding.kind != "leftover":
             logger.warning("%s", finding.text)
 
@@ -545,7 +545,7 @@ def _find_missing(
     model, lost = first[0].model, name_unsaved(listing, first)
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
-    text = f"the checkpoint was saved by {ranks} and needs all of their files. Copy it here or load another tag."
+    text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
     text += f" The machines see different files of it: {holders}." if holders else ""
     absent = [name for name in expected if name not in listing.sizes]
     return [

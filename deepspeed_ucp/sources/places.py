@@ -300,7 +300,8 @@ def _tell_others(found: Whereabouts) -> None:
 
 def _warn_odd(folder: str, names: Sequence[str]) -> None:
     if names:
-        logger.warning("%s: passing over files that are not those of the places before it: %s", folder, shorten(names))
+        told = "%s: files that are not those of the places before it are read only where those cannot be: %s"
+        logger.warning(told, folder, shorten(names))
 
 
 # -- ranks that see different files -----------------------------------------------------------------------------------

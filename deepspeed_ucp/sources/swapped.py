@@ -20,7 +20,7 @@ from ..errors import CheckpointError, shorten
 from ..flat import reserve
 from ..torchsave.records import FileRecord
 from .files import OFFLOADED, SwapName
-from .findings import WARNING, Finding, from_error
+from .findings import COPY, WARNING, Finding, from_error
 from .headers import FileHeader, OptimHeader, Piece
 from .save import Save, describe_offload
 
@@ -123,7 +123,7 @@ def _look_at(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Findin
     file = listing.swaps.get(name) or _spell(name)
     size, whole = listing.sizes.get(file), _pad(save, group)
     if size is None:
-        text = f"{listing.path(file)} is missing; it holds {_tell(name, group)}. Copy it here or load another tag."
+        text = f"{listing.path(file)} is missing; it holds {_tell(name, group)}. {COPY}"
         return Finding("missing", file, text)
     if size < whole:
         text = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -175,6 +176,25 @@ def test_a_file_cut_off_is_named(tmp_path: Path, name: str, length: int) -> None
     os.truncate(path / name, length % (path / name).stat().st_size)
     fault = only_fault(path, "header", name)
     assert name in fault.text
+    assert verify_checkpoint(str(path)).unchecked == 0  # which tells of what was written without checksums
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=["out-of-reach", "lost"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_that_cannot_be_opened_is_one_fault(
+    code: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, work = write(tmp_path, Topology(1, 3)), os.open
+
+    def refuse(path: Any, *rest: Any, **how: Any) -> int:
+        if str(path).endswith(OPTIM.format(1)):
+            raise OSError(code, os.strerror(code), path)
+        return work(path, *rest, **how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for found in run_ranks(ranks, lambda _, comm: verify_checkpoint(str(path), comm)):
+        assert tell(found) == [("read" if code == errno.EACCES else "header", OPTIM.format(1))]
+        assert found.unchecked == 0
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
@@ -461,6 +481,21 @@ def test_damage_that_another_place_makes_up_for_is_a_warning(places: tuple[Path,
     told = next(fault for fault in found.faults if fault.file == OPTIM.format(0))
     assert told.text.endswith(f"{path / OPTIM.format(0)} is right.")
     assert told.names == ("a.weight (exp_avg)",)
+
+
+@pytest.mark.parametrize("length", [100, 0])
+def test_a_first_file_that_is_cut_off_is_a_warning_where_another_place_has_it(
+    length: int, places: tuple[Path, Path]
+) -> None:
+    """As a load takes the other one then, of whatever size it is."""
+    path, near = places
+    os.truncate(path / OPTIM.format(1), length)
+    found = verify_checkpoint(str(path), also=[str(near)])
+    assert tell(found) == [("header?", OPTIM.format(1))] and found.whole
+    assert found.faults[0].text.endswith(f"{near / OPTIM.format(1)} is right.")
+    assert found.nbytes == sum(file.stat().st_size for file in near.iterdir())
+    os.truncate(near / OPTIM.format(1), length + 1)
+    assert not verify_checkpoint(str(path), also=[str(near)]).whole
 
 
 def test_another_runs_file_in_a_nearer_place_is_told(places: tuple[Path, Path], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.sources.findings import WARNING, Finding, fold_findings, make_error
 from deepspeed_ucp.sources.reading import read_file
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -53,3 +54,22 @@ def test_a_file_without_optimizer_states_is_refused(tmp_path: Path, content: obj
     torch.save(content, tmp_path / NAMES[1])
     with pytest.raises(CheckpointError, match=f"{NAMES[1]}: (holds a |has no optimizer_state_dict)"):
         read_file(str(tmp_path), NAMES[1])
+
+
+def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:
+    """With their numbers as ranges; of those that differ in figures the first one's are told."""
+    name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    missing = [Finding("missing", name.format(rank), f"run/{name.format(rank)} is missing; do.") for rank in (0, 1, 2, 5)]
+    cut = [Finding("header", name.format(rank), f"run/{name.format(rank)}: has {rank}0 bytes.") for rank in (3, 4, 7)]
+    alone = [Finding("crc", name.format(9), "a"), Finding("inconsistent", "", "1"), Finding("inconsistent", "", "2")]
+    told = [each.text for each in fold_findings([*missing, *cut, *alone])]
+    assert told == [
+        f"run/{name.format('{0-2,5}')} (4 files) is missing; do.",
+        f"run/{name.format(3)}: has 30 bytes. The like is true of {name.format('{4,7}')} (2 more files).",
+        *("a", "1", "2"),
+    ]
+    warning = Finding("missing", name.format(8), f"run/{name.format(8)} is missing; do.", WARNING)
+    assert len(fold_findings([*missing, warning])) == 2
+    error = make_error([*missing, *cut, warning])
+    assert isinstance(error, CheckpointError) and error.args == tuple(told[:2])
+    assert make_error([warning]) is None
