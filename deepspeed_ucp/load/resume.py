@@ -20,7 +20,7 @@ from ..io.threads import limit_torch
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.feeds import find_renamed, list_names
 from ..sources import open_checkpoint
-from ..sources.latest import is_sealed, list_older, list_unsealed
+from ..sources.older import is_sealed, list_older, list_unsealed
 from ..stream.report import OutputReport
 from ..targets import Target
 from ..targets.coverage import list_unsaved

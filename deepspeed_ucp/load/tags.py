@@ -14,7 +14,8 @@ from ..errors import CheckpointError
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
-from ..sources.latest import describe_content, find_folder, find_newest
+from ..sources.latest import describe_content, find_folder
+from ..sources.older import find_newest
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -72,7 +73,7 @@ def find_tag(
     newest = next((look.newest for look in every if look.newest), None)
     comm.run(lambda: _refuse(error, newest))
     if comm.rank == 0:
-        logger.warning("%s Falling back to the newest one by the times of its files: %s", error, newest)
+        logger.warning("%s Falling back to the newest one by step, seal and time: %s", error, newest)
     return newest
 
 

@@ -224,10 +224,10 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
 
     Args:
         folder: the tag's folder.
-        entries: its files.
+        entries: its files; the time of one of which it is not known is 0.
         used: those of the save.
     """
-    times = sorted((entries[name].changed, name) for name in used if name in entries)
+    times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
     if len(times) < 2:
         return []
     slack = _SLACK + max(entries[name].size for _, name in times) / _SLOWEST

@@ -279,6 +279,11 @@ def holds_state_dict(name: str) -> bool:
     return any(pattern.fullmatch(strip_writer(name)) for pattern in (_LAYER, _EXPERT))
 
 
+def holds_run(name: str) -> bool:
+    """Whether a file holds model states with what tells of the run: its step, its ranks."""
+    return any(pattern.fullmatch(strip_writer(name)) for pattern in (_MODEL, _MODEL_ZERO3))
+
+
 def is_state_file(name: str) -> bool:
     """Whether a file name is one that a checkpoint's state files have."""
     return _STATES.fullmatch(name) is not None

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
 from ..io.opened import explain_failure
 from ..io.paths import Entry, normalize
 from ..io.staging import LATEST as UNIVERSAL
-from ..io.store import exists, find_change, is_folder, read_small
-from .files import SEAL, has_states, holds_atoms, is_state_file, scan_folder, scan_if_there
+from ..io.store import exists, is_folder, read_small
+from .files import has_states, holds_atoms, is_state_file, scan_folder, scan_if_there
 from .findings import NOTE, WARNING, Finding
 
 LATEST = "latest"
@@ -163,57 +162,6 @@ def find_tags(load_dir: str) -> list[str]:
     """
     folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != _LOST]
     return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
-
-
-def find_newest(load_dir: str) -> str | None:
-    """The tag that was saved last, by the times of its files; None where there is none."""
-    return max(find_tags(load_dir), key=lambda tag: _find_time(os.path.join(load_dir, tag)), default=None)
-
-
-def list_older(places: Sequence[str], tag: str) -> list[str]:
-    """The tag and those that were saved before it, the newest first.
-
-    Args:
-        places: folders of all tags. Of one in several the earliest time counts: copies come later than the save.
-    """
-    above, times = os.path.dirname(tag), dict[str, float]()
-    for place in places:
-        for each in find_tags(os.path.join(place, above)):
-            known, time = os.path.join(above, each), _find_time(os.path.join(place, above, each))
-            times[known] = min(time, times.get(known, time))
-    newest = times.get(tag, float("inf"))
-    older = [each for each, time in times.items() if time <= newest and each != tag]
-    return [tag, *sorted(older, key=lambda each: times[each], reverse=True)]
-
-
-def list_unsealed(places: Sequence[str], tags: Sequence[str]) -> set[str]:
-    """Those tags that have a seal in no place, in a job that seals its saves; none where no tag has one."""
-    sealed = {tag for tag in tags if is_sealed(places, tag)}
-    return set(tags) - sealed if sealed else set()
-
-
-def is_sealed(places: Sequence[str], tag: str) -> bool:
-    """Whether a tag has a seal in some place; those behind the one that has it are not asked.
-
-    Raises:
-        CheckpointError: that cannot be told of a place.
-    """
-    return any(_is_there(os.path.join(place, tag, SEAL)) for place in places)
-
-
-def _is_there(path: str) -> bool:
-    try:
-        find_change(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise explain_failure(path, "looked at", error) from error
-    return True
-
-
-def _find_time(folder: str) -> float:
-    """When the first of a folder's state files was written: what came later may be a copy or a seal."""
-    return min((entry.changed for name, entry in scan_folder(folder).items() if is_state_file(name)), default=0.0)
 
 
 def check_tag(load_dir: str, tag: str) -> str:

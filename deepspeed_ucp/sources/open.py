@@ -161,6 +161,20 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     return SavedJob.read({**model.counters, **model.batch})
 
 
+def find_fault(folder: str, also: Sequence[str] = ()) -> UcpError | None:
+    """What keeps a checkpoint from being loaded, as far as its headers tell; None where nothing does.
+
+    Args:
+        folder: the tag's folder.
+        also: the same in further places.
+    """
+    try:
+        findings = survey_checkpoint(folder, Comm(), Naming(groups="module"), also=also).findings
+    except CheckpointError as error:
+        return error
+    return make_error(each for each in findings if each.kind not in ("unnamed", "unsupported"))
+
+
 def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     """Write the seal of a save that has come to its end, in place of an older one; collective.
 
@@ -274,8 +288,17 @@ def read_save(where: Whereabouts, comm: Comm) -> tuple[Save | None, list[Finding
     if make_error(findings) is None:
         findings += add_swapped(save)
     findings += _find_left(listing, {SEAL, *expected, *(header.name for header in save.headers)})
-    names = [each.name for each in headers]
-    return save, findings + comm.once(lambda: find_late_files(folder, where.entries, names))
+    return save, findings + comm.once(lambda: _find_late(where, headers))
+
+
+def _find_late(where: Whereabouts, headers: Sequence[FileHeader]) -> list[Finding]:
+    """Warnings of files that were written at another time; of places with copies of one save in each by itself."""
+    names = [header.name for header in headers]
+    found = find_late_files(where.folder, where.entries, names)
+    if not found or not where.holds_copies({header.name: header.crc for header in headers}):
+        return found
+    each = zip(where.folders, where.own, strict=True)
+    return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]
 
 
 def _find_first(where: Whereabouts, listing: Listing, comm: Comm) -> tuple[list[FileHeader], list[str], list[Finding]]:

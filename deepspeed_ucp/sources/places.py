@@ -105,6 +105,20 @@ class Whereabouts:
             self._distances.extend(measure_distance(folder) for folder in self.folders)
         return self._distances[place]
 
+    def holds_copies(self, sums: Mapping[str, int | None]) -> bool:
+        """Whether each further place has files of the first one's save, by their CRC32s, and no others; all see the same.
+
+        Args:
+            sums: by name the CRC32 of the directory of a file of the save.
+        """
+        first = self.own[0]
+        for folder, entries in zip(self.folders[1:], self.own[1:], strict=True):
+            both = [name for name in sums if name in first and name in entries and first[name].size == entries[name].size]
+            paths = [os.path.join(folder, name) for name in both]
+            if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
+                return False
+        return self.sight is None and len(self.folders) > 1
+
     def see(self, names: Sequence[str]) -> Sight | None:
         """Which ranks can read which of some files; None where every rank can read all."""
         if self.sight is None:

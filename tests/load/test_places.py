@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -749,3 +750,35 @@ def test_commands_take_further_places(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["inspect", str(tmp_path / "absent"), "--also", str(save.parent)]) == 0
     assert main(["inspect", str(near), "--also", str(tmp_path / "absent"), "--also", str(save)]) == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["missing", "dangling"])
+def test_a_copy_is_later_than_its_save_and_no_other_one(
+    link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the CRC32s of what both places hold are the same."""
+    save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
+    shutil.copytree(save, near)
+    for file in near.iterdir():
+        os.utime(file, (time.time() + 86400, time.time() + 86400))
+    (save / shard(1)).unlink()
+    if link:
+        (save / shard(1)).symlink_to("nowhere")
+    (index,) = indices([save], near)
+    assert str(near / shard(1)) in {file.path for file in index.stored.files}
+    assert "written" not in caplog.text
+    other = write(tmp_path / "other", Topology(1, 3), seed=1)
+    shutil.copy(other / shard(2), near / shard(2))
+    os.utime(near / shard(2), (time.time() + 86400, time.time() + 86400))
+    indices([save], near)
+    assert ("were written 24 hours after" in caplog.text) is not link  # of a link to nothing no time is known
+    assert "days before" not in caplog.text
+
+
+def test_one_place_of_copies_is_held_against_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
+    shutil.copytree(save, near)
+    (save / shard(1)).unlink()
+    os.utime(near / shard(1), (time.time() + 86400, time.time() + 86400))
+    indices([save], near)
+    assert f"{near}: {shard(1)} were written" in caplog.text

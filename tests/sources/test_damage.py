@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.sources.findings import WARNING, Finding, fold_findings, make_error
+from deepspeed_ucp.sources.open import find_fault
 from deepspeed_ucp.sources.reading import read_file
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -54,6 +56,18 @@ def test_a_file_without_optimizer_states_is_refused(tmp_path: Path, content: obj
     torch.save(content, tmp_path / NAMES[1])
     with pytest.raises(CheckpointError, match=f"{NAMES[1]}: (holds a |has no optimizer_state_dict)"):
         read_file(str(tmp_path), NAMES[1])
+
+
+def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_path: Path) -> None:
+    """Not what only the engine can tell: whose states those of stage 0 are."""
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0, 2))
+    assert find_fault(str(path)) is None
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="other")
+    assert find_fault(str(path)) is None
+    os.rename(path / NAMES[1], tmp_path / NAMES[1])
+    assert "is missing" in str(find_fault(str(path)))
+    assert find_fault(str(path), [str(tmp_path)]) is None
+    assert "cannot be listed" in str(find_fault(str(tmp_path / "absent")))
 
 
 def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:

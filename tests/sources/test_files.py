@@ -28,13 +28,12 @@ from deepspeed_ucp.sources.latest import (
     describe_content,
     find_checkpoint,
     find_folder,
-    find_newest,
-    is_sealed,
-    list_older,
-    list_unsealed,
 )
+from deepspeed_ucp.sources.older import find_age, find_newest, is_sealed, list_older, list_unsealed
+from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 MODEL = "mp_rank_00_model_states.pt"
+TINY = Model((Param("a", (3, 5)),))
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -348,6 +347,26 @@ def test_older_checkpoints_of_all_places_are_told_by_their_first_times(tmp_path:
     assert list_older(places[:1], "a") == ["a", "c"]  # which nothing tells the time of
 
 
+def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
+    """Whatever the clock was, and when they were copied; of one whose step cannot be read by time."""
+    saves = {"final": (12, 5), "best": (9, 90), "old": (3, 99), "copy": (9, 40), "newer": (13, 1), "sealed": (9, 7)}
+    for tag, (step, time) in saves.items():
+        folder = write_checkpoint(tmp_path, TINY, random_state(TINY, 0), Topology(1, 1), tag=tag, run=Run(step))
+        for file in folder.iterdir():
+            os.utime(file, (time, time))
+    (tmp_path / "sealed" / SEAL).touch()
+    (tmp_path / "old" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").symlink_to("nowhere")
+    place = str(tmp_path)
+    assert list_older([place], "final") == ["final", "sealed", "best", "copy", "old"]
+    assert list_older([place], "best") == ["best", "sealed", "copy", "old"]
+    assert find_newest(place) == "newer"
+    os.truncate(tmp_path / "best" / MODEL, 100)
+    assert list_older([place], "best") == ["best", "newer", "final", "sealed", "copy"]  # `old` was written after it
+    assert list_older([place], "final") == ["final", "sealed", "copy", "old"]
+    assert find_age([str(tmp_path / "old")]) == (3, False, 99.0)
+    assert find_age([str(tmp_path / "absent"), str(tmp_path / "sealed")]) == (9, True, 7.0)
+
+
 def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tags, places = ["c", "b", "a"], [str(tmp_path), str(tmp_path / "there")]
     for tag in tags:
@@ -364,7 +383,7 @@ def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monk
             raise ConnectionError("out of reach")
         return os.stat(path).st_mtime_ns
 
-    monkeypatch.setattr("deepspeed_ucp.sources.latest.find_change", look)
+    monkeypatch.setattr("deepspeed_ucp.sources.older.find_change", look)
     assert is_sealed(places, "a")
     with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
         list_unsealed(places, tags)
