@@ -16,9 +16,7 @@ NAMED = 8
 """Atoms of a damaged record that a fault's text names; ``Finding.names`` has all."""
 
 
-def find_damage(
-    path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None
-) -> list[Finding]:
+def find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None) -> list[Finding]:
     """Faults of one file's bytes, with the atoms in damaged records as far as index or file tell them.
 
     Args:

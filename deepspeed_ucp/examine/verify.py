@@ -111,7 +111,8 @@ class _Files:
     Attributes:
         sizes: their bytes, the same on every rank.
         mine: those that this rank looks at.
-        copies: by name the tag's folders in which this rank finds it, and its bytes there; of that size, the nearest first.
+        copies: by name the tag's folders in which this rank finds it, with its bytes there; the nearest one first,
+            those of other sizes last.
         others: further files that this rank sees.
     """
 

@@ -106,14 +106,15 @@ class Whereabouts:
         return self._distances[place]
 
     def holds_copies(self, sums: Mapping[str, int | None]) -> bool:
-        """Whether each further place has files of the first one's save, by their CRC32s, and no others; all see the same.
+        """Whether further places have files of the first one's save, by their CRC32s, and no others; all see the same.
 
         Args:
             sums: by name the CRC32 of the directory of a file of the save.
         """
         first = self.own[0]
         for folder, entries in zip(self.folders[1:], self.own[1:], strict=True):
-            both = [name for name in sums if name in first and name in entries and first[name].size == entries[name].size]
+            both = [name for name in sums if {name} <= first.keys() & entries.keys()]
+            both = [name for name in both if first[name].size == entries[name].size]
             paths = [os.path.join(folder, name) for name in both]
             if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
                 return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any

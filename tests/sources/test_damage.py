@@ -73,7 +73,8 @@ def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_p
 def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:
     """With their numbers as ranges; of those that differ in figures the first one's are told."""
     name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    missing = [Finding("missing", name.format(rank), f"run/{name.format(rank)} is missing; do.") for rank in (0, 1, 2, 5)]
+    names = [name.format(rank) for rank in (0, 1, 2, 5)]
+    missing = [Finding("missing", each, f"run/{each} is missing; do.") for each in names]
     cut = [Finding("header", name.format(rank), f"run/{name.format(rank)}: has {rank}0 bytes.") for rank in (3, 4, 7)]
     alone = [Finding("crc", name.format(9), "a"), Finding("inconsistent", "", "1"), Finding("inconsistent", "", "2")]
     told = [each.text for each in fold_findings([*missing, *cut, *alone])]
