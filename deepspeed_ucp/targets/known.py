@@ -12,7 +12,7 @@ from typing import Any
 from .coverage import has_drawn
 
 _PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
-_NO_FROZEN = frozenset({"16 bit", "tensor parallelism", "offload cpu/none", "offload cpu/cpu"})
+_ZERO3 = frozenset({"16 bit", "offload cpu/none", "offload cpu/cpu", "zero_optimization.zero_hpz_partition_size"})
 
 KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("torch", 0): _PLAIN,
@@ -21,11 +21,11 @@ KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("bf16", 1): _PLAIN,
     ("zero12", 1): _PLAIN | {"offload cpu/none"},
     ("zero12", 2): _PLAIN | {"offload cpu/none"},
-    ("zero3", 3): _NO_FROZEN,  # of frozen parameters it compares the sizes alone
+    ("zero3", 3): _ZERO3 | {"tensor parallelism"},  # of frozen parameters it compares the sizes alone
 }
 """Options that an engine may have, by optimizer wrapper and ZeRO stage, in a strict load of all states from a save by
-``torch.save``. Shown by ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``
-and ``test_engine_muon.py``."""
+``torch.save``. Shown by ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``,
+``test_engine_muon.py`` and ``test_engine_offload.py`` (hpZ)."""
 
 _HARMLESS = """
     stage offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_use_pin_memory
@@ -69,7 +69,8 @@ def _list_options(target: Any) -> Iterator[str]:
         f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
     }
     yield from (option for option, is_on in found.items() if is_on)
-    yield from (f"{name} (in no layer file)" for name in target.unfiled())
+    if not target.has_copies:  # else the masters come back, and the weights of them (`refresh_after_own_load`)
+        yield from (f"{name} (in no layer file)" for name in target.unfiled())
     yield from _list_fields(engine._config.zero_config)
 
 

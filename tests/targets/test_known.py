@@ -34,7 +34,14 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
     topology |= {"offload": "none/none", **differs.pop("topology", {})}
     engine: dict[str, Any] = {"checkpoint_engine": TorchCheckpointEngine(), "use_node_local_storage": lambda: False}
     engine |= {"_config": SimpleNamespace(zero_config=differs.pop("zero", Zero())), **differs.pop("engine", {})}
-    held: dict[str, Any] = {"experts": {}, "params": {"a": 0}, "owned": {"a"}, "unfiled": list, **differs}
+    held: dict[str, Any] = {
+        "experts": {},
+        "params": {"a": 0},
+        "owned": {"a"},
+        "unfiled": list,
+        "has_copies": True,
+        **differs,
+    }
     place = SimpleNamespace(tp=topology["tp"])
     return SimpleNamespace(topology=SimpleNamespace(**topology), engine=SimpleNamespace(**engine), place=place, **held)
 
@@ -59,7 +66,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "frozen at ZeRO 3": (make(("zero3", 3), params={"a": 0, "b": 0}), "frozen parameters"),
     "degrees": (make(experts={"x": hold(2), "y": hold(4)}), "experts of other ranks or degrees"),
     "folded": (make(topology={"tp": 4}, experts={"x": hold(2, True)}), "experts of other ranks or degrees"),
-    "layer files": (make(unfiled=lambda: ["tied.w"]), "tied.w (in no layer file)"),
+    "layer files": (make(("torch", 0), unfiled=lambda: ["tied.w"], has_copies=False), "tied.w (in no layer file)"),
     "node files": (
         make(experts={"x": hold(2)}, engine={"use_node_local_storage": lambda: True}),
         "files of every node's own",
