@@ -180,7 +180,8 @@ def _compare(
     comm, arguments, report = job.comm, job.arguments, job.report
     weights_only = not (arguments.with_states and has_masters(target, comm))
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
-    options: dict[str, Any] = {"dual": target.is_dual, "rename": rename, "also": also}
+    keys = {key: name for held in comm.each(target.list_keys) for key, name in held.items()}
+    options: dict[str, Any] = {"dual": target.is_dual, "keys": keys, "rename": rename, "also": also}
     named = join_groups(target, comm)
     index = open_checkpoint(folder, comm, *named, weights_only=weights_only, **options)
     report.saved = index.run.job

@@ -45,10 +45,12 @@ def run_custom_load(job: LoadJob, source: dict[str, torch.Tensor], target: Targe
     """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
 
     Args:
-        source: the whole saved module.
+        source: the whole saved module; it gets the keys of the live module's own state dict.
         masters_follow: make the masters from what the function left in the module (no optimizer states are loaded).
     """
     load_fn = job.arguments.custom_load_fn
+    keys = {name: key for key, name in target.list_keys().items()}
+    source = {keys.get(name, name): tensor for name, tensor in source.items()}
     with job.report.phase("custom"):
         if load_fn is not None:
             with target.whole_parameters():

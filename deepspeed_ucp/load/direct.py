@@ -106,6 +106,8 @@ def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, A
                 target.gather_copies()
         with report.phase("finish"):
             comm.run(finish)
+            if comm.rank == 0 and (told := target.tell_made()):
+                logger.warning("%s", told)
     if config.verify == "crc":
         report.bytes_again = sum(check.nbytes for check in again)
     else:  # pass 1 has left these bytes alone

@@ -59,7 +59,8 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     flats = builder.ranks[0].flats
     has_lost = not optim and _has_trained(save)
     kind = optim.kind if optim else STATELESS if has_lost else BARE
-    precision, groups = find_precision(save, atoms, flats), merge_groups(save, builder.ranks)
+    groups = merge_groups(save, builder.ranks)
+    precision = find_precision(save, atoms, flats, groups)
     topology = Topology(
         zero_stage=int(save.zero.get("stage") or 0) if has_lost or kind == "bf16" else optim.stage if optim else 0,
         wrapper=kind,
@@ -196,7 +197,12 @@ def _find_optim(save: Save) -> OptimHeader | None:
     return next((optim for optim in found if optim.masters), found[0] if found else None)
 
 
-def find_precision(save: Save, atoms: Mapping[AtomKey, Atom], flats: tuple[FlatBuffer, ...] = ()) -> str:
+def find_precision(
+    save: Save,
+    atoms: Mapping[AtomKey, Atom],
+    flats: tuple[FlatBuffer, ...] = (),
+    groups: Sequence[GroupInfo] = (),
+) -> str:
     """Dtype of the model's own parameters: what the ds_config casts them to, else that of the first optimized one."""
     config, model = save.main.config, save.model(0)
     if enabled(config, "bf16", "bfloat16"):
@@ -209,7 +215,8 @@ def find_precision(save: Save, atoms: Mapping[AtomKey, Atom], flats: tuple[FlatB
         copies = {key.name: atom.dtype for key, atom in atoms.items() if key.state == COPY}
         others = {k.name: atom.dtype for k, atom in atoms.items() if k.state == MODULE and k.name not in buffers}
         dtypes = {**copies, **others, **copies}
-    names = [strip_compiled(name) for flat in flats for name in flat.names]
+    flat_names = [strip_compiled(name) for flat in flats for name in flat.names]
+    names = [*flat_names, *(member.name for group in groups for member in group.members)]
     return next((dtypes[name] for name in (*names, *dtypes) if name in dtypes), "float32")
 
 

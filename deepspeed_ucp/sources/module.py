@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ..atoms import COPY, MODULE, Row, are_alike, count
@@ -60,12 +61,38 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
         header, model = save.models[mp][0], save.model(mp)
         ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
         for name, piece in drop_ties(held[mp], ties):
-            if name in buffers or not (name in optimized or save.is_sharded):
+            # Parameters of ZeRO 3 have no elements here; what has some beside buffers is the state dict's own.
+            own = piece.numel and name not in model.frozen_shapes if save.is_sharded else True
+            if name in buffers or (own and name not in optimized):
                 builder.add(rank, name, MODULE, header, piece)
             elif name in optimized and not save.is_sharded:
                 builder.add(rank, name, COPY, header, piece)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
+
+
+def call_by_name(save: Save, keys: Mapping[str, str]) -> None:
+    """Call what model states and layer files hold as parameters and buffers are called.
+
+    Args:
+        save: is changed in place.
+        keys: key of a state dict → name, where they differ; a save without such keys is left as it is.
+    """
+
+    def call(tensors: Mapping[str, Piece], front: str = "") -> dict[str, Piece]:
+        held = {f"{front}{key}": piece for key, piece in tensors.items()}
+        named = {key: keys.get(key, key) for key in held}
+        clash = {key for key, name in named.items() if name != key and name in held and name not in keys}
+        return {(key if key in clash else named[key]).removeprefix(front): piece for key, piece in held.items()}
+
+    for models in save.models if keys else ():
+        for place, header in enumerate(models):
+            if header.model is not None and header.model.module:
+                models[place] = replace(header, model=replace(header.model, module=call(header.model.module)))
+    for layers in save.layers if keys else ():
+        for layer, header in layers.items():
+            if header.layer is not None:
+                layers[layer] = replace(header, layer=call(header.layer, f"{layer}."))
 
 
 def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:

@@ -39,6 +39,7 @@ class Naming:
         weights_only: the optimizer's states are not wanted, so that nothing has to name them.
         optimizer: False leaves them out; names then only tell a pipeline's tied modules.
         dual: the live pipeline has two stages on every rank (DualPipeV).
+        keys: key of the live module's own state dict → its parameter or buffer, where they differ.
         rename: from the names that the files have and the live ones, the live name → the name there, where they differ.
     """
 
@@ -48,6 +49,7 @@ class Naming:
     weights_only: bool = False
     optimizer: bool = True
     dual: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
     rename: Rename = lambda saved, live: {}
 
     def name_live(self, save: Save) -> GroupNames | None:

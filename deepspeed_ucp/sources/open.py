@@ -23,6 +23,7 @@ from .files import SEAL, Listing, holds_atoms, read_model_rank, sort_files, stri
 from .findings import COPY, WARNING, Finding, fold_findings, from_error, from_failure, make_error, sort_findings
 from .headers import FileHeader
 from .index import build_index, enabled
+from .module import call_by_name
 from .naming import GroupNames, NamedGroups, Naming, Rename
 from .places import Whereabouts, find_files, list_files
 from .reading import read_file
@@ -81,6 +82,7 @@ def open_checkpoint(
     groups: NamedGroups | None = None,
     weights_only: bool = False,
     dual: bool = False,
+    keys: Mapping[str, str] | None = None,
     rename: Rename | None = None,
     also: Sequence[str] = (),
 ) -> AtomicIndex:
@@ -91,7 +93,7 @@ def open_checkpoint(
     Args:
         folder: the tag's folder.
         comm: the ranks that load. They may see different files, which together are the checkpoint.
-        live_groups, live_hyper, groups, weights_only, dual, rename: what names a stage-0 source, as
+        live_groups, live_hyper, groups, weights_only, dual, keys, rename: what names the tensors of a source, as
             :class:`.naming.Naming` has it.
         also: the tag's folder in further places; files of the first one count.
 
@@ -100,7 +102,7 @@ def open_checkpoint(
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only, dual=dual)
+    naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only, dual=dual, keys=keys or {})
     report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
@@ -238,6 +240,7 @@ def _survey_normal(where: Whereabouts, comm: Comm, naming: Naming) -> tuple[Atom
         adopt_sums(save, sums)
     if save is None or make_error(findings) is not None:
         return None, findings
+    call_by_name(save, naming.keys)
     index, more = _build(save, naming)
     if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
         index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))

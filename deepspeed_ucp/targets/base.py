@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
 from ..atoms import AtomicIndex, ParamKey, count, strip_compiled
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, shorten
 from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..plan.wants import find_states
@@ -24,6 +25,7 @@ from ..topology import Topology
 from .coverage import name_device
 from .optimizer import find_other_kind, to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
+from .statedict import StateDict, ask_state_dict, find_changed
 from .swap import SwapFiles, SwapPlace
 
 
@@ -340,8 +342,23 @@ class Target(ABC):
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{k: to_plain(value) for k, value in drop_fixed(group).items() if k != "params"} for group in groups]
 
+    @cached_property
+    def state_dict(self) -> StateDict:
+        """How the module's own state dict differs from its parameters and buffers."""
+        return ask_state_dict(self.engine.module)
+
+    def list_keys(self) -> dict[str, str]:
+        """Key of the module's own state dict → its parameter or buffer, where they differ."""
+        named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
+        return {key: name for key, name in named if not is_expert(name)}
+
+    def tell_made(self) -> str:
+        """What the module's state dict makes anew, and otherwise than it was saved, in words."""
+        changed = find_changed(self.engine.module, self.state_dict)
+        return f"{shorten(changed)}: the module makes them itself, and not as they were saved" if changed else ""
+
     def extras(self) -> list[LiveBuffer]:
-        """Parameters without optimizer, and persistent buffers."""
+        """Parameters without optimizer, persistent buffers, and what else the module's state dict holds."""
         found = [self._hold_extra(name) for name in self.params if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # what a save writes as buffer_names
         for name, buffer in self.engine.module.named_buffers():
@@ -350,6 +367,8 @@ class Target(ABC):
                 if (layer := find_layer(name, self.experts)) and self.experts[layer].folded:
                     self.folded |= {strip_compiled(part)}
                 found.append(hold_whole(strip_compiled(part), buffer, is_buffer=True))
+        for key, tensor in self.state_dict.others.items():
+            found.append(hold_whole(strip_compiled(key), tensor, is_buffer=True))
         return found
 
     def _hold_extra(self, name: str) -> LiveBuffer:

@@ -45,7 +45,7 @@ def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
                 raise MemoryError
 
         target: Any = SimpleNamespace(
-            whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh
+            whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh, list_keys=dict
         )
         arguments, report = LoadArguments(custom_load_fn=lambda src, dst: None), LoadReport(direct=True, reason="")
         run_custom_load(LoadJob(None, comm, UniversalConfig(), arguments, report), {}, target, masters_follow=True)
