@@ -99,11 +99,9 @@ def list_unproven(job: LoadJob, target: Target | None, index: AtomicIndex | None
     if target is not None:
         asked = ("load_optimizer_states", "load_module_only", "load_module_strict", "custom_load_fn")
         found += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]
-        found += list_unknown(target)
-    if target is not None and index is not None:
-        found += index.limits.unnoticed
-        if arguments.with_states:
-            found += target.find_other_kinds(index)
+        found += list_unknown(target, index)
+    if target is not None and index is not None and arguments.with_states:
+        found += target.find_other_kinds(index)
     return [f"DeepSpeed's own load is not known to be right with: {shorten(found)}"] if found else []
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..atoms import MODULE, AtomicIndex
 from .coverage import has_drawn
 
 _PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
-_ZERO3 = frozenset({"16 bit", "offload cpu/none", "offload cpu/cpu", "zero_optimization.zero_hpz_partition_size"})
+_OFFLOAD = frozenset({"offload cpu/none", "offload cpu/cpu"})
 
 KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("torch", 0): _PLAIN,
@@ -21,7 +22,7 @@ KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("bf16", 1): _PLAIN,
     ("zero12", 1): _PLAIN | {"offload cpu/none"},
     ("zero12", 2): _PLAIN | {"offload cpu/none"},
-    ("zero3", 3): _ZERO3 | {"tensor parallelism"},  # of frozen parameters it compares the sizes alone
+    ("zero3", 3): _OFFLOAD | {"16 bit", "frozen parameters", "zero_optimization.zero_hpz_partition_size"},
 }
 """Options that an engine may have, by optimizer wrapper and ZeRO stage, in a strict load of all states from a save by
 ``torch.save``. Shown by ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``,
@@ -40,17 +41,31 @@ _HARMLESS = """
 """Fields of ``zero_optimization`` that change nothing of a save or its load, or that the topology has."""
 
 
-def list_unknown(target: Any) -> list[str]:
-    """What of a live engine DeepSpeed's own load is not known to restore in its own topology, in words.
+def list_unknown(target: Any, index: AtomicIndex | None = None) -> list[str]:
+    """What DeepSpeed's own load is not known to restore of a live engine in its own topology, in words.
 
     Args:
         target: the engine's (:class:`.base.Target`).
+        index: the checkpoint; None where each rank knows its own files alone.
     """
     topology = target.topology
     row = KNOWN.get((topology.wrapper, topology.zero_stage))
     if row is None:
         return [f"{topology.wrapper} at ZeRO stage {topology.zero_stage}"]
-    return [option for option in _list_options(target) if option not in row]
+    found = [option for option in _list_options(target) if option not in row]
+    if index is not None and topology.zero_stage == 3:
+        found += _list_other_frozen(target, index)
+    return found + list(index.limits.unnoticed if index else ())
+
+
+def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
+    """Parameters in no optimizer that were not so when they were saved: of ZeRO 3's it compares the sizes alone."""
+    for name in sorted(target.params.keys() - target.owned):
+        saved = index.find(index.resolve(name), MODULE)
+        if saved is None and name not in index.limits.unreadable:
+            yield f"{name}, which was not saved as a parameter without optimizer"
+        elif saved is not None and saved.shards[target.lane_of(name)].shape != target.shape_of(name):
+            yield f"{name}, which was saved in another shape"
 
 
 def _list_options(target: Any) -> Iterator[str]:

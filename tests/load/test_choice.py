@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.targets.known import _list_other_frozen
 from tests.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -75,3 +76,18 @@ def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> No
     torch.save({**torch.load(file, weights_only=False), "optimizer": optimizer.state_dict()}, file)
     target = FakeTarget(model, topology, 0, torch.optim.Adafactor)
     assert list(target.find_other_kinds(open_for(path, target))) == []
+
+
+def test_what_was_not_frozen_in_the_save(tmp_path: Path) -> None:
+    """Of ZeRO 3's frozen parameters DeepSpeed's own load compares the sizes alone."""
+    topology = Topology(3)
+    index = open_for(
+        write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology), FakeTarget(MODEL, topology, 0)
+    )
+    found = {}
+    for name, param in {"saved": (4, 3), "shape": (3, 4)}.items():
+        target = FakeTarget(Model((MODEL.params[0], Param("frozen", param, frozen=True))), topology, 0)
+        found[name] = list(_list_other_frozen(target, index))
+    thawed = FakeTarget(Model((Param("a", (7, 13), frozen=True), Param("frozen", (4, 3)))), topology, 0)
+    assert found == {"saved": [], "shape": ["frozen, which was saved in another shape"]}
+    assert list(_list_other_frozen(thawed, index)) == ["a, which was not saved as a parameter without optimizer"]

@@ -264,7 +264,7 @@ def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is
     job, folder = make_job(NodeLocalEngine(), Comm()), str(tmp_path)
     target: Any = object()
     unknown = ["Muon's momentum"]
-    monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target: unknown)
+    monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: unknown)
     assert "is missing" in find_own_differences(job, folder, target)[-1]
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
     known = "DeepSpeed's own load is not known to be right with: "

@@ -63,7 +63,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "nvme": (make(("zero3", 3), topology={"offload": "nvme/none"}), "offload nvme/none"),
     "elastic": (make(zero=Zero(elastic_checkpoint=True)), "zero_optimization.elastic_checkpoint"),
     "release to come": (make(zero=Zero(other_layout=2)), "zero_optimization.other_layout"),
-    "frozen at ZeRO 3": (make(("zero3", 3), params={"a": 0, "b": 0}), "frozen parameters"),
+    "tensor parallelism at ZeRO 3": (make(("zero3", 3), topology={"tp": 2}), "tensor parallelism"),
     "degrees": (make(experts={"x": hold(2), "y": hold(4)}), "experts of other ranks or degrees"),
     "folded": (make(topology={"tp": 4}, experts={"x": hold(2, True)}), "experts of other ranks or degrees"),
     "layer files": (make(("torch", 0), unfiled=lambda: ["tied.w"], has_copies=False), "tied.w (in no layer file)"),
@@ -82,4 +82,4 @@ def test_what_is_in_no_row_is_ours(odd: str) -> None:
 
 def test_known_options() -> None:
     assert list_unknown(make(params={"a": 0, "b": 0}, experts={"x": hold(2)}, topology={"tp": 2, "pp": 2})) == []
-    assert list_unknown(make(("zero3", 3), topology={"tp": 2, "offload": "cpu/cpu"})) == []
+    assert list_unknown(make(("zero3", 3), topology={"offload": "cpu/cpu"})) == []
