@@ -22,7 +22,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from .carry import Carried, carry
-from .errors import ConfigError, MismatchError
+from .errors import CheckpointError, ConfigError, MismatchError
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -46,6 +46,29 @@ def _can_draw(weights: Sequence[float]) -> bool:
     return bool(np.isfinite(total) and total > 0 and np.min(weights) >= 0)
 
 
+def _check_place(rank: int, world: int) -> None:
+    if world < 1:
+        raise ConfigError(f"a world of {world} ranks: give the number of data-parallel ranks, 1 or more.")
+    if not 0 <= rank < world:
+        raise ConfigError(f"rank {rank} of {world} ranks: give a data-parallel rank, from 0 to {world - 1}.")
+
+
+def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) -> int:
+    """A whole number of a saved state.
+
+    Raises:
+        CheckpointError: there is none, or one below ``least``.
+    """
+    found = state.get(name)
+    if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
+        wanted = "a whole number" if least is None else f"a whole number from {least} on"
+        raise CheckpointError(
+            f"the saved state of the data has {name} {found!r}, expected is {wanted}: it is damaged, or of something "
+            "else. Begin the data anew: follow the engine after the load."
+        )
+    return found
+
+
 class Order(ABC):
     """Which samples every step takes, and where this run stands.
 
@@ -57,13 +80,12 @@ class Order(ABC):
     """
 
     def __init__(self, size: int, total_batch: int, *, rank: int, world: int, seed: int) -> None:
+        _check_place(rank, world)
         if total_batch < 1 or total_batch % world:
             raise ConfigError(
                 f"a total batch of {total_batch} samples cannot be dealt to {world} ranks alike: take a positive "
                 f"multiple of {world}, or a number of ranks that divides it."
             )
-        if not 0 <= rank < world:
-            raise ConfigError(f"rank {rank} of {world} ranks: give a data-parallel rank, from 0 to {world - 1}.")
         self.size, self.total_batch, self.rank, self.world, self.seed = size, total_batch, rank, world, seed
         self._start, self._offset = 0, 0
         self._engine: Any = None
@@ -151,14 +173,17 @@ class Order(ABC):
 
         Raises:
             MismatchError: something else than the seed makes another order of this run's.
+            CheckpointError: it is no state of an order.
         """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"the saved state of the data is {type(state).__name__}, no mapping: it is damaged.")
         for name, here in self.describe().items():
             if state.get(name) != here:
                 raise MismatchError(
                     f"the saved run's data had {name} {state.get(name)}, here it is {here}: the order of its samples "
                     "cannot go on. Keep it, or begin the data anew: follow the engine after the load."
                 )
-        self.seed, self._start = int(state["seed"]), int(state["consumed"])
+        self.seed, self._start = _read_number(state, "seed"), _read_number(state, "consumed", 0)
         if self._engine is not None:
             self._offset = self._engine.global_samples - self._start
 
@@ -332,6 +357,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
+        _check_place(rank, world)
         self.lanes = total_batch if lanes is None else lanes
         if len(shards) != len(sizes):
             raise ConfigError(f"{len(sizes)} sizes were given for {len(shards)} shards.")

@@ -1,14 +1,15 @@
 """A rank's line to what watches over its launch: it tells of every step, and ends the rank when the watcher is gone.
 
 ``ds_ucp supervise`` and ``ds_ucp torchrun`` name the watcher in the environment; without one nothing here happens.
-The line is one TCP connection of JSON lines. The rank tells who it is, its steps, what ended it; the watcher tells
-signals. A connection that ends, or that nobody answers for half a minute, ends the rank with SIGKILL: no rank trains on
-for a launch that has been given up.
+The line is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its steps, what ended it;
+the watcher tells signals. A connection that ends, or that nobody answers for half a minute, ends the rank with SIGKILL:
+no rank trains on for a launch that has been given up.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -34,6 +35,9 @@ _lines: list[socket.socket] = []
 """The line of this process, if it has one."""
 
 
+_codes: list[int] = []
+"""What ``sys.exit`` was called with."""
+
 _passed_on: set[int] = set()
 """Signals that the watcher has passed on."""
 
@@ -53,12 +57,15 @@ def hold() -> None:
         return
     line.settimeout(None)
     keep_alive(line)
+    with contextlib.suppress(OSError):
+        line.sendall(f"{key}\n".encode())
     _lines.append(line)
-    _say(hello={"key": key, "rank": find_rank(), "pid": os.getpid(), "host": socket.gethostname()})
+    _say(hello={"rank": find_rank(), "pid": os.getpid(), "host": socket.gethostname()})
     threading.Thread(target=_listen, args=(line, f"{host}:{port}"), daemon=True, name="lifeline").start()
     os.register_at_fork(after_in_child=_let_go)
-    atexit.register(_say, end=True)
+    atexit.register(_say_end)
     vars(os)["_exit"] = partial(_leave, os._exit)
+    vars(sys)["exit"] = partial(_exit, sys.exit)
     former = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -110,9 +117,18 @@ def _say(**fields: Any) -> None:
 
 def _leave(leave: Callable[[int], None], status: int) -> None:
     """``os._exit``, by which scripts end whose teardown would hang: with 0 as they should."""
-    if status == 0:
-        _say(end=True)
+    _say(**({"code": status} if status else {"end": True}))
     leave(status)
+
+
+def _exit(leave: Callable[..., Any], *given: Any) -> None:
+    """``sys.exit``, of which nothing is left to be seen when the interpreter ends."""
+    _codes.append(given[0] if given and isinstance(given[0], int) else int(given[:1] not in ((), (None,))))
+    leave(*given)
+
+
+def _say_end() -> None:
+    _say(end=True, **({"code": _codes[-1]} if _codes and _codes[-1] else {}))
 
 
 def _listen(line: socket.socket, watcher: str) -> None:

@@ -375,3 +375,34 @@ def test_numbers_that_do_not_divide_are_refused() -> None:
         make_sampler(0, 1, weights=[1, 2, 3])
     with pytest.raises(ConfigError, match="12 samples a step"):
         make_sampler(0, 1, total_batch=24).follow(Engine(global_samples=0))
+
+
+@pytest.mark.parametrize("make", [make_sampler, make_stream])
+def test_a_place_that_is_none_is_refused(make: Any) -> None:
+    for rank, world, told in ((0, 0, "a world of 0 ranks"), (0, -1, "a world of -1"), (2, 2, "rank 2 of 2 ranks")):
+        with pytest.raises(ConfigError, match=told):
+            make(rank, world)
+
+
+@pytest.mark.parametrize("make", [make_sampler, make_stream])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("consumed", None),
+        ("consumed", -12),
+        ("consumed", "12"),
+        ("consumed", float("inf")),
+        ("seed", 1.5),
+        ("seed", True),
+    ],
+)
+def test_a_state_that_is_none_is_refused_and_changes_nothing(make: Any, name: str, value: Any) -> None:
+    order = make(0, 1)
+    before = order.get_state()
+    with pytest.raises(CheckpointError, match=f"has {name} .* whole number.* Begin the data anew"):
+        order.set_state({**before, name: value})
+    with pytest.raises(CheckpointError, match=f"has {name} None"):
+        order.set_state({key: each for key, each in before.items() if key != name})
+    with pytest.raises(CheckpointError, match="is list, no mapping"):
+        order.set_state([])
+    assert order.get_state() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UcpError
+from ..errors import ConfigError, UcpError
 from .common import add_command, read_patterns
 from .printing import ERROR, OK, tell
 
@@ -85,11 +86,32 @@ def run(options: argparse.Namespace) -> int:
     """Run the script; its errors and its exit code are its own."""
     try:
         default = read_default(options)
+        _check_script(options.script, is_module=options.module)
     except UcpError as error:
         tell(f"ds_ucp run: {error}")
         return ERROR
     run_script(options.script, [*options.launcher, *options.args], is_module=options.module, default_on=default)
     return OK
+
+
+def _check_script(script: str, *, is_module: bool) -> None:
+    """Refuse what Python cannot run, as its own errors would be a traceback of ours.
+
+    Raises:
+        ConfigError: there is no such script, or module.
+    """
+    if not is_module and not os.access(script, os.R_OK):
+        why = "cannot be read" if os.path.exists(script) else "no such file"
+        raise ConfigError(f"{script}: {why} (in {os.getcwd()}). Name the training script, behind ds_ucp's own options.")
+    if is_module and not _has_module(script):
+        raise ConfigError(f"--module {script}: there is no such module. Name one that `python -m` would run.")
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # of a package that it would be in
+        return False
 
 
 def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:

@@ -31,7 +31,7 @@ from ..lifeline import VARIABLE
 from .log import make_log
 from .policy import Attempt, RestartLimits, decide
 from .processes import kill_descendant
-from .watch import Patience, Watch, find_silence
+from .watch import Patience, Seen, Watch, find_casualty, find_silence
 
 BACKEND = "deepspeed_ucp"
 
@@ -88,6 +88,7 @@ def prepare(words: Sequence[str]) -> Any:
 
 def _parse(words: Sequence[str]) -> Any:
     parser = torchrun.get_args_parser()
+    parser.prog = "ds_ucp torchrun"
     if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's own variable
         parser.set_defaults(max_restarts=RESTARTS)
     return parser.parse_args(list(words))
@@ -116,6 +117,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._tell = make_log(events, pid=os.getpid()) if events else _say_nothing
         self._watch, self._attempts = Watch(), list[Attempt]()
         self._world: int | None = None
+        self._silence: float | None = None
         self._is_watching = threading.Event()
         threading.Thread(target=self._guard, daemon=True, name="guard").start()
 
@@ -133,9 +135,10 @@ class GuardedRendezvous(RendezvousHandler):
             UcpError: the last rounds have all come to the same step, with the same agents.
         """
         self._is_watching.clear()
-        step = max((seen.step for seen in self._watch.look() if seen.step is not None), default=None)
-        self._tell("rendezvous", step=step)
-        os.environ[VARIABLE] = self._watch.begin()
+        ranks = self._watch.look()
+        step = max((seen.step for seen in ranks if seen.step is not None), default=None)
+        self._tell("rendezvous", step=step, reason=self._find_reason(ranks))
+        self._silence, os.environ[VARIABLE] = None, self._watch.begin()
         info = self.own.next_rendezvous()
         former, self._world = self._world, info.world_size
         if former is not None:
@@ -143,6 +146,15 @@ class GuardedRendezvous(RendezvousHandler):
         self._tell("round", agents=info.world_size, agent=info.rank)
         self._is_watching.set()
         return info
+
+    def _find_reason(self, ranks: list[Seen]) -> str | None:
+        """Why there is another round, in words; of the first one None."""
+        if self._world is None:
+            return None
+        casualty, silence = find_casualty(ranks), self._silence
+        if silence is not None:
+            return f"no rank has ended a step for {silence:.0f} s"
+        return casualty.describe() if casualty else "agents have come or gone"
 
     def _look_back(self, attempt: Attempt) -> None:
         self._attempts.append(attempt)
@@ -163,6 +175,7 @@ class GuardedRendezvous(RendezvousHandler):
             silence = find_silence(ranks, self.patience, self._watch.heard_until)
             if silence is not None:
                 self._is_watching.clear()
+                self._silence = silence
                 self._tell("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])
                 for seen in ranks:
                     kill_descendant(seen.pid)

@@ -38,12 +38,26 @@ def read_hostfile(path: str) -> dict[str, int]:
         found = _LINE.match(line)
         if found is None or found[1].startswith("-"):
             raise ConfigError(f"{path}, line {number}: expected `HOST slots=N`, found {line!r}.")
+        if not _is_name(found[1]):
+            raise ConfigError(
+                f"{path}, line {number}: {found[1]!r} is no name of a host: each part between dots has 1 to 63 "
+                "characters. Correct it."
+            )
         if found[1] in hosts:
             raise ConfigError(f"{path}, line {number}: {found[1]} stands there twice. Keep one of its lines.")
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ConfigError(f"{path}: names no host. Write a line `HOST slots=N` for each.")
     return hosts
+
+
+def _is_name(host: str) -> bool:
+    """Whether the system can be asked for a host of that name."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def write_hostfile(path: str, hosts: Hosts) -> None:

@@ -233,8 +233,7 @@ class Supervisor:
         casualty = find_casualty(ranks)
         if casualty is None:
             return None
-        how = "has gone without a word" if casualty.error is None else "has failed"
-        return f"rank {casualty.rank} on {casualty.host} {how}", self.settings.settle
+        return casualty.describe(), self.settings.settle
 
     def _find_fault(self, code: int) -> str:
         """What is wrong with a launch that has ended; empty where nothing is.
@@ -284,7 +283,7 @@ class Supervisor:
         step, error = max(told, default=None), casualty.error if casualty else None
         if outcome.reason and self._stopped_by is None:
             last = (error or "").rstrip().rpartition("\n")[2] or None
-            rank = casualty.rank if casualty and casualty.error else None
+            rank = casualty.rank if casualty else None
             ended = find_ended(ranks)
             self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last, ended=ended)
         return Outcome(outcome.code, outcome.reason, step, error)

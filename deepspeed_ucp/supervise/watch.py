@@ -16,8 +16,11 @@ from typing import Any
 
 from ..lifeline import keep_alive
 
-_LONGEST = 64 << 10
-"""Bytes of a line; a longer one is nobody's who may be here."""
+_LONGEST, _LONGEST_KEY = 64 << 10, 64
+"""Bytes of a line, and of the first one, which is the launch's key; a longer one is nobody's who may be here."""
+
+_STRANGERS, _GREETING = 128, 15.0
+"""Connections that have not told the key, at the most, and the seconds that each is given for it."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,8 @@ class Seen:
         heard: when it last said something (monotonic seconds).
         step: how far it got; None before its first step.
         error: the traceback that ended it.
+        code: with what it ended, where it said so and it was not 0.
+        failed: when it was first known that it had an error, a code, or had gone without a word.
         is_open: its line is there.
         said_goodbye: the interpreter ended as it should, after an error or not.
     """
@@ -41,15 +46,24 @@ class Seen:
     heard: float
     step: int | None = None
     error: str | None = None
+    code: int | None = None
+    failed: float | None = None
     is_open: bool = True
     said_goodbye: bool = False
+
+    def describe(self) -> str:
+        """What has become of it, in words."""
+        how = "has failed" if self.error is not None else "has gone without a word"
+        return f"rank {self.rank} on {self.host} {how if self.code is None else f'has ended with {self.code}'}"
 
 
 @dataclass(slots=True)
 class _Line:
-    """A connection: what has come of a line that is not whole yet, and whose it is."""
+    """A connection: since when, what has come of a line that is not whole yet, and whose it is."""
 
     socket: socket.socket
+    since: float
+    is_known: bool = False
     data: bytearray = field(default_factory=bytearray)
     seen: Seen | None = None
 
@@ -67,7 +81,7 @@ class Watch:
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.address, self.key = address, secrets.token_hex(8)
-        self._server = socket.create_server((address if address.startswith("127.") else "", 0), backlog=1024)
+        self._server = socket.create_server((address, 0), backlog=1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
         self._lines: dict[socket.socket, _Line] = {}
@@ -129,7 +143,17 @@ class Watch:
                     self._accept()
                 elif line := self._lines.get(key.fileobj):  # type: ignore[call-overload]
                     self._receive(line)
+            self._drop_strangers()
             self.heard_until = began
+
+    def _drop_strangers(self) -> None:
+        """Let go of who has not told the key in time, and of those who came first where they are too many."""
+        with self._lock:
+            strangers = [line for line in self._lines.values() if not line.is_known]  # in the order in which they came
+            late = time.monotonic() - _GREETING
+            for at, line in enumerate(strangers):
+                if line.since < late or len(strangers) - at > _STRANGERS:
+                    self._drop(line)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -137,7 +161,7 @@ class Watch:
             connection.setblocking(False)
             keep_alive(connection)
             with self._lock:
-                self._lines[connection] = _Line(connection)
+                self._lines[connection] = _Line(connection, time.monotonic())
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, line: _Line) -> None:
@@ -152,26 +176,24 @@ class Watch:
             *whole, rest = line.data.split(b"\n")
             line.data = bytearray(rest)
             fine = all(self._take(line, bytes(text)) for text in whole)
-            if not data or not fine or len(rest) > _LONGEST:
+            if not data or not fine or len(rest) > (_LONGEST if line.is_known else _LONGEST_KEY):
                 self._drop(line)
 
     def _take(self, line: _Line, text: bytes) -> bool:
         """What a line says; False where it is not one of this launch's."""
+        if not line.is_known:
+            line.is_known = secrets.compare_digest(text, self.key.encode())
+            return line.is_known
         try:
             told = json.loads(text)
             if line.seen is None:
-                line.seen = self._greet(told["hello"], line.socket.getpeername()[0])
+                line.seen = _greet(told["hello"], line.socket.getpeername()[0])
                 self._ranks.append(line.seen)
             else:
                 _note(line.seen, told)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        except Exception:  # noqa: BLE001 - whatever it is: the other lines are heard on
             return line.seen is not None  # a rank whose sending was cut short tells more in the next line
         return True
-
-    def _greet(self, hello: Mapping[str, Any], address: str) -> Seen:
-        if not secrets.compare_digest(str(hello["key"]), self.key):
-            raise ValueError("of another launch")
-        return Seen(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
 
     def _drop(self, line: _Line) -> None:
         if self._lines.pop(line.socket, None) is None:
@@ -180,14 +202,29 @@ class Watch:
         line.socket.close()
         if line.seen is not None:
             line.seen.is_open = False
+            if not line.seen.said_goodbye:
+                _note_failure(line.seen)
+
+
+def _greet(hello: Mapping[str, Any], address: str) -> Seen:
+    return Seen(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
 
 
 def _note(seen: Seen, told: Mapping[str, Any]) -> None:
     seen.heard = time.monotonic()
     if "step" in told:
         seen.step = int(told["step"])
-    seen.error = told.get("error", seen.error)
+    if "error" in told:
+        seen.error = str(told["error"])
+    if "code" in told:
+        seen.code = int(told["code"])
+    if "error" in told or "code" in told:
+        _note_failure(seen)
     seen.said_goodbye = seen.said_goodbye or "end" in told
+
+
+def _note_failure(seen: Seen) -> None:
+    seen.failed = time.monotonic() if seen.failed is None else seen.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +253,15 @@ def find_silence(ranks: list[Seen], patience: Patience, heard_until: float) -> f
 
 
 def find_casualty(ranks: list[Seen]) -> Seen | None:
-    """The first rank that an error has ended, or that has gone without a word; the others cannot go on without it."""
-    gone = [seen for seen in ranks if seen.error is not None or not (seen.is_open or seen.said_goodbye)]
-    return min(gone, key=lambda seen: (seen.error is None, seen.heard), default=None)
+    """The first rank that has failed: by an error, with a code, or without a word; others cannot go on without it, and
+    what they say of it is not the cause."""
+    failed = [(seen.failed, seen) for seen in ranks if seen.failed is not None]
+    return min(failed, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 def find_ended(ranks: list[Seen]) -> list[int]:
     """Ranks that ended as they should: of a launch that has failed, those that did so before their time."""
-    return sorted(seen.rank for seen in ranks if seen.said_goodbye and seen.error is None)
+    return sorted(seen.rank for seen in ranks if seen.said_goodbye and seen.failed is None)
 
 
 def end_ranks(watch: Watch, *, grace: float = 2.0) -> None:

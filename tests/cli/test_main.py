@@ -128,6 +128,25 @@ def test_the_scripts_exit_code_and_errors_are_its_own(tmp_path: Path) -> None:
         run_script(str(tmp_path / "fails.py"), [], is_module=False)
 
 
+def test_a_script_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, told in (
+        (["run", "nofile.py"], f"ds_ucp run: nofile.py: no such file (in {os.getcwd()}). Name the training script"),
+        (["run", "-m", "nowhere.at_all"], "ds_ucp run: --module nowhere.at_all: there is no such module"),
+        (["run", "-m", "os.nothing"], "ds_ucp run: --module os.nothing: there is no such module"),
+    ):
+        assert main(argv) == 2
+        assert capsys.readouterr().err.startswith(told)
+    (tmp_path / "lacks.py").write_text("open('nofile')")  # its own errors stay its own
+    with pytest.raises(FileNotFoundError):
+        main(["run", str(tmp_path / "lacks.py")])
+
+
+def test_torchruns_usage_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["torchrun", "--nnodes"])
+    assert "usage: ds_ucp torchrun " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [[], ["run"], ["--local_rank=0"], ["fly", "x.py"]], ids=str)
 def test_a_wrong_command_line_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -110,6 +110,8 @@ while step < steps:
         raise RuntimeError(f"broken at {step} on rank {rank}")
     if do("stop", step):
         os.kill(os.getpid(), signal.SIGSTOP)
+    if do("exit", step):
+        sys.exit(1)
     if do("die", step):
         os.kill(os.getpid(), signal.SIGKILL)
     if do("go", step):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,12 +50,12 @@ def read_events(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
 
 
-WORKER = "from deepspeed_ucp import lifeline; lifeline.beat({step}); import time; time.sleep({seconds})"
+WORKER = "from deepspeed_ucp import lifeline; lifeline.beat({step}); import sys, time; time.sleep({seconds}); {then}"
 
 
-def work(step: int, seconds: float = 0) -> subprocess.Popen[bytes]:
+def work(step: int, seconds: float = 0, then: str = "") -> subprocess.Popen[bytes]:
     """A worker of the round that has just begun."""
-    code = WORKER.format(step=step, seconds=seconds)
+    code = WORKER.format(step=step, seconds=seconds, then=then)
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": "0", "PYTHONPATH": str(ROOT)})
 
 
@@ -81,13 +82,26 @@ def test_agents_that_come_and_go_are_no_fault_of_the_script(tmp_path: Path) -> N
 
 
 def test_workers_that_hang_are_ended_also_when_they_are_stopped(tmp_path: Path) -> None:
-    rendezvous = make(tmp_path, 1, step=1)
+    rendezvous = make(tmp_path, 1, 1, step=1)
     rendezvous.next_rendezvous()
     process = work(3, seconds=60)
     wait_until(lambda: rendezvous._watch.look() and rendezvous._watch.look()[0].step == 3)
     process.send_signal(signal.SIGSTOP)
     assert process.wait(timeout=120) == -signal.SIGKILL
     assert [event["ranks"] for event in read_events(tmp_path) if event["event"] == "hanging"] == [[0]]
+    rendezvous.next_rendezvous()
+    assert read_events(tmp_path)[-2]["reason"] == "no rank has ended a step for 1 s"
+
+
+def test_why_there_is_another_round_is_told(tmp_path: Path) -> None:
+    rendezvous = make(tmp_path, 1, 1, 2)
+    rendezvous.next_rendezvous()
+    work(3, then="sys.exit(17)").wait()
+    wait_until(lambda: rendezvous._watch.look() and not rendezvous._watch.look()[0].is_open)
+    rendezvous.next_rendezvous()
+    rendezvous.next_rendezvous()
+    told = [event["reason"] for event in read_events(tmp_path) if event["event"] == "rendezvous"]
+    assert told == [None, f"rank 0 on {socket.gethostname()} has ended with 17", "agents have come or gone"]
 
 
 def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:

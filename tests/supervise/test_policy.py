@@ -72,6 +72,8 @@ def test_hostfiles_are_read_as_the_launcher_reads_them(tmp_path: Path) -> None:
         ("worker-0 slots=2\nworker-0 slots=2\n", "line 2: worker-0 stands there twice. Keep one of its lines"),
         ("worker-0\n", "line 1: expected `HOST slots=N`, found 'worker-0'"),
         ("-oProxyCommand=x slots=2\n", "line 1: expected"),
+        ("x" * 64 + ".org slots=2\n", "line 1: 'x{64}.org' is no name of a host: .*1 to 63 characters"),
+        ("a..b slots=2\n", "line 1: 'a..b' is no name of a host"),
         ("# none\n", "names no host. Write a line `HOST slots=N`"),
     ],
 )

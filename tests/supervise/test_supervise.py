@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_script_that_always_fails_at_one_step_is_given_up_with_its_error(stage
 def test_restarts_are_limited(stage: Stage) -> None:
     """What follows a rank that alone was told to go, as on a host that is drained, is one of them."""
     assert stage.run("--max-restarts", "1", command=stage.launch(go_1=2, always_0=3)) == 1
-    assert [(each["code"], each["rank"]) for each in stage.find("failed")] == [(143, None), (1, 0)]
+    assert [(each["code"], each["rank"]) for each in stage.find("failed")] == [(143, 1), (1, 0)]
     assert "1 restarts were allowed" in stage.find("gave_up")[0]["reason"]
     assert stage.names().count("starting") == 2
 
@@ -189,3 +190,35 @@ def test_numbers_have_limits(option: tuple[str, str], capsys: pytest.CaptureFixt
 def test_a_program_that_is_not_there_is_an_error(stage: Stage) -> None:
     assert stage.run(command=["/nowhere/deepspeed", "train.py"]) == 2
     assert "/nowhere/deepspeed: No such file" in (stage.folder / "output").read_text()
+
+
+FAILING = """
+import os, sys, time
+from deepspeed_ucp import lifeline
+lifeline.beat(1)
+if os.environ["RANK"] == "1":
+    time.sleep(0.2)
+    {end}
+time.sleep({rest})
+raise ConnectionError("closed by peer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "rest", "told"),
+    [
+        ("sys.exit(1)", 600, "ended with 1"),
+        ("os._exit(17)", 1, "ended with 17"),
+        ("os.kill(os.getpid(), 9)", 1, "gone"),
+    ],
+    ids=["exit-while-another-hangs", "at-once", "killed"],
+)
+def test_the_rank_that_failed_first_is_named_and_not_waited_for(end: str, rest: int, told: str, stage: Stage) -> None:
+    """Its launcher may notice nothing, and others may tell of it before they end themselves."""
+    (stage.folder / "rank.py").write_text(FAILING.format(end=end, rest=rest))
+    ranks = " & ".join(f"RANK={rank} {sys.executable} {stage.folder / 'rank.py'}" for rank in (0, 1))
+    command = ["bash", "-c", f"{ranks} & wait; exit 1"]
+    assert stage.run("--settle", "2", "--max-restarts", "0", command=command) == 1
+    (failed,) = stage.find("failed")
+    assert failed["rank"] == 1
+    assert failed["reason"].startswith("rank 1 on ") and told in failed["reason"]

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from deepspeed_ucp.lifeline import VARIABLE
+from deepspeed_ucp.supervise import watch as watch_module
 from deepspeed_ucp.supervise.watch import Patience, Seen, Watch, find_casualty, find_ended, find_silence
 from tests.supervise.standins import wait_until
 
@@ -32,7 +34,7 @@ def connect(told: str) -> socket.socket:
 
 
 def hello(key: str, rank: int = 0) -> bytes:
-    return json.dumps({"hello": {"key": key, "rank": rank, "pid": 1, "host": "here"}}).encode() + b"\n"
+    return key.encode() + b"\n" + json.dumps({"hello": {"rank": rank, "pid": 1, "host": "here"}}).encode() + b"\n"
 
 
 def test_a_rank_is_known_by_what_it_says(watch: Watch) -> None:
@@ -59,17 +61,76 @@ def test_a_rank_is_known_by_what_it_says(watch: Watch) -> None:
         b"[]\n",
         b'{"hello": 3}\n',
         b"\xff\xfe\n",
-        b"x" * 100_000,
+        b"x" * 100,
+        b"[" * 60_000 + b"\n",
     ],
-    ids=["http", "key", "no-hello", "list", "hello-3", "bytes", "long"],
+    ids=["http", "key", "no-hello", "list", "hello-3", "bytes", "long", "deep"],
 )
-def test_nobody_else_is_listened_to(watch: Watch, said: bytes) -> None:
+@pytest.mark.parametrize("with_key", [False, True])
+def test_nobody_else_is_listened_to(watch: Watch, said: bytes, with_key: bool) -> None:
+    """Without the key nothing is parsed; with it, who says nothing of itself is no rank."""
     told = watch.begin()
+    if with_key and said == b"x" * 100:
+        said = b"x" * 100_000
     with connect(told) as line:
-        line.sendall(said)
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            line.sendall((watch.key.encode() + b"\n" if with_key else b"") + said)
             assert line.recv(100) == b""
         assert watch.look() == []
+    with connect(told) as line:
+        line.sendall(hello(watch.key))
+        wait_until(watch.look)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"step": Infinity}',
+        b'{"step": 1e999}',
+        b'{"step": ' + b"9" * 5000 + b"}",
+        b"[" * 60_000,
+        b'{"error": ' + b"[" * 60_000,
+        b'{"step": null}',
+        b'"hello"',
+    ],
+    ids=["infinity", "large", "digits", "deep", "deep-error", "null", "text"],
+)
+def test_nothing_that_a_rank_says_ends_the_listening(watch: Watch, said: bytes) -> None:
+    told = watch.begin()
+    with connect(told) as line:
+        line.sendall(hello(watch.key) + said + b'\n{"step": 2}\n')
+        wait_until(lambda: watch.look() and watch.look()[0].step == 2)
+
+
+def test_what_is_told_as_an_error_is_text(watch: Watch) -> None:
+    told = watch.begin()
+    with connect(told) as line:
+        line.sendall(hello(watch.key) + b'{"error": {"a": 1}}\n')
+        wait_until(lambda: watch.look() and watch.look()[0].error == "{'a': 1}")
+
+
+def test_strangers_are_let_go_in_time_and_are_never_many(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_STRANGERS", 3)
+    told = watch.begin()
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(connect(told))
+        rank.sendall(hello(watch.key))
+        wait_until(watch.look)
+        strangers = [stack.enter_context(connect(told)) for _ in range(5)]
+        assert [line.recv(1) for line in strangers[:2]] == [b"", b""]  # who came first
+        assert len(watch._lines) == 4
+        monkeypatch.setattr(watch_module, "_GREETING", 0.0)
+        assert [line.recv(1) for line in strangers[2:]] == [b"", b"", b""]
+        assert [seen.is_open for seen in watch.look()] == [True]
+
+
+def test_the_port_is_there_for_those_alone_who_need_it() -> None:
+    local, far = Watch(), Watch("127.0.0.2")  # as another host would reach this machine
+    try:
+        assert [watch._server.getsockname()[0] for watch in (local, far)] == ["127.0.0.1", "127.0.0.2"]
+    finally:
+        local.close()
+        far.close()
 
 
 def test_what_is_no_message_of_a_rank_is_passed_over(watch: Watch) -> None:
@@ -109,23 +170,29 @@ def start(told: str, then: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("then", "goodbye", "error"),
+    ("then", "goodbye", "error", "code"),
     [
-        ("pass", True, None),
-        ("1 / 0", True, "ZeroDivisionError"),
-        ("os.kill(os.getpid(), 9)", False, None),
-        ("os._exit(0)", True, None),
-        ("os._exit(status=3)", False, None),
+        ("pass", True, None, None),
+        ("1 / 0", True, "ZeroDivisionError", None),
+        ("os.kill(os.getpid(), 9)", False, None, None),
+        ("os._exit(0)", True, None, None),
+        ("os._exit(status=3)", False, None, 3),
+        ("sys.exit()", True, None, None),
+        ("sys.exit(0)", True, None, None),
+        ("sys.exit(4)", True, None, 4),
+        ("sys.exit('oh')", True, None, 1),
     ],
-    ids=["done", "error", "killed", "at-once", "at-once-3"],
+    ids=["done", "error", "killed", "at-once", "at-once-3", "exit", "exit-0", "exit-4", "exit-text"],
 )
-def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: str | None) -> None:
+def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: str | None, code: int | None) -> None:
     process = start(watch.begin(), then)
     process.wait()
     wait_until(lambda: watch.look() and not watch.look()[0].is_open)
     (seen,) = watch.look()
     assert (seen.rank, seen.pid, seen.step, seen.said_goodbye) == (5, process.pid, 1, goodbye)
     assert (seen.error or "").count("ZeroDivisionError") == (error is not None)
+    assert seen.code == code
+    assert (find_casualty([seen]) is seen) == (not goodbye or error is not None or code is not None)
     os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -204,20 +271,39 @@ def test_silence_is_counted_as_far_as_the_watcher_has_listened(watch: Watch) -> 
         assert watch.look()[0].step == 1
 
 
+def make_seen(rank: int, **fields: Any) -> Seen:
+    return Seen(rank, "a", 1, "", 0.0, **fields)
+
+
 def test_ranks_that_have_ended_before_their_time_are_named() -> None:
-    ranks = [Seen(number, "a", 1, "", 0.0) for number in (3, 2, 1, 0)]
-    for seen in ranks[:3]:
-        seen.said_goodbye = True
-    ranks[1].error = "ValueError"
+    ranks = [make_seen(0), make_seen(1, said_goodbye=True), make_seen(2, said_goodbye=True, error="oh", failed=1.0)]
+    ranks += [make_seen(3, said_goodbye=True), make_seen(4, said_goodbye=True, code=1, failed=1.0)]
     assert find_ended(ranks) == [1, 3]
 
 
-def test_the_first_error_is_the_one_that_counts() -> None:
-    ranks = [Seen(0, "a", 1, "", 3.0), Seen(1, "a", 2, "", 5.0, error="later"), Seen(2, "a", 3, "", 4.0, error="first")]
-    ranks[0].is_open = False
-    found = find_casualty(ranks)
-    assert found is not None
-    assert found.error == "first"
-    assert find_casualty(ranks[:1]) is ranks[0]
-    ranks[0].said_goodbye = True
-    assert find_casualty(ranks[:1]) is None
+def test_the_first_failure_is_the_one_that_counts(watch: Watch) -> None:
+    """Not that of whom an error has ended: it may be about a rank that has gone without a word."""
+    told = watch.begin()
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(connect(told)) for _ in range(4)]
+        for rank, line in enumerate(lines):
+            line.sendall(hello(watch.key, rank))
+            wait_until(lambda rank=rank: len(watch.look()) > rank)  # type: ignore[misc]
+        ranks = watch.look()
+        assert find_casualty(ranks) is None
+        lines[2].sendall(b'{"end": true}\n')
+        lines[2].close()
+        wait_until(lambda: not ranks[2].is_open)
+        assert find_casualty(ranks) is None
+        lines[1].close()
+        wait_until(lambda: not ranks[1].is_open)
+        lines[0].sendall(b'{"error": "Connection closed by peer"}\n')
+        wait_until(lambda: ranks[0].error)
+        found = find_casualty(ranks)
+        assert found is ranks[1]
+        assert found.describe() == "rank 1 on here has gone without a word"
+        assert find_casualty(ranks[:1] + ranks[2:]) is ranks[0]
+        assert ranks[0].describe() == "rank 0 on here has failed"
+        lines[3].sendall(b'{"end": true, "code": 17}\n')
+        wait_until(lambda: ranks[3].code)
+        assert ranks[3].describe() == "rank 3 on here has ended with 17"
