@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from .attach import get_default
 from .carry import collect, hand_out
 from .comm import connect
 from .config import UniversalConfig, choose_batch, parse_config, read_environment
-from .errors import UcpError
+from .errors import RemoteError, UcpError
 from .io.paths import is_url
 from .io.store import begin_reading, end_reading, set_storage_options
 from .lifeline import beat
@@ -33,6 +36,12 @@ from .targets.guard import guard_engine
 from .writer import finish_save, is_decoupled
 
 logger = logging.getLogger("deepspeed_ucp")
+
+_SHOWN = 160
+"""Characters of an error on ranks that do not tell it in full."""
+
+_HEAD_START = 0.5
+"""Seconds that these wait before they end: a launcher then ends the others, of which the first is to have its say."""
 
 
 def get_config(engine: Any) -> UniversalConfig | None:
@@ -166,7 +175,11 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """DeepSpeed's own load where the plugin is off, else a resume."""
+    """DeepSpeed's own load where the plugin is off, else a resume.
+
+    Raises:
+        UcpError: the same on every rank; where nothing catches it, the first rank prints it and the others a line each.
+    """
     wanted: dict[str, Any] = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
@@ -175,17 +188,54 @@ def _load_checkpoint(
         "custom_load_fn": custom_load_fn,
     }
     own = partial(original, engine, load_dir=load_dir, tag=tag, **wanted, **kwargs)
+    try:
+        return _load(engine, str(load_dir), tag, wanted, own, sorted(kwargs))
+    except UcpError as error:
+        if not error.shared:
+            raise
+        if error.echo:
+            shorten_uncaught()
+        raise error.with_traceback(None) from find_fault(error)
+
+
+def find_fault(error: UcpError) -> BaseException | None:
+    """What an error was raised from that was not raised on purpose; of others the text says all, and no trace more."""
+    cause: BaseException | None = error if isinstance(error, RemoteError) else None
+    while isinstance(cause, UcpError):
+        cause = cause.__cause__
+    return cause
+
+
+def shorten_uncaught() -> None:
+    """Let what ends this process be one line, where it is an error that another rank tells in full."""
+    if getattr(sys.excepthook, "func", None) is not _report_uncaught:
+        sys.excepthook = partial(_report_uncaught, sys.excepthook)
+
+
+def _report_uncaught(
+    former: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if isinstance(error, UcpError) and error.echo and error.__cause__ is None:
+        text = str(error).partition("\n")[0]
+        error, trace = kind(f"{text[:_SHOWN]}{'…' * (len(text) > _SHOWN)} (all of it on rank 0)"), None
+        time.sleep(_HEAD_START)
+    former(kind, error, trace)
+
+
+def _load(
+    engine: Any, load_dir: str, tag: Any, wanted: dict[str, Any], own: Callable[..., Any], unknown: list[str]
+) -> tuple[str | None, dict[str, Any] | None]:
     config = get_config(engine)
     if config is None:
-        path, client_state = load_switched_off(engine, str(load_dir), tag, own)
+        path, client_state = load_switched_off(engine, load_dir, tag, own)
     else:
         arguments = LoadArguments(**wanted)
         try:
             with connect():
-                path, client_state = resume(engine, str(load_dir), tag, arguments, config, own, unknown=sorted(kwargs))
+                path, client_state = resume(engine, load_dir, tag, arguments, config, own, unknown=unknown)
         finally:
             end_reading()
     if client_state is not None:
         with guard_engine(engine, with_states=False):
-            hand_out(engine, client_state, wanted=not load_module_only, together=config is not None)
+            hand_out(engine, client_state, wanted=not wanted["load_module_only"], together=config is not None)
     return path, client_state

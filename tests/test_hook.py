@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from deepspeed_ucp import hook
 from deepspeed_ucp.carry import KEY, Carried, carry
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError
+from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
 from deepspeed_ucp.io import gets
 from deepspeed_ucp.sources.files import SEAL
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -255,3 +257,49 @@ def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None), checkpoint_engine=SimpleNamespace(), global_steps=7)
     save(engine, tmp_path / "tag")
     assert not (tmp_path / "tag" / SEAL).exists()
+
+
+@pytest.mark.parametrize("echo", [False, True], ids=["first-rank", "others"])
+@pytest.mark.parametrize("fault", [False, True], ids=["ours", "a-bug"])
+def test_an_error_of_all_ranks_is_printed_in_full_once(
+    echo: bool, fault: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the launcher's log shows it: nothing is chained but a bug's own trace, on the rank that has it."""
+    engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(hook, "_HEAD_START", 0)
+
+    def fail() -> None:
+        raise KeyError("oh") if fault else CheckpointError("x.pt: " + "long " * 99, "y.pt: is missing. The end.")
+
+    def resume(*_: Any, **__: Any) -> None:
+        try:
+            Comm().run(fail)
+        except UcpError as error:
+            error.echo = echo
+            raise
+
+    monkeypatch.setattr(hook, "resume", resume)
+    with pytest.raises(UcpError) as caught:
+        hook._load_checkpoint(mock.Mock(), engine, "dir")
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback") == (2 if fault else not echo)
+    assert ("in fail" in printed) == fault
+    if not fault:
+        assert printed.count("The end.") == (not echo)
+        assert "in resume" not in printed
+        assert not echo or (printed.count("\n") == 1 and len(printed) < 300 and "(all of it on rank 0)" in printed)
+
+
+def test_other_errors_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    hook.shorten_uncaught()
+    shortened = sys.excepthook
+    hook.shorten_uncaught()
+    assert sys.excepthook is shortened
+    try:
+        raise CheckpointError("this rank's own")
+    except CheckpointError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert "Traceback" in capsys.readouterr().err
