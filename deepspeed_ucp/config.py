@@ -88,7 +88,8 @@ def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, obj
         defaults: what else has a say, before the ds_config; as for :func:`merge_options`.
 
     Raises:
-        ConfigError: unknown key or wrong type (the valid ones are listed), or ``load_universal`` is written too.
+        ConfigError: unknown key (the valid one that it is like is named, or all are) or wrong type, or
+            ``load_universal`` is written too.
     """
     section = ds_config.get("checkpoint") or {}
     value = section.get("universal", False)
@@ -129,7 +130,8 @@ def _check_options(who: str, value: Mapping[Any, Any]) -> dict[str, Any]:
     try:
         UniversalConfig.model_validate(dict(value))
     except ValidationError as error:
-        raise ConfigError(f"{who} is not valid: {describe_faults(error)}. {describe_keys()}") from None
+        faults = describe_faults(error, UniversalConfig.model_fields, describe_keys())
+        raise ConfigError(f"{who} is not valid: {faults}") from None
     return dict(value)
 
 

@@ -131,25 +131,54 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def suggest(name: str, valid: Iterable[str]) -> str:
+def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
     """``did you mean 'preserve_batch_size'?`` of the valid name that is like ``name``; empty where none is.
 
     Args:
         name: what was written, in any case and with ``-`` for ``_``.
+        cutoff: how like it has to be, from 0 to 1, as ``difflib`` has it.
     """
     plain = {each.lower().replace("-", "_"): each for each in valid}
-    near = get_close_matches(name.lower().replace("-", "_"), plain, n=1)
+    near = get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
     return f"did you mean {plain[near[0]]!r}?" if near else ""
 
 
-def describe_faults(error: Any) -> str:
-    """What a pydantic ``ValidationError`` finds wrong with a configuration: where, what, and what is there.
+def advise(name: str, valid: Iterable[str], listed: str = "") -> str:
+    """What to write for a name that is refused, as a sentence: the valid name that is like it, or else all of them.
+
+    Args:
+        listed: the sentence that names all of them.
+    """
+    valid = list(valid)
+    return _begin(suggest(name, valid)) or listed or f"Valid: {', '.join(valid)}."
+
+
+def describe_faults(error: Any, keys: Iterable[str] = (), listed: str = "") -> str:
+    """What a pydantic ``ValidationError`` finds wrong with a configuration, as sentences: where, what, what is there.
 
     Of most values that is the type: what stands in a wrong place may be a secret.
+
+    Args:
+        keys: what it may have, for keys that it may not.
+        listed: the sentence that names these, told where an unknown key is like none of them.
     """
-    found = error.errors()
+    keys, found = tuple(keys), error.errors()
     faults = [(".".join(map(str, each["loc"])), f"{each['msg']} (found {_tell_found(each)})") for each in found]
-    return "; ".join(": ".join(filter(None, fault)) for fault in faults)
+    text = "; ".join(": ".join(filter(None, fault)) for fault in faults)
+    advice = [_advise_fault(each, keys, listed) for each in found]
+    return " ".join([f"{text}.", *filter(None, dict.fromkeys(advice))])
+
+
+def _advise_fault(fault: Mapping[str, Any], keys: Sequence[str], listed: str) -> str:
+    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument", "invalid_key"):
+        return advise(str(fault["loc"][-1]), keys, listed)
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        return _begin(suggest(fault["input"], re.findall(r"'([^']*)'", fault["ctx"]["expected"])))
+    return ""
+
+
+def _begin(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _tell_found(fault: Mapping[str, Any]) -> str:

@@ -12,9 +12,9 @@ import os
 import shutil
 import textwrap
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, suggest
 from .printing import show_progress
 
 if TYPE_CHECKING:
@@ -34,6 +34,28 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _iter_indented_subactions(self, action: argparse.Action) -> Generator[argparse.Action, None, None]:
         """Commands are not indented further: argparse reckons their column without that."""
         yield from action._get_subactions() if isinstance(action, argparse._SubParsersAction) else ()
+
+
+class Parser(argparse.ArgumentParser):
+    """Says which of its options, commands or choices a wrong one is like."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = suggest(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{value!r} is unknown: {near}" if near else error.message) from None
+
+    def refuse(self, left: Sequence[str], command: str | None = None) -> NoReturn:
+        """End the process for arguments that no option takes.
+
+        Args:
+            command: the one that they were given to.
+        """
+        commands: Any = next((each.choices for each in self._get_positional_actions() if each.choices), {})
+        parser: Parser = commands.get(command, self)
+        near = [suggest(each.partition("=")[0], parser._option_string_actions) for each in left if each[:2] == "--"]
+        parser.error(" ".join([f"unrecognized arguments: {' '.join(left)}", *(f"({each})" for each in near if each)]))
 
 
 def find_width() -> int:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ..errors import UcpError
 from ..version import __version__
-from .common import HelpFormatter, read_storage_options
+from .common import HelpFormatter, Parser, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
 
 COMMANDS = (
@@ -33,9 +33,9 @@ exit codes:
 """
 
 
-def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
     """The command line, of all commands or of some."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds_ucp",
         description="Elastic resume for DeepSpeed checkpoints: convert, look into, check, compare and export them.",
         epilog=_EPILOG,
@@ -94,7 +94,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if len(left) == 1 and not left[0].startswith("-") and getattr(options, "destination", "") is None:
         options.destination = left.pop()
     if left:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        parser.refuse(left, options.command)
     return options
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, shorten
+from ..errors import ConfigError, advise, shorten
 from .common import add_checkpoint_options, add_command, add_place_option, find_folders, read_groups, read_rules
 from .printing import ERROR, OK, emit, tell
 
@@ -98,9 +98,10 @@ def pick_parameter(survey: Survey, wanted: str) -> Parameter:
     except re.error as error:
         raise ConfigError(f"--param: {wanted!r} is neither a parameter nor a regular expression ({error}).") from None
     if len(found) != 1:
-        fits = f"{wanted!r} fits {shorten(found)}; name one" if found else f"nothing is named like {wanted!r}"
-        known = "" if found else f" (the checkpoint holds {shorten(list(rows))})"
-        raise ConfigError(f"--param: {fits}{known}.")
+        if found:
+            raise ConfigError(f"--param: {wanted!r} fits {shorten(found)}; name one.")
+        advice = advise(wanted, rows, f"The checkpoint holds {shorten(rows)}.")
+        raise ConfigError(f"--param: nothing is named like {wanted!r}. {advice}")
     return rows[found[0]]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, advise
 from ..io.disk import explain_full
 from ..io.paths import normalize
 from ..io.threads import run_threads
@@ -78,7 +78,7 @@ def export_dcp(
 
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:
     if layout not in LAYOUTS:
-        raise ConfigError(f"layout: {layout!r} is none of {', '.join(LAYOUTS)}.")
+        raise ConfigError(f"layout: {layout!r} is unknown. {advise(layout, LAYOUTS)}")
     if not weights_only and (text := index.limits.stateless or describe_irregular(index)):
         raise UnsupportedError(f"{text} The weights alone can be exported (--weights-only).")
 

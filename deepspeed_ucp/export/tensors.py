@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
-from ..errors import CheckpointError, ConfigError, MismatchError, shorten
+from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorten
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..patterns import Rename, RuleSet, list_renames, rename_names
@@ -127,7 +127,7 @@ def select_tensors(
         UnsupportedError: tensors that cannot be read.
     """
     if options.dtype is not None and options.dtype not in FLOATING:
-        raise ConfigError(f"dtype: {options.dtype!r} is none of {', '.join(sorted(FLOATING))}.")
+        raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
     refuse_scattered(index, "every node of an export reads its part of each")
     renames = (*options.renames, *list_renames(rules))

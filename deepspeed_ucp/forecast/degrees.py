@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError
+from ..errors import ConfigError, advise
 from ..topology import Topology
 
 SUB_GROUP = 1_000_000_000
@@ -142,7 +142,7 @@ def parse_degrees(
     precision = _PRECISIONS.get(asked)
     if precision is None:
         whose = "" if "precision" in told else "the checkpoint's "
-        raise ConfigError(f"--target: {whose}precision {asked!r} cannot be planned; valid: {', '.join(_PRECISIONS)}.")
+        raise ConfigError(f"--target: {whose}precision {asked!r} cannot be planned. {advise(asked, _PRECISIONS)}")
     pp = numbers.get("pp", 1)
     wrapper = told.get("wrapper") or _choose_wrapper(zero, precision, pp, source)
     found = Degrees(
@@ -176,10 +176,9 @@ def _split(text: str) -> dict[str, str]:
     for item in (each.strip() for each in text.split(",") if each.strip()):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value or key in told or key not in (*valid, *_NOT_COVERED):
-            raise ConfigError(
-                f"--target: {item!r} in {text!r} is not understood. It is a list such as "
-                f"dp=3,tp=2,pp=1,zero=3; keys: {', '.join(valid)}, each once."
-            )
+            listed = f"It is a list such as dp=3,tp=2,pp=1,zero=3; keys: {', '.join(valid)}, each once."
+            advice = listed if key in valid else advise(key, valid, listed)
+            raise ConfigError(f"--target: {item!r} in {text!r} is not understood. {advice}")
         told[key] = value
     return told
 
@@ -214,7 +213,7 @@ def _choose_wrapper(zero: int, precision: str, pp: int, source: Topology) -> str
 
 def _check_wrapper(found: Degrees) -> None:
     if found.wrapper not in _WRAPPERS:
-        raise ConfigError(f"--target: wrapper {found.wrapper!r} is unknown; valid: {', '.join(_WRAPPERS)}.")
+        raise ConfigError(f"--target: wrapper {found.wrapper!r} is unknown. {advise(found.wrapper, _WRAPPERS)}")
     stages, precisions = _WRAPPERS[found.wrapper]
     if found.zero not in stages or found.precision not in precisions:
         raise ConfigError(

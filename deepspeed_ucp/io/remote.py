@@ -6,6 +6,7 @@ A store's file systems belong to one process: their event loop does not survive 
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, suggest
 from .attempts import attempt
 from .gets import read_all
 from .links import Access, forget_refusals
@@ -115,6 +116,7 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
             server = _find_server(kind, url)
             key = scheme, writing, frozenset(server.items())
             if key not in _process.systems:
+                _check_options(kind, url)
                 _process.systems[key] = attempt(lambda: _open_system(kind, server, writing), url)
         except ImportError as error:
             extra = next((extra for extra, schemes in _EXTRAS.items() if scheme in schemes), None)
@@ -147,6 +149,19 @@ def _find_server(kind: Any, url: str) -> dict[str, Any]:
         if str(_process.options.get(name, value)) != str(value):
             raise ConfigError(f"{url}: names another {name} than `storage_options`; say it in one of the two places.")
     return server
+
+
+def _check_options(kind: Any, url: str) -> None:
+    """Find misspelt options: libraries hand on what they do not know, or pass it over.
+
+    Raises:
+        ConfigError: an option is none that the file system names, and much like one of these.
+    """
+    makers = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each) and each is not object]
+    known = {name for make in makers for name in inspect.signature(make).parameters}
+    for name in _process.options.keys() - known:
+        if near := suggest(name, known, cutoff=0.8):
+            raise ConfigError(f"{url}: `storage_options`: {kind.__name__} has no {name!r}; {near}")
 
 
 def _open_system(kind: Any, server: Mapping[str, Any], writing: bool) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from ..errors import ConfigError, MismatchError
+from ..errors import ConfigError, MismatchError, advise
 from .layout import Shape
 from .regex import compile_regex
 
@@ -157,7 +157,8 @@ class Facts:
                     return self._has(key)
         except TypeError as error:
             raise ConfigError(f"patterns: {function} in {text!r} has arguments of another kind: {error}") from None
-        raise ConfigError(f"patterns: unknown function {function!r} in {text!r}; there are own, sibling, shape and has")
+        advice = advise(function, ("own", "sibling", "shape", "has"))
+        raise ConfigError(f"patterns: unknown function {function!r} in {text!r}. {advice}")
 
     def _has(self, key: str) -> bool:
         """Whether the training script has an argument at all: which release of it saved."""

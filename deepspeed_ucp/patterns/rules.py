@@ -32,7 +32,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, ClassVar, Literal
 
-from ..errors import ConfigError, MismatchError, describe_faults
+from ..errors import ConfigError, MismatchError, advise, describe_faults
 from .facts import Facts, UnknownError
 from .files import SUFFIXES, list_families, read_packaged, read_rules
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
@@ -95,9 +95,9 @@ class Spec:
         used = {each.name for each in fields(self) if getattr(self, each.name) != each.default}
         valid = _RULE_KEYS | KINDS[self.pattern]
         if unknown := used - valid:
+            odd = sorted(unknown)
             raise ValueError(
-                f"{self.match!r}: {self.pattern} has no {', '.join(sorted(map(repr, unknown)))}; "
-                f"valid: {', '.join(sorted(valid))}"
+                f"{self.match!r}: {self.pattern} has no {', '.join(map(repr, odd))}. {advise(odd[0], sorted(valid))}"
             )
         if self.pattern == "shard-hy" and not self.grid:
             raise ValueError(f"{self.match!r}: shard-hy needs a grid")
@@ -322,11 +322,15 @@ def _read_file(value: object, name: str) -> RuleFile:
     try:
         return TypeAdapter(RuleFile).validate_python(value)
     except ValidationError as error:
-        keys, rule_keys = (", ".join(each.name for each in fields(kind)) for kind in (RuleFile, Spec))
-        raise ConfigError(
-            f"patterns: {name}: {describe_faults(error)}. A family, a path, a list of rules or an object with some of "
-            f"{keys} is needed; a rule has match, pattern and some of {rule_keys}."
-        ) from None
+        keys, rule_keys = ([each.name for each in fields(kind)] for kind in (RuleFile, Spec))
+        needed = (
+            f"A family, a path, a list of rules or an object with some of {', '.join(keys)} is needed; a rule has "
+            f"match, pattern and some of {', '.join(rule_keys)}."
+        )
+        told = describe_faults(error, [*keys, *rule_keys], needed)
+        if not isinstance(value, Mapping):
+            told = f"{told} {needed}"
+        raise ConfigError(f"patterns: {name}: {told}") from None
 
 
 def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
@@ -363,7 +367,7 @@ def from_config(value: object) -> tuple[RuleSet, ...]:
             ``original_vocab_size``, ``rename``, ``variables`` and ``prefix``. Its rules come before its family's.
 
     Raises:
-        ConfigError: unknown family, key or pattern; what is valid is listed.
+        ConfigError: unknown family, key or pattern; the valid one that it is like is named, or all are.
     """
     if value is None:
         return ()
@@ -382,10 +386,9 @@ def load_family(name: str) -> RuleSet:
         ConfigError: there is none of that name; the known ones are listed.
     """
     if name not in list_families():
-        raise ConfigError(
-            f"patterns: there is no family {name!r}. Families: {', '.join(list_families())}; "
-            f"a rule file ends in {' or '.join(SUFFIXES)}."
-        )
+        known = list_families()
+        listed = f"Families: {', '.join(known)}; a rule file ends in {' or '.join(SUFFIXES)}."
+        raise ConfigError(f"patterns: there is no family {name!r}. {advise(name, known, listed)}")
     (family,) = _parse_set(read_packaged(name), f"family {name}")
     return replace(family, reported=False)
 

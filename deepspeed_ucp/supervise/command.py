@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError
+from ..errors import ConfigError, advise
 from .hosts import Hosts, is_local
 
 _FLAGS = frozenset({
@@ -52,9 +52,8 @@ class Command:
         included, excluded = (_list_slots(self.find(name) or "") for name in ("--include", "--exclude"))
         unknown = [host for host in (*included, *excluded) if host not in hosts]
         if unknown:
-            raise ConfigError(
-                f"--include, --exclude: the hostfile does not name {unknown[0]}. Take one of {', '.join(hosts)}."
-            )
+            advice = advise(unknown[0], hosts, f"Take one of {', '.join(hosts)}.")
+            raise ConfigError(f"--include, --exclude: the hostfile does not name {unknown[0]}. {advice}")
         left = {
             host: slots
             for host, slots in hosts.items()

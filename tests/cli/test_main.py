@@ -619,3 +619,26 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
     assert read_rules(Namespace(patterns='[{"match": "a", "pattern": "shard-v"}]'))[0].by == "user"
     with pytest.raises(deepspeed_ucp.ConfigError, match="neither a family, a file nor JSON"):
         read_rules(Namespace(patterns="[{"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["verfy", "x"], "argument COMMAND: 'verfy' is unknown: did you mean 'verify'?"),
+        (["nothing", "x"], "argument COMMAND: invalid choice: 'nothing'"),
+        (["verify", "x", "--agianst", "y"], "unrecognized arguments: --agianst y (did you mean '--against'?)"),
+        (["verify", "x", "--header_only"], "(did you mean '--headers-only'?)"),
+        (["verify", "x", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (["export", "x", "y", "--format", "safetensor"], "argument --format: 'safetensor' is unknown: did you mean"),
+    ],
+    ids=str,
+)
+def test_a_misspelt_name_is_told_with_the_right_one(
+    line: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert f"usage: ds_ucp {line[0] if line[0] in ('verify', 'export') else ''}" in printed

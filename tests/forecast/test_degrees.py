@@ -37,6 +37,8 @@ def test_degrees_are_read_from_a_line(text: str, expected: Degrees) -> None:
     [
         ("dp=3,xp=2", "'xp=2'"),
         ("dp=3,dp=2", "each once"),
+        ("dp=3,presicion=bf16", "Did you mean 'precision'?"),
+        ("dp=2,wrapper=zero-3", "Did you mean 'zero3'?"),
         ("dp", "'dp'"),
         ("dp=0", "dp is a positive integer, found '0'"),
         ("dp=2,ep=2.", "ep is a positive integer, found ''"),

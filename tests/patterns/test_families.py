@@ -247,8 +247,10 @@ def test_transposed_experts_are_told_from_their_shape():
 
 
 def test_unknown_family():
-    with pytest.raises(ConfigError, match="there is no family 'megatron'. Families: autoep, bloom"):
+    with pytest.raises(ConfigError, match="there is no family 'megatron'. Did you mean 'megatron-gpt'"):
         load_family("megatron")
+    with pytest.raises(ConfigError, match="there is no family 'mine'. Families: autoep, bloom"):
+        load_family("mine")
 
 
 def test_a_family_of_another_model_is_reported():

@@ -423,6 +423,18 @@ def test_a_chained_url_is_no_local_path(
     assert os.listdir(tmp_path) == ["run"]
 
 
+def test_a_misspelt_option_is_told_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a library that would pass it over, too. What is like no option may be the library's."""
+    monkeypatch.setattr(remote._process, "systems", {})
+    monkeypatch.setattr(remote._process, "options", {"client_kwarg": {}, "headers": {}})
+    with pytest.raises(
+        ConfigError, match=r"http://h/run: `storage_options`: .* 'client_kwarg'; did you mean 'client_kw"
+    ):
+        remote.connect("http://h/run")
+    monkeypatch.setattr(remote._process, "options", {"headers": {}, "use_listings_cache": False, "timeout": 3})
+    remote.connect("http://h/run")
+
+
 def test_a_urls_server_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("requests")
     monkeypatch.setattr(remote._process, "systems", {})
