@@ -220,12 +220,15 @@ def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
 
 
 def _describe_numbers(values: Sequence[int], digits: str) -> str:
-    if len(values) == 1:
-        return digits
+    return digits if len(values) == 1 else f"{{{join_numbers(values)}}}"
+
+
+def join_numbers(values: Iterable[int]) -> str:
+    """Ascending numbers in few characters: ``0-3,8``."""
     spans: list[list[int]] = []
     for value in values:
         if spans and spans[-1][-1] + 1 == value:
             spans[-1] = [spans[-1][0], value]
         else:
             spans.append([value])
-    return "{" + ",".join("-".join(map(str, span)) for span in spans) + "}"
+    return ",".join("-".join(map(str, span)) for span in spans)

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..io.staging import MANIFEST
 from ..sources.atomic.manifest import AtomRecord, Manifest, read_manifest_file
 from ..sources.findings import Finding
 from ..sources.open import FolderReport
-from ..sources.seal import Seal, SealedFile, compare_file, read_seal
+from ..sources.seal import SEAL, Seal, SealedFile, compare_file, read_seal
 from ..torchsave.records import FileRecords
 
 Proof = Seal | Manifest
@@ -20,15 +21,20 @@ def read_proof(path: str) -> Proof:
     """A seal or a manifest from its file, whichever it is.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or cannot be read.
     """
     faults = []
     for read in (read_seal, read_manifest_file):
         try:
             return read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            faults.append(f"{path}: there is no such file.")
         except (CheckpointError, UnsupportedError, OSError) as error:
             faults.append(str(error))
-    raise ConfigError(f"--against: neither a seal ({faults[0]}) nor a manifest ({faults[1]}).")
+    raise ConfigError(
+        f"--against: neither a seal ({SEAL}, which `seal` or `ds_ucp verify --seal` writes) nor a manifest ({MANIFEST} "
+        f"of an atomic checkpoint). {' '.join(dict.fromkeys(faults))}"
+    )
 
 
 def compare_proof(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Comm
-from ..errors import CheckpointError
+from ..errors import CheckpointError, join_numbers, shorten
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
@@ -52,9 +52,12 @@ def find_tag(
             ``latest`` is not passed over: what others name may be older.
 
     Raises:
-        CheckpointError: there is no such tag, or ranks see different ones.
+        CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
+    asked = comm.gather(wanted)
+    if len({*asked}) > 1:
+        comm.run(lambda: _refuse_asked(load_dir, asked))
     every: list[Look] = []
     found = None
     for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
@@ -105,15 +108,30 @@ def _choose(load_dir: str, looks: list[Look]) -> str | None:
     Raises:
         CheckpointError: it names different ones on different ranks.
     """
-    named = {rank: str(look.tag) for rank, look in enumerate(looks) if look.tag is not None}
-    if len(set(named.values())) > 1:
-        first, *others = named.items()
-        differing = ", ".join(f"rank {rank}: {tag}" for rank, tag in others if tag != first[1])
+    named = [look.tag for look in looks]
+    if len({*named} - {None}) > 1:
         raise CheckpointError(
-            f"{load_dir}: ranks see different checkpoints (rank {first[0]}: {first[1]}, {differing}). Remove the "
-            "`latest` of the older one, or name the tag (tag=… of load_checkpoint)."
+            f"{load_dir}: ranks see different checkpoints ({_tell_named(named)}). Remove the `latest` of the older "
+            "one, or name the tag (tag=… of load_checkpoint)."
         )
-    return next(iter(named.values()), None)
+    return next((tag for tag in named if tag is not None), None)
+
+
+def _refuse_asked(load_dir: str, asked: Sequence[str | None]) -> None:
+    named = _tell_named([tag or "none, so that of `latest`" for tag in asked])
+    raise CheckpointError(
+        f"{load_dir}: ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag on "
+        "every rank: where each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list)."
+    )
+
+
+def _tell_named(named: Sequence[str | None]) -> str:
+    """Which ranks name which tag."""
+    ranks: dict[str, list[int]] = {}
+    for rank, tag in enumerate(named):
+        if tag is not None:
+            ranks.setdefault(tag, []).append(rank)
+    return shorten(f"rank{'s' * (len(each) > 1)} {join_numbers(each)}: {tag}" for tag, each in ranks.items())
 
 
 def _is_somewhere(places: Sequence[str], tag: str | None, comm: Comm) -> bool:

@@ -75,5 +75,8 @@ def test_ranks_tell_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:
 def test_what_proves_nothing_is_refused(proofs: dict[str, Path], tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "proof").write_text(text)
-    with pytest.raises(ConfigError, match="--against: neither a seal"):
+    with pytest.raises(ConfigError, match="--against: neither a seal .ucp_seal.json, .*proof: ") as error:
         verify_checkpoint(str(proofs["folder"]), against=str(tmp_path / "proof"))
+    assert ("there is no such file" in str(error.value)) == (text is None)
+    assert "pydantic" not in str(error.value) and "validation error" not in str(error.value)
+    assert len(error.value.args) == 1

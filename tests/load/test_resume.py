@@ -107,6 +107,17 @@ def test_ranks_that_see_different_tags_are_refused(folder: Path, tmp_path: Path)
         run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm))
 
 
+def test_ranks_that_ask_for_different_tags_are_refused(folder: Path) -> None:
+    """Of a store one rank looks for all, so that the others' tags would not be seen."""
+    for asked, text in (
+        (["global_step2", "global_step1", "global_step1"], r"\(rank 0: global_step2, ranks 1-2: global_step1\)"),
+        ([None, "global_step2", None], r"\(ranks 0,2: none, so that of `latest`, rank 1: global_step2\)"),
+    ):
+        with pytest.raises(CheckpointError, match=f"asked for different tags {text}.*same tag on every rank") as error:
+            run_ranks(3, lambda rank, comm, asked=asked: find_tag(str(folder), asked[rank], comm))
+        assert "name the tag" not in str(error.value)
+
+
 @pytest.mark.parametrize("fallback", [False, True])
 def test_latest_counts_wherever_it_lies(folder: Path, tmp_path: Path, fallback: bool) -> None:
     """A node lacks the folder, another `latest`, which DeepSpeed writes on the first rank's node alone."""
