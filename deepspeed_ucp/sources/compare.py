@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
+from ..carry import KEY
 from ..errors import CheckpointError, shorten
 from ..io.paths import normalize
 from ..io.store import find_entry
@@ -61,7 +62,8 @@ def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
         tree: its object tree.
         writer: the form of its archive, which differs between torch releases and DeepSpeed's writers.
     """
-    client = {key: value for key, value in tree.items() if key not in DEEPSPEEDS and key != "optimizer_state_dict"}
+    others = (*DEEPSPEEDS, "optimizer_state_dict", KEY)  # what a save carries is a rank's own
+    client = {key: value for key, value in tree.items() if key not in others}
     marks = {
         _VERSION: str(tree.get("ds_version") or ""),
         _WRITER: writer,
@@ -201,8 +203,12 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _tell_stranger(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:
-    text = f"{save.path(header)}: {fault}. The file belongs to another step, run or world size; put the right one back."
-    return Finding("foreign", header.name, text, severity)
+    advice = (
+        "The file belongs to another step, run or world size; put the right one back."
+        if severity == FAULT
+        else "It may be of another step, run or world size, unless the ranks saved different ones on purpose."
+    )
+    return Finding("foreign", header.name, f"{save.path(header)}: {fault}. {advice}", severity)
 
 
 def _contrast(mine: Any, other: Any) -> str:

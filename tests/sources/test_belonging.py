@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.carry import KEY, RANDOM_STATES
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.rng import make_record
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.findings import WARNING, Finding
@@ -89,6 +91,7 @@ def test_what_may_differ_by_rank_is_a_warning(
     path = mix(tmp_path, change)
     found = [finding for finding in look(path) if finding.kind == "foreign"]
     assert found and all(text in f.text and f.severity == WARNING and "rank_2" in f.file for f in found)
+    assert all("may be of another" in f.text and "put the right one back" not in f.text for f in found)
     open_checkpoint(str(path), Comm())
     assert "rank_2" in caplog.text
 
@@ -97,6 +100,18 @@ def test_a_ranks_own_strings_are_no_warning(tmp_path: Path) -> None:
     files = make()
     for rank, content in enumerate(content for name, content in files.items() if "model_states" in name):
         content.update(device=f"cuda:{rank}", rng=[1.5 * rank], node=f"node{rank}")
+    assert look(write(tmp_path, files)) == []
+
+
+def test_what_a_save_carries_of_each_rank_is_no_warning(tmp_path: Path) -> None:
+    """Random states at ZeRO 3: the first rank's file has those of all ranks, and a rank that reads no data has none."""
+    files = make()
+    places = [(0, 0, rank) for rank in range(4)]
+    axes, states = {"torch": (2,)}, {place: (bytes([place[2]]),) for place in places}
+    for rank, content in enumerate(content for name, content in files.items() if "model_states" in name):
+        held = [(place, {"torch": states[place]}) for place in (places if rank == 0 else [places[rank]])]
+        data = {"sampler": {"epoch": 1}} if rank < 2 else {}
+        content[KEY] = {RANDOM_STATES: make_record(held, axes, 7, 3), **data}
     assert look(write(tmp_path, files)) == []
 
 
