@@ -144,9 +144,9 @@ class Comm:
         if failed is None:
             return
         kind, text = reports[failed - first]  # type: ignore[misc]
-        prefix = f"[rank {failed}] " if self.size > 1 else ""
-        shared = kind(*f"{prefix}{text}".split("\n"))
+        shared = kind(*text.split("\n"))
         shared.shared, shared.echo = True, self.rank > 0
+        shared.rank = failed if self.size > 1 else None
         raise shared from error
 
     def _pack(self, value: Any) -> Any:

@@ -23,16 +23,19 @@ class UcpError(RuntimeError):
     Attributes:
         shared: every rank of the launch raises it.
         echo: and another rank than this one is to tell it.
+        rank: that has found it, where several ranks raise it.
     """
 
     shared = False
     echo = False
+    rank: int | None = None
 
     def __init__(self, *lines: object) -> None:
         super().__init__(*(escape(str(line)) for line in lines))
 
     def __str__(self) -> str:
-        return "\n".join(self.args)
+        text = "\n".join(self.args)
+        return text if self.rank is None else f"[rank {self.rank}] {text}"
 
 
 class ConfigError(UcpError):
@@ -101,8 +104,8 @@ class Objections:
         first, *others = self.found
         if not others:
             raise first
-        told = type(first)(*(line for error in self.found for line in error.args))
-        told.shared, told.echo = first.shared, first.echo
+        told = type(first)(*first.args, *(line for error in others for line in str(error).split("\n")))
+        told.shared, told.echo, told.rank = first.shared, first.echo, first.rank
         raise told from first
 
 

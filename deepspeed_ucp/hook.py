@@ -71,6 +71,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     config.ucp_config = options
     if options is not None:
         show_decisions()
+        shorten_uncaught()
         connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
         if options.storage_options is not None:
@@ -193,8 +194,6 @@ def _load_checkpoint(
     except UcpError as error:
         if not error.shared:
             raise
-        if error.echo:
-            shorten_uncaught()
         raise error.with_traceback(None) from find_fault(error)
 
 
@@ -215,6 +214,8 @@ def shorten_uncaught() -> None:
 def _report_uncaught(
     former: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    if isinstance(error, UcpError) and error.shared:
+        error.__cause__ = find_fault(error)
     if isinstance(error, UcpError) and error.echo and error.__cause__ is None:
         text = str(error).partition("\n")[0]
         error, trace = kind(f"{text[:_SHOWN]}{'…' * (len(text) > _SHOWN)} (all of it on rank 0)"), None

@@ -261,8 +261,9 @@ def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("echo", [False, True], ids=["first-rank", "others"])
 @pytest.mark.parametrize("fault", [False, True], ids=["ours", "a-bug"])
+@pytest.mark.parametrize("load", [False, True], ids=["elsewhere", "a-load"])
 def test_an_error_of_all_ranks_is_printed_in_full_once(
-    echo: bool, fault: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    echo: bool, fault: bool, load: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the launcher's log shows it: nothing is chained but a bug's own trace, on the rank that has it."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
@@ -280,15 +281,16 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
             raise
 
     monkeypatch.setattr(hook, "resume", resume)
+    hook.shorten_uncaught()
     with pytest.raises(UcpError) as caught:
-        hook._load_checkpoint(mock.Mock(), engine, "dir")
+        hook._load_checkpoint(mock.Mock(), engine, "dir") if load else resume()
     sys.excepthook(caught.type, caught.value, caught.tb)
     printed = capsys.readouterr().err
     assert printed.count("Traceback") == (2 if fault else not echo)
     assert ("in fail" in printed) == fault
     if not fault:
         assert printed.count("The end.") == (not echo)
-        assert "in resume" not in printed
+        assert not load or "in resume" not in printed
         assert not echo or (printed.count("\n") == 1 and len(printed) < 300 and "(all of it on rank 0)" in printed)
 
 

@@ -21,9 +21,6 @@ _TOLD = 16
 
 _NUMBER = re.compile(r"\d+")
 
-_RANK = re.compile(r"^\[rank \d+\] ")
-"""What :mod:`deepspeed_ucp.comm` puts in front of another rank's error."""
-
 _ERRORS: dict[str, type[UcpError]] = {
     "read": OutOfReachError,
     "unsupported": UnsupportedError,
@@ -66,7 +63,7 @@ class Finding:
 def from_error(folder: str, error: UcpError) -> list[Finding]:
     """The findings that an error tells, one a line; it begins with the path of the file that it is about."""
     kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), "")
-    texts = _RANK.sub("", str(error)).splitlines()
+    texts = [text for line in error.args for text in line.splitlines()]
     return [Finding(kind or _classify(text), find_file(folder, text), text) for text in texts]
 
 

@@ -275,7 +275,7 @@ def universal(value: Any) -> dict[str, Any]:
         (3, {**ON, "train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
          ("12",)),
         (2, {"checkpoint": {"universal": True, "load_universal": True}}, ("load_universal",)),
-        (2, universal({"wndow_mb": 3}), ("wndow_mb", "window_mb", "verify")),
+        (2, universal({"wndow_mb": 3}), ("wndow_mb", "Did you mean 'window_mb'?")),
         (2, universal({"window_mb": "many"}), ("window_mb", "type str")),
         (2, universal({"verify": "md5"}), ("verify", "md5", "crc")),
         (2, universal({"mode": 3}), ("mode", "direct")),
