@@ -102,6 +102,18 @@ class Comm:
             self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
+    def alike(self, work: Callable[[], T]) -> T:
+        """Every rank runs ``work`` on what all of them know, so that it ends in the same way on each: no collective.
+
+        Raises:
+            UcpError: its own.
+        """
+        try:
+            return work()
+        except UcpError as error:
+            error.shared, error.echo = True, self.rank > 0
+            raise
+
     def each(self, work: Callable[[], T]) -> list[T]:
         """Every rank runs ``work``, which has no collectives; all get the results (picklable) in rank order.
 

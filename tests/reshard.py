@@ -25,7 +25,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.experts import number_in_stage
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
-from deepspeed_ucp.load.census import join_groups
+from deepspeed_ucp.load.census import join_groups, tell_groups
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.prepare import Work, prepare
@@ -275,10 +275,15 @@ class Loaded:
         return self.blanks.setdefault(tensor.data_ptr(), (tensor, np.zeros(tensor.numel(), np.int64)))[1]
 
 
+def groups_of(target: Any, comm: Comm) -> Any:
+    """The live param groups over all ranks; collective."""
+    return join_groups(comm.each(lambda: tell_groups(target)))
+
+
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
     """The index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
-    return open_checkpoint(str(folder), comm, join_groups(target, comm)[0])
+    return open_checkpoint(str(folder), comm, groups_of(target, comm)[0])
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:

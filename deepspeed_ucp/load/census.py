@@ -107,29 +107,42 @@ Group = list[tuple[str, bool]]
 """Of a param group (raw name, owned by the optimizer)."""
 
 
-def join_groups(target: Target, comm: Comm) -> tuple[list[Group], list[dict[str, Any]]]:
-    """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order; collective.
+StageGroups = tuple[int, list[Group], list[dict[str, Any]]]
+"""A pipeline stage, its param groups, and the hyper-parameters of each."""
+
+
+def tell_groups(target: Target) -> StageGroups | None:
+    """What this rank has to tell of the param groups: nothing where others hold the same."""
+    place = target.place
+    if not (target.is_first_replica and (place.tp_rank == 0 or target.folded)):
+        return None
+    groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
+    return place.pp_rank, groups, target.live_hyper()
+
+
+def join_groups(told: Iterable[StageGroups | None]) -> tuple[list[Group], list[dict[str, Any]]]:
+    """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order.
 
     DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
     A stage's layers need not follow each other (DualPipeV).
 
+    Args:
+        told: by the ranks (:func:`tell_groups`).
+
     Returns:
         The groups, and the hyper-parameters of each.
     """
-    place = target.place
-
-    def tell() -> tuple[int, list[Group], list[dict[str, Any]]] | None:
-        if not (target.is_first_replica and (place.tp_rank == 0 or target.folded)):
-            return None
-        groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
-        return place.pp_rank, groups, target.live_hyper()
-
-    told: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
-    for stage, groups, hyper in (each for each in comm.each(tell) if each is not None):
-        known, _ = told.setdefault(stage, ([{} for _ in groups], hyper))
+    joined: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
+    for stage, groups, hyper in (each for each in told if each is not None):
+        known, _ = joined.setdefault(stage, ([{} for _ in groups], hyper))
         for one, more in zip(known, groups, strict=True):  # the same groups with other experts in them
             one.update(dict.fromkeys(more))
-    stages = {stage: ([list(group) for group in groups], hyper) for stage, (groups, hyper) in told.items()}
+    return _join_stages({stage: ([list(group) for group in each], hyper) for stage, (each, hyper) in joined.items()})
+
+
+def _join_stages(
+    stages: Mapping[int, tuple[list[Group], list[dict[str, Any]]]],
+) -> tuple[list[Group], list[dict[str, Any]]]:
     if len(stages) == 1:
         return next(iter(stages.values()))
     joined: list[Group] = []

@@ -25,9 +25,8 @@ from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..targets.known import list_unknown
 from ..topology import ATOMIC, find_differences
-from .census import join_groups
+from .census import Group, StageGroups, join_groups, tell_groups
 from .client import check_trusted
-from .direct import has_masters
 from .job import LoadJob
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -61,7 +60,7 @@ def decide(job: LoadJob, folder: str, also: Sequence[str] = (), *, upstream: boo
     """
     atomic = upstream and any(job.comm.each(lambda: has_atoms(folder)))
     try:
-        target = job.comm.run(lambda: open_target(job.engine))
+        live = look_at_engine(job)
     except UnknownLayoutError as error:
         if not atomic:
             return _trust_own_files(job, folder, str(error))
@@ -70,13 +69,53 @@ def decide(job: LoadJob, folder: str, also: Sequence[str] = (), *, upstream: boo
         return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
     own: list[str] = []
     if job.engine.use_node_local_storage() and not atomic:
-        own = find_own_differences(job, folder, target)
+        own = find_own_differences(job, folder, live.target)
         if not own and job.config.same_topology != "direct":
-            return _leave_own_files(job, folder, _NODE_LOCAL, target)
-    return _compare(job, folder, also, target, own, upstream=upstream and not atomic)
+            return _leave_own_files(job, folder, _NODE_LOCAL, live.target)
+    return _compare(job, folder, also, live, own, upstream=upstream and not atomic)
 
 
 _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEngine:
+    """What a checkpoint is held against before it is planned.
+
+    Attributes:
+        target: this rank's buffers.
+        has_masters: some rank's optimizer owns parameters (a pipeline stage may have none).
+        keys: of all ranks' state dicts, those that are no names of parameters or buffers, with these names.
+        groups: param groups over all ranks, and their hyper-parameters.
+    """
+
+    target: Target
+    has_masters: bool
+    keys: dict[str, str]
+    groups: tuple[list[Group], list[dict[str, Any]]]
+
+
+def look_at_engine(job: LoadJob) -> LiveEngine:
+    """The engine, and what ranks have to tell of theirs; collective, once.
+
+    Raises:
+        UcpError: it is not covered.
+    """
+    opened: list[Target] = []
+
+    def look() -> tuple[bool, dict[str, str], StageGroups | None]:
+        target = open_target(job.engine)
+        opened.append(target)
+        # Without pipeline and experts all ranks have the same, which need not travel.
+        groups = tell_groups(target) if target.place.pp > 1 or target.experts else None
+        return bool(target.flats), target.list_keys(), groups
+
+    told = job.comm.each(look)
+    target = opened[0]
+    keys = {key: name for _, held, _ in told for key, name in held.items()}
+    groups = join_groups(groups for *_, groups in told) if any(groups for *_, groups in told) else None
+    own = target.live_groups(), target.live_hyper()
+    return LiveEngine(target, any(has for has, *_ in told), keys, groups or own)
 
 
 def has_atoms(folder: str) -> bool:
@@ -168,21 +207,19 @@ def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: i
 
 
 def _compare(
-    job: LoadJob, folder: str, also: Sequence[str], target: Target, own: Sequence[str], *, upstream: bool
+    job: LoadJob, folder: str, also: Sequence[str], live: LiveEngine, own: Sequence[str], *, upstream: bool
 ) -> LoaderChoice:
     """Hold the checkpoint's index against the live engine's layout; collective.
 
     Args:
         own: why DeepSpeed's own load cannot read each node's own files, in words.
     """
-    comm, arguments, report = job.comm, job.arguments, job.report
-    weights_only = not (arguments.with_states and has_masters(target, comm))
+    comm, target = job.comm, live.target
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
-    keys = {key: name for held in comm.each(target.list_keys) for key, name in held.items()}
-    options: dict[str, Any] = {"dual": target.is_dual, "keys": keys, "rename": rename, "also": also}
-    named = join_groups(target, comm)
-    index = open_checkpoint(folder, comm, *named, weights_only=weights_only, **options)
-    report.saved = index.run.job
+    options: dict[str, Any] = {"dual": target.is_dual, "keys": live.keys, "rename": rename, "also": also}
+    options["weights_only"] = not (job.arguments.with_states and live.has_masters)
+    index = open_checkpoint(folder, comm, *live.groups, **options)
+    job.report.saved = index.run.job
     changes = list_changes(index, target, comm.size, job.engine.train_batch_size())
     if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
         level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING
@@ -196,7 +233,7 @@ def _compare(
         found = find_damage(index, comm, others=bool(also))
     if not found:
         if not job.config.trust_pickle:
-            comm.run(lambda: check_trusted(index.run.globals))
+            comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     told = "; ".join(dict.fromkeys(found))
     return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)

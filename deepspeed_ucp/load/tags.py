@@ -63,7 +63,7 @@ def find_tag(
     for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
         told = _look(place, wanted, comm, universal=universal, fallback=fallback)
         every += told
-        found = found or comm.run(partial(_choose, load_dir, told))
+        found = found or comm.alike(partial(_choose, load_dir, told))
         if any(look.tag == found and look.there for look in told):
             return found
         if found is None and any(look.error for look in told):
@@ -74,7 +74,7 @@ def find_tag(
         return found
     error = next(look.error for look in every if look.error)
     newest = next((look.newest for look in every if look.newest), None)
-    comm.run(lambda: _refuse(error, newest))
+    comm.alike(lambda: _refuse(error, newest))
     if comm.rank == 0:
         logger.warning("%s Falling back to the newest one by step, seal and time: %s", error, newest)
     return newest
@@ -176,7 +176,7 @@ def tell_nothing(places: Sequence[str], comm: Comm, *, require: bool) -> None:
     text = f"{places[0]}: holds no checkpoint yet, nothing to resume"
     if require:
         told = told or "It is missing or empty."
-        comm.run(lambda: _refuse(f'{text}, and "require" is on. {told} Check the path: {_WANTED}.', None))
+        comm.alike(lambda: _refuse(f'{text}, and "require" is on. {told} Check the path: {_WANTED}.', None))
     if comm.rank:
         return
     if told:

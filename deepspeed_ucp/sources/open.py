@@ -51,7 +51,7 @@ class FolderReport:
         folder: which.
         atomic: it is an atomic checkpoint.
         index: the atomic view; with faults only as far as it can be had.
-        findings: all that is wrong or odd, the same on every rank.
+        findings: all that is wrong, the same on every rank, and all that is odd, on the first one.
     """
 
     folder: str
@@ -291,7 +291,7 @@ def read_save(where: Whereabouts, comm: Comm) -> tuple[Save | None, list[Finding
     if make_error(findings) is None:
         findings += add_swapped(save)
     findings += _find_left(listing, {SEAL, *expected, *(header.name for header in save.headers)})
-    return save, findings + comm.once(lambda: _find_late(where, headers))
+    return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
 
 def _find_late(where: Whereabouts, headers: Sequence[FileHeader]) -> list[Finding]:

@@ -195,11 +195,12 @@ def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
     looks = [_look(folder, comm) for folder in folders]
     own = tuple(entries for entries, _ in looks)
     sizes, looked = _digest(own, lambda entry: entry.size), _digest(own, _tell_entry)
-    told = comm.gather((sizes, looked, not any(own)))
-    if all(nothing for *_, nothing in told):
+    told = comm.gather((sizes, looked, not any(own), [str(error or "") for _, error in looks]))
+    if all(nothing for _, _, nothing, _ in told):
         comm.run(lambda: _refuse_nothing([error for _, error in looks]))
-    _tell_unseen([str(error or "") for _, error in looks], comm)
-    views = [view for _, view, _ in told]
+    if comm.rank == 0:
+        _tell_unseen([errors for *_, errors in told])
+    views = [view for _, view, *_ in told]
     if len({each for each, *_ in told}) == 1 and (len(set(views)) == 1 or _is_one_save(folders, own, views, comm)):
         found = Whereabouts(folders[0], _join(own), tuple(folders), own)
         if comm.rank == 0:
@@ -241,11 +242,14 @@ def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:
             raise error
 
 
-def _tell_unseen(errors: Sequence[str], comm: Comm) -> None:
-    """Warn of places that no rank can list: a path may be wrong, a store out of reach; collective."""
-    for error in [error for error, *others in zip(*comm.gather(list(errors)), strict=True) if error and all(others)]:
-        if comm.rank == 0:
-            logger.warning("%s The other places are read.", error)
+def _tell_unseen(errors: Iterable[Sequence[str]]) -> None:
+    """Warn of places that no rank can list: a path may be wrong, a store out of reach.
+
+    Args:
+        errors: by rank, then by place.
+    """
+    for error in [error for error, *others in zip(*errors, strict=True) if error and all(others)]:
+        logger.warning("%s The other places are read.", error)
 
 
 def _digest(own: Sequence[Entries], tell: Callable[[Entry], object]) -> bytes:

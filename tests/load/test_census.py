@@ -10,13 +10,14 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.census import check_alike, join_groups, tell_idle
+from deepspeed_ucp.load.census import check_alike, tell_idle
 from deepspeed_ucp.patterns import from_config, list_renames
 from deepspeed_ucp.plan.feeds import feed
 from deepspeed_ucp.plan.match import Live
 from deepspeed_ucp.targets.parallel import Place
 from tests.plan import planning
 from tests.ranks import run_ranks
+from tests.reshard import groups_of
 
 BOTH_WAYS = {
     "rename": [
@@ -88,21 +89,21 @@ class Stage:
 
 def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
     stages: list[Any] = [Stage(0, [(0.1, ["0.w"]), (0.0, ["0.b"])]), Stage(1, [(0.0, ["1.b"])])]
-    for joined, hyper in run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm)):
+    for joined, hyper in run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm)):
         assert joined == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
         assert [fields["weight_decay"] for fields in hyper] == [0.1, 0.0]
 
 
 def test_experts_of_all_ranks_are_in_a_group() -> None:
     ranks: list[Any] = [Stage(0, [(0.1, ["dense"]), (0.1, ["e.0"])]), Stage(0, [(0.1, ["dense"]), (0.1, ["e.1"])])]
-    for joined, hyper in run_ranks(2, lambda rank, comm: join_groups(ranks[rank], comm)):
+    for joined, hyper in run_ranks(2, lambda rank, comm: groups_of(ranks[rank], comm)):
         assert joined == [[("dense", True)], [("e.0", True), ("e.1", True)]]
         assert len(hyper) == 2
 
 
 def test_the_same_parameter_in_two_stages_is_named_once() -> None:
     stages: list[Any] = [Stage(0, [(0.1, ["t", "0.w"])]), Stage(1, [(0.1, ["t", "1.w"])])]
-    joined, _ = run_ranks(2, lambda rank, comm: join_groups(stages[rank], comm))[0]
+    joined, _ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
     assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]
 
 

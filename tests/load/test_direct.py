@@ -21,7 +21,6 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, exchange, transfer
-from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader
@@ -38,7 +37,7 @@ from tests.curriculum import make_sampler
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.plan import planning
 from tests.ranks import World, run_ranks
-from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, make_targets, open_for
+from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, groups_of, make_targets, open_for
 from tests.synth import (
     Model,
     Param,
@@ -421,7 +420,7 @@ def test_a_damaged_copy_of_the_module_is_found_before_the_engine_changes(places:
     shutil.copytree(path, tmp_path / "second")
     rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
     also = [str(tmp_path / "second")] * (places - 1)
-    index = open_checkpoint(str(path), Comm(), *join_groups(rank, Comm())[:1], also=also)
+    index = open_checkpoint(str(path), Comm(), *groups_of(rank, Comm())[:1], also=also)
     damage(index, "a", "copy")
     engine = FakeEngine(rank)
 
@@ -972,7 +971,7 @@ def test_a_damaged_state_file_is_read_in_the_next_place(spoiled: str, tmp_path: 
     near = tmp_path / "near"
     shutil.copytree(path, near)
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    index = open_checkpoint(str(path), Comm(), *join_groups(rank, Comm())[:1], also=[str(near)])
+    index = open_checkpoint(str(path), Comm(), *groups_of(rank, Comm())[:1], also=[str(near)])
     files = tuple(replace(file, places=file.places[::-1]) for file in index.stored.files)
     index = index.change(files=files)
     (number,) = index.run.client_records

@@ -23,7 +23,6 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
-from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.plan import Part, Request
@@ -44,6 +43,7 @@ from tests.reshard import (
     check_content,
     check_reads,
     examples,
+    groups_of,
     load_rank,
     make_targets,
     temporary_folder,
@@ -82,7 +82,7 @@ def load_scattered(
     places = [str(place) for place in also]
 
     def load(rank: int, comm: Comm) -> Loaded:
-        groups = join_groups(targets[rank], comm)[0]
+        groups = groups_of(targets[rank], comm)[0]
         index = open_checkpoint(str(folders[rank % len(folders)]), comm, groups, also=places)
         return load_rank(index, targets[rank], comm, Options(**options))
 
@@ -312,7 +312,7 @@ def test_another_file_in_a_nearer_place_is_passed_over(
     targets = make_targets(MODEL, Topology(3, 2))
 
     def load(rank: int, comm: Comm) -> Loaded:
-        index = open_checkpoint(str(save), comm, join_groups(targets[rank], comm)[0], also=[str(nvme)])
+        index = open_checkpoint(str(save), comm, groups_of(targets[rank], comm)[0], also=[str(nvme)])
         if damage == "gone":
             spoil.unlink(missing_ok=True)
         elif damage == "truncated":
@@ -537,7 +537,7 @@ def test_beside_damage_a_copy_that_has_vanished_is_passed_over(tmp_path: Path) -
     targets = make_targets(MODEL, Topology(3, 2))
 
     def load(rank: int, comm: Comm) -> Loaded:
-        groups = join_groups(targets[rank], comm)[0]
+        groups = groups_of(targets[rank], comm)[0]
         index = open_checkpoint(str(save), comm, groups, also=[str(nvme), str(tmp_path / "third")])
         (tmp_path / "third" / shard(1)).unlink(missing_ok=True)
         return load_rank(index, targets[rank], comm, Options())
@@ -589,7 +589,7 @@ def test_a_node_whose_copy_is_damaged_is_fed_by_the_others(damage: str, tmp_path
     targets = make_targets(MODEL, Topology(3, 3))
 
     def load(rank: int, comm: Comm) -> Loaded:
-        index = open_checkpoint(str(hosts[rank]), comm, join_groups(targets[rank], comm)[0])
+        index = open_checkpoint(str(hosts[rank]), comm, groups_of(targets[rank], comm)[0])
         if rank == 0 and damage == "flipped":
             flip(hosts[0] / shard(1), index)
         elif rank == 0:

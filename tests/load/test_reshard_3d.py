@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
-from deepspeed_ucp.load.census import join_groups
 from deepspeed_ucp.sources import open_checkpoint
 from tests.covering import all_turns
 from tests.load.test_direct import check_untouched, run_load
@@ -31,6 +30,7 @@ from tests.reshard import (
     check_content,
     check_reads,
     examples,
+    groups_of,
     open_everywhere,
     temporary_folder,
 )
@@ -391,10 +391,10 @@ def test_layers_of_two_ways_without_names_are_told(
     targets = [expect(source, Topology(1, 1)).make_targets()[0] for _ in range(2)]
     targets[1].engine.module.phase_bounds = []
     told = "may be a PipelineModule's or a DualPipeVModule's"
-    assert open_checkpoint(str(folder), one, *join_groups(targets[0], one), dual=targets[0].is_dual)
+    assert open_checkpoint(str(folder), one, *groups_of(targets[0], one), dual=targets[0].is_dual)
     assert ("If a DualPipeVModule saved them" in caplog.text) == open_to_doubt
     with pytest.raises(MismatchError, match=told) if open_to_doubt else nullcontext():
-        open_checkpoint(str(folder), two, *join_groups(targets[1], two), dual=targets[1].is_dual)
+        open_checkpoint(str(folder), two, *groups_of(targets[1], two), dual=targets[1].is_dual)
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_latest_counts_wherever_it_lies(folder: Path, tmp_path: Path, fallback: 
 def test_a_tag_that_is_asked_for_is_looked_for_on_every_node(folder: Path, tmp_path: Path) -> None:
     folders = [str(tmp_path / "absent"), str(folder)]
     assert run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step1", comm)) == ["global_step1"] * 2
-    with pytest.raises(CheckpointError, match=r"^\[rank 0\] .*absent.global_step7: no checkpoint with tag"):
+    with pytest.raises(CheckpointError, match=r"^(?!\[rank ).*absent.global_step7: no checkpoint with tag"):
         run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step7", comm))
 
 
@@ -290,7 +290,7 @@ def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is
     os.truncate(tmp_path / STATES, 100)
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
-    monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", lambda _engine: target)
+    monkeypatch.setattr("deepspeed_ucp.load.choice.look_at_engine", lambda _job: SimpleNamespace(target=target))
     decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 
