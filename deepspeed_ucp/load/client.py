@@ -135,16 +135,17 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
 
 
 def _list_harmless() -> dict[str, Any]:
-    """Classes and functions of :func:`safe_classes` by dotted name, and Ellipsis."""
-    return {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
+    """Classes and functions of :func:`safe_classes` by dotted name, torch's own, and Ellipsis."""
+    own = {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
+    return {**own, **_get_allowed_globals()}
 
 
 def _list_consented() -> dict[str, Any]:
-    """What torch and the user have declared to be harmless, by dotted name."""
+    """What the user has declared to be harmless, by dotted name."""
     pairs = [
         each if isinstance(each, tuple) else (each, _name(each)) for each in torch.serialization.get_safe_globals()
     ]
-    return {**{name: each for each, name in pairs}, **_get_allowed_globals()}
+    return {name: each for each, name in pairs}
 
 
 def _list_numpys() -> dict[str, Any]:
@@ -228,7 +229,7 @@ def _is_harmless(found: Any, use: Use) -> bool:
     plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in own)
     named = [name for kind in own for name in vars(kind) if _name(kind) not in _READ]
     runs = any(name in named for name in _RUN_BY_PICKLE)
-    steered = use.states and use.called and any("__getattr__" in vars(kind) for kind in own)  # by an entry's name
+    steered = use.called and any("__getattr__" in vars(kind) for kind in own)  # by an entry's name
     return plain and type(found) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, own))
 
 

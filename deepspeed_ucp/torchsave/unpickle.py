@@ -63,7 +63,12 @@ _CHEAP = frozenset((str, float, bool, bytes, type(None), Global, TensorRef))
 
 
 GETATTR = "builtins.getattr"
-_ORDERED, _PARTIAL = "collections.OrderedDict", "functools.partial"
+_ORDERED, _PARTIAL, _UUID = "collections.OrderedDict", "functools.partial", "uuid.UUID"
+_WITH_ATTRIBUTES = (
+    *("types.SimpleNamespace", "argparse.Namespace"),
+    *("torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"),
+)
+"""What may give its result attributes by the call itself. No writer changes that result any more."""
 _FRACTION = re.compile(r"-?[0-9]{1,150}(/[0-9]{1,150})?")
 
 
@@ -166,6 +171,7 @@ class _Machine(pickle._Unpickler):
         self.called: set[Global] = set()  # with arguments
         self.states: dict[Global, set[str]] = defaultdict(set)  # makers of what is then given attributes
         self.steered: set[Global] = set()
+        self.hashed: list[tuple[Global, Any]] = []  # classes that hash an attribute, and the attributes as they end up
         self.looked_up: set[str] = set()
         self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
@@ -267,7 +273,7 @@ class _Machine(pickle._Unpickler):
             made = PickledObject(op, parts)
             if type(maker) is Global and (args or op == pickle.NEWOBJ_EX):
                 self.called.add(maker)
-            if type(maker) is Global and (_is_plain_call(maker, args) if args else op == pickle.NEWOBJ):
+            if type(maker) is Global and (_is_plain_call(op, maker, args) if args else op == pickle.NEWOBJ):
                 self.made.add(maker)
                 self.used += args
             elif op == pickle.REDUCE and _looks_up(maker, args):
@@ -368,6 +374,7 @@ class _Machine(pickle._Unpickler):
             self.steered.add(maker)
         if named and gives:
             self.states[maker].add(type(operands[0]).__name__)
+            self.hashed += [(maker, operands[0])] if maker.kind == _UUID else ()
         plain = gives and type(operands[0]) in (dict, list)
         if not plain or (made.op != pickle.NEWOBJ and type(changed) is PickledObject):
             keeps = named and gives and maker.kind == _PARTIAL
@@ -378,6 +385,7 @@ class _Machine(pickle._Unpickler):
         """See :class:`Pickled`. Also what its stack has lost counts as used."""
         named = dict.fromkeys(self.globals)
         looks_up = any(each.kind == GETATTR for each in named)
+        self.used += (given for given in self.hashed if not _is_numbers(given[1]))
         used = {each for each in walk(self.used) if type(each) is Global} if self.made or looks_up else set[Global]()
         others = {*used, *self.made, *self.states}
 
@@ -391,8 +399,10 @@ class _Machine(pickle._Unpickler):
         return {each: tell(each) for each in named}, members
 
 
-def _is_plain_call(maker: Global, args: tuple[Any, ...]) -> bool:
+def _is_plain_call(op: bytes, maker: Global, args: tuple[Any, ...]) -> bool:
     """Whether a call makes a plain value of arguments that cost nothing, as the class itself is pickled."""
+    if op == pickle.NEWOBJ_EX:
+        return False
     if maker.kind == _PARTIAL:
         return len(args) == 1  # which is called when the partial is, and no earlier
     if maker.kind == "builtins.range":
@@ -403,13 +413,22 @@ def _is_plain_call(maker: Global, args: tuple[Any, ...]) -> bool:
     return maker.kind == "decimal.Decimal" and text is not None
 
 
+def _is_numbers(state: Any) -> bool:
+    """Whether the attributes of a UUID are what they are, and cheap to hash."""
+    return isinstance(state, dict) and all(value is None or is_setting(value) for value in state.values())
+
+
 def _is_steered(op: bytes, made: PickledObject) -> bool:
-    """See :class:`Use`, of one more change of an object."""
-    if made.edits and made.edits[-1][0] == pickle.BUILD:
+    """See :class:`Use`, of one more change of an object: what ``op`` looks up on it by name may be the file's."""
+    before, fills = made.edits[-1][0] if made.edits else b"", op in (pickle.APPENDS, pickle.ADDITEMS)
+    if before == pickle.BUILD or (fills and before == pickle.SETITEMS):
         return True
+    given = made.kind in _WITH_ATTRIBUTES and (made.args or made.op == pickle.NEWOBJ_EX)
     filled = made.edits if op == pickle.BUILD else ()
     keys = (key for kind, operands in filled if kind == pickle.SETITEMS for key in operands[::2])
-    return any(type(key) is PickledObject or (type(key) is str and key == "__setstate__") for key in keys)
+    return bool(given) or any(
+        type(key) is PickledObject or (type(key) is str and key == "__setstate__") for key in keys
+    )
 
 
 def _looks_up(maker: Any, args: tuple[Any, ...]) -> bool:

@@ -476,6 +476,11 @@ def test_small_objects_make_no_large_ones(kind: str, tmp_path: Path) -> None:
 
 SETSTATE = text("__setstate__") + name("__builtin__", "set")
 HASHED = b"(" + name(__name__, "Frozen") + EMPTY + b"}" + text("value") + ONE + b"sbl"
+TENSOR = (
+    name("torch._tensor", "_rebuild_from_type_v2")
+    + (b"(" + name("builtins", "complex") + name("builtins", "complex") + b")}" + SETSTATE + b"st")
+    + b"R"
+)
 STEERED = {
     "of a value": VALUE + b"}" + SETSTATE + b"sb" + HASHED + b"b",
     "of an object": name("argparse", "Namespace") + EMPTY + b"}" + SETSTATE + b"sb" + HASHED + b"b",
@@ -486,8 +491,31 @@ STEERED = {
     + name("__builtin__", "hash")
     + b"sbNa",
     "by an entry": name(__name__, "Attributes") + EMPTY + SETSTATE + b"s" + HASHED + b"b",
+    "by an entry of a list": name(__name__, "Attributes")
+    + (EMPTY + text("extend") + name("__builtin__", "set") + b"s(")
+    + (HASHED + b"e"),
+    "of a tensor": TENSOR + HASHED + b"b",
+    "of a namespace": name("types", "SimpleNamespace") + b"}" + SETSTATE + b"s\x85R" + HASHED + b"b",
+    "by keywords": name("types", "SimpleNamespace") + b")}" + SETSTATE + b"s\x92" + HASHED + b"b",
+    "of an ordered dict": name("collections", "OrderedDict") + b")R}" + SETSTATE + b"sb" + HASHED + b"b",
     "by an argument": name(__name__, "Attributes") + b"}" + SETSTATE + b"s\x85R" + HASHED + b"b",
 }
+
+
+def test_what_a_uuid_hashes_is_a_number(tmp_path: Path) -> None:
+    """Also where a number stood when it was given, and not in the end."""
+    path = write(tmp_path, {"mine": "here"})
+    frozen = name(__name__, "Frozen") + EMPTY + b"}" + text("value") + ONE + b"sb"
+    made, state = name("uuid", "UUID") + EMPTY, b"}" + text("int") + ONE + b"s"
+    later = state + KEEP + made + KEPT + b"b" + KEPT + text("is_safe") + frozen + b"s0"
+    nested = made + state + text("is_safe") + b"K\1\x85sb"
+    for forged in (made + state + text("is_safe") + frozen + b"sb", b"(" + later + b"l", nested):
+        _replace_pickled(path, forged, Path(path).with_name("forged"))
+        RUNS.clear()
+        for look in (read_trusting_nothing, ask):
+            with pytest.raises(UnsupportedError, match=r"consent \(.*uuid.UUID"):
+                look(str(Path(path).with_name("forged")))
+        assert not RUNS
 
 
 @pytest.mark.parametrize("kind", STEERED)
@@ -497,7 +525,7 @@ def test_attributes_that_are_called_for_the_next_are_refused(kind: str, tmp_path
     _replace_pickled(path, STEERED[kind], Path(path))
     RUNS.clear()
     for look in (read_trusting_nothing, ask):
-        with pytest.raises(UnsupportedError, match=r"consent"):
+        with pytest.raises(UnsupportedError, match="consent|state is not a dictionary"):
             look(path)
     assert not RUNS
 
