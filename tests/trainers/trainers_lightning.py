@@ -42,7 +42,10 @@ class Setting:
 
 
 class Own:
-    """A class of the training script."""
+    """A class of the training script, of which code runs when it is restored."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 @dataclass
