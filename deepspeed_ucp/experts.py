@@ -173,42 +173,72 @@ def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in _FIXED)}
 
 
-def deal_experts(names: Sequence[str], degree: int) -> list[list[str]]:
-    """What each expert-parallel rank has of a param group, in its own order, from the names of all experts in it.
+def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: bool = True) -> list[list[str]]:
+    """What each expert-parallel rank has of a param group, in its own order.
 
     Args:
-        names: what all ranks of a live engine hold of the group, one rank's names behind the other's.
+        names: what all ranks of a live engine hold of the group: the first one's names, then each other rank's experts.
         degree: expert-parallel ranks.
+        live: those of the live engine; 0 where not known.
+        ordered: its optimizer is not known to have them in another order than the module.
 
     Raises:
-        ValueError: the degree does not fit, or the optimizer has the experts in another order than the module.
+        ValueError: the degree does not fit, or the optimizer has the experts in another order than the module, so that
+            only the live degree's ranks are known.
     """
     counts = count_experts(names)
     if not counts:
         return [list(names)] * degree
-    largest = max(counts.values())
-    if names not in [[name for part in _deal(names, counts, each) for name in part] for each in range(1, largest + 1)]:
-        raise ValueError("the optimizer has the experts in another order than the module")
-    dealt = _deal(names, counts, degree)
-    if not dealt:
+    if any(count % degree for count in counts.values()):
         raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
-    return dealt
+    known = [each for each in range(1, max(counts.values()) + 1) if _join(_deal(names, counts, each)) == list(names)]
+    if known and (ordered or degree in known):
+        return _deal(names, counts, degree)
+    if degree != live:
+        raise ValueError(
+            f"the optimizer has the experts in another order than the module, and {live or 'an unknown number of'} "
+            f"expert-parallel ranks, where the saved run had {degree}"
+        )
+    return [_shift(names, counts, degree, place) for place in range(degree)]
+
+
+def _join(dealt: Iterable[Iterable[str]]) -> list[str]:
+    """What all ranks have, each name once."""
+    return list(dict.fromkeys(name for names in dealt for name in names))
 
 
 def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
-    """Names by expert-parallel rank, layer by layer and expert by expert; empty where the degree does not fit."""
+    """Names by expert-parallel rank in the order of the module: a layer's experts are where its first one is.
+
+    Empty where the degree does not fit.
+    """
     if any(count % degree for count in counts.values()):
         return []
     ends: dict[str, dict[str, None]] = {layer: {} for layer in counts}
+    order: dict[str, str | None] = {}
     for name in names:
-        if found := _EXPERT.match(name):
+        found = _EXPERT.match(name)
+        order.setdefault(found[1] if found else name, found and found[1])
+        if found:
             ends[found[1]][name[found.end() :]] = None
+
+    def list_held(place: int, layer: str) -> Iterable[str]:
+        size = counts[layer] // degree
+        return (f"{layer}{number}{end}" for number in range(place * size, (place + 1) * size) for end in ends[layer])
+
     return [
-        [
-            f"{layer}{expert}{end}"
-            for layer, count in counts.items()
-            for expert in range(place * (count // degree), (place + 1) * (count // degree))
-            for end in ends[layer]
-        ]
+        [each for name, layer in order.items() for each in ([name] if layer is None else list_held(place, layer))]
         for place in range(degree)
     ]
+
+
+def _shift(names: Sequence[str], counts: Mapping[str, int], degree: int, place: int) -> list[str]:
+    """One rank's names in the first one's order, which is the same on every rank, as each counts its own from 0."""
+    shifted = []
+    for name in names:
+        found = _EXPERT.match(name)
+        if found is None:
+            shifted.append(name)
+        elif int(found[2]) < (size := counts[found[1]] // degree):
+            shifted.append(f"{found[1]}{int(found[2]) + place * size}{name[found.end() :]}")
+    return shifted

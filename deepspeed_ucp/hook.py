@@ -30,8 +30,9 @@ from .load.off import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
-from .sources.open import seal_folder
+from .sources.open import lacks_states, seal_folder
 from .sources.seal import remove_seal
+from .targets.coverage import writes_states
 from .targets.guard import guard_engine
 from .writer import finish_save, is_decoupled
 
@@ -140,6 +141,12 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     if config is None:
         return
     comm, folder = connect(), os.path.join(str(save_dir), str(tag))
+    if comm.rank == 0 and not is_url(str(save_dir)) and writes_states(engine) and lacks_states(folder):
+        logger.warning(
+            "%s: this DeepSpeed has saved no optimizer states, as releases 0.17.6 to 0.18.4 do in bf16 without ZeRO: "
+            "training cannot go on from it. Save at ZeRO stage 1, or with another release",
+            folder,
+        )
     if is_url(str(save_dir)):  # what lies behind it is another save
         if comm.rank == 0:
             told = "%s: DeepSpeed saves to local folders alone; it has made %s, which no load from the URL finds"

@@ -32,8 +32,7 @@ class Topology:
         master: dtype of the master weights; without a wrapper of the first parameter.
         elastic: optimizer states are saved without padding (``elastic_checkpoint``).
         offload: device of optimizer and parameter offload, as ``optimizer/param``.
-        flats: the flat buffers in order, with the module's own spelling of names (empty for the raw torch optimizer,
-            whose order is not recorded).
+        flats: the flat buffers in order, with the module's own spelling of names.
     """
 
     zero_stage: int
@@ -71,13 +70,18 @@ def find_differences(source: Topology, target: Topology) -> list[str]:
     if len(source.flats) != len(target.flats):
         return [f"flat buffers {len(source.flats)} → {len(target.flats)}"]
     flats = enumerate(zip(source.flats, target.flats, strict=True))
-    other = (f"flat buffer {number}: {_compare_flats(old, new)}" for number, (old, new) in flats if old != new)
+    same = _list_names(source) == _list_names(target)
+    other = (f"flat buffer {number}: {_compare_flats(old, new, same)}" for number, (old, new) in flats if old != new)
     return list(islice(other, 1))
 
 
-def _compare_flats(old: FlatBuffer, new: FlatBuffer) -> str:
+def _list_names(topology: Topology) -> list[str]:
+    return sorted(name for flat in topology.flats for name in flat.names)
+
+
+def _compare_flats(old: FlatBuffer, new: FlatBuffer, same: bool) -> str:
+    """What differs; ``same`` says that all flat buffers together hold the same parameters."""
     if old.names != new.names:
-        same = sorted(old.names) == sorted(new.names)
         return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
     if old.shapes != new.shapes:
         return _compare_shapes(old, new)

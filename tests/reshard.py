@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,6 +102,7 @@ class FakeTarget(Target):
         self.experts = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)}
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
+        self.recorded: Callable[[], list[str]] | None = None
         self.swaps = SwapFiles()
         self.has_copies = topology.kind != "raw"
         stage = {"zero_optimization_stage": lambda: topology.stage}
@@ -283,7 +284,8 @@ def groups_of(target: Any, comm: Comm) -> Any:
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
     """The index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
-    return open_checkpoint(str(folder), comm, groups_of(target, comm)[0])
+    groups, _, order = groups_of(target, comm)
+    return open_checkpoint(str(folder), comm, groups, (), order, record=target.recorded, ep=target.ep)
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:

@@ -93,6 +93,26 @@ def test_a_ranks_names_in_its_modules_order(live: int, saved: int) -> None:
     assert deal_experts(names, saved) == dealt
 
 
+@pytest.mark.parametrize("live", [1, 2, 4])
+@pytest.mark.parametrize("saved", [1, 2, 4])
+def test_experts_are_dealt_among_other_parameters(live: int, saved: int) -> None:
+    """A group of all of the model's parameters, as the module has them."""
+
+    def mix(held: range) -> list[str]:
+        first, second = (name_all(2, held)[number * 2 * len(held) :][: 2 * len(held)] for number in (0, 1))
+        return ["in", "0.gate", *first, "0.norm", "1.gate", *second, "out"]
+
+    held = [[range(rank * 4 // degree, (rank + 1) * 4 // degree) for rank in range(degree)] for degree in (live, saved)]
+    names = list(dict.fromkeys(name for own in held[0] for name in mix(own)))
+    assert deal_experts(names, saved) == [mix(own) for own in held[1]]
+    backwards = list(dict.fromkeys(name for own in held[0] for name in mix(own)[::-1]))
+    if live == saved:
+        assert deal_experts(backwards, saved, live) == [mix(own)[::-1] for own in held[1]]
+    elif live < 4:  # of one expert a rank nothing is seen of the experts' order
+        with pytest.raises(ValueError, match=f"another order than the module, and {live} .*, where .* had {saved}"):
+            deal_experts(backwards, saved, live)
+
+
 def test_names_that_cannot_be_dealt() -> None:
     by_expert = [name for expert in range(4) for layer in (0, 1) for name in name_all(2, range(expert, expert + 1))]
     with pytest.raises(ValueError, match="another order"):

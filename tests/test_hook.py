@@ -18,13 +18,15 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
 from deepspeed_ucp.io import gets
 from deepspeed_ucp.sources.files import SEAL
-from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model((Param("a", (3, 5)),))
 
 
 class FakeEngine(SimpleNamespace):
     """An engine that only has its configuration."""
+
+    optimizer = None
 
     def use_node_local_storage(self) -> bool:
         return False
@@ -251,6 +253,26 @@ def test_a_save_to_a_url_is_told_and_touches_nothing_behind_it(
     monkeypatch.setattr(hook, "remove_seal", lambda folder: pytest.fail(f"removed the seal of {folder}"))
     assert hook._save_checkpoint(lambda *_: True, make_engine(), "s3://bucket/run", "tag")
     assert "s3://bucket/run: DeepSpeed saves to local folders alone" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_release_that_drops_the_states_is_told_of_at_the_save(
+    kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what it has written: 0.17.6 to 0.18.4 take every engine in bf16 for one with files of optimizer states."""
+    wrapper = type("FP16_UnfusedOptimizer", (), {})
+
+    def original(*_: Any) -> bool:
+        topology = Topology(0, 1, "bf16", "unfused")
+        files = build_files(MODEL, random_state(MODEL, 0, precision="bf16"), topology)
+        files["mp_rank_00_model_states.pt"].update({} if kept else {"optimizer": None})
+        write_files(tmp_path / "tag", files)
+        return True
+
+    engine = make_engine()
+    engine.optimizer, engine.zero_optimization_stage = wrapper(), lambda: 0
+    assert hook._save_checkpoint(original, engine, str(tmp_path), "tag")
+    assert ("has saved no optimizer states" in caplog.text) == (not kept)
 
 
 def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:

@@ -107,8 +107,11 @@ Group = list[tuple[str, bool]]
 """Of a param group (raw name, owned by the optimizer)."""
 
 
-StageGroups = tuple[int, list[Group], list[dict[str, Any]]]
-"""A pipeline stage, its param groups, and the hyper-parameters of each."""
+JoinedGroups = tuple[list[Group], list[dict[str, Any]], dict[str, str]]
+"""Param groups, the hyper-parameters of each; and the names of the module's parameters (:meth:`Target.list_names`)."""
+
+StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
+"""A pipeline stage, and its own."""
 
 
 def tell_groups(target: Target) -> StageGroups | None:
@@ -117,10 +120,10 @@ def tell_groups(target: Target) -> StageGroups | None:
     if not (target.is_first_replica and (place.tp_rank == 0 or target.folded)):
         return None
     groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
-    return place.pp_rank, groups, target.live_hyper()
+    return place.pp_rank, groups, target.live_hyper(), target.list_names()
 
 
-def join_groups(told: Iterable[StageGroups | None]) -> tuple[list[Group], list[dict[str, Any]]]:
+def join_groups(told: Iterable[StageGroups | None]) -> JoinedGroups:
     """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order.
 
     DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
@@ -128,16 +131,18 @@ def join_groups(told: Iterable[StageGroups | None]) -> tuple[list[Group], list[d
 
     Args:
         told: by the ranks (:func:`tell_groups`).
-
-    Returns:
-        The groups, and the hyper-parameters of each.
     """
     joined: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
-    for stage, groups, hyper in (each for each in told if each is not None):
+    order: dict[str, str] = {}
+    for stage, groups, hyper, names in (each for each in told if each is not None):
+        order = {**order, **names}
         known, _ = joined.setdefault(stage, ([{} for _ in groups], hyper))
         for one, more in zip(known, groups, strict=True):  # the same groups with other experts in them
             one.update(dict.fromkeys(more))
-    return _join_stages({stage: ([list(group) for group in each], hyper) for stage, (each, hyper) in joined.items()})
+    stages = {stage: ([list(group) for group in each], hyper) for stage, (each, hyper) in joined.items()}
+    if len(stages) > 1:
+        order = dict(sorted(order.items(), key=lambda names: _find_layer(names[1])))
+    return *_join_stages(stages), order
 
 
 def _join_stages(
@@ -159,12 +164,12 @@ def _join_stages(
                 joined_hyper.append(fields)
             present = {name for name, _ in joined[number]}
             joined[number] += [item for item in group if item[0] not in present]
-    return [sorted(group, key=_find_layer) for group in joined], joined_hyper
+    return [sorted(group, key=lambda item: _find_layer(item[0])) for group in joined], joined_hyper
 
 
-def _find_layer(item: tuple[str, bool]) -> int:
+def _find_layer(name: str) -> int:
     """The layer of a pipeline's parameter; tied modules were registered before the layers."""
-    head = strip_compiled(item[0]).partition(".")[0]
+    head = strip_compiled(name).partition(".")[0]
     return int(head) if head.isdecimal() else -1
 
 

@@ -25,7 +25,7 @@ from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..targets.known import list_unknown
 from ..topology import ATOMIC, find_differences
-from .census import Group, StageGroups, join_groups, tell_groups
+from .census import JoinedGroups, StageGroups, join_groups, tell_groups
 from .client import check_trusted
 from .job import LoadJob
 
@@ -86,13 +86,13 @@ class LiveEngine:
         target: this rank's buffers.
         has_masters: some rank's optimizer owns parameters (a pipeline stage may have none).
         keys: of all ranks' state dicts, those that are no names of parameters or buffers, with these names.
-        groups: param groups over all ranks, and their hyper-parameters.
+        groups: param groups over all ranks, and the module's parameters.
     """
 
     target: Target
     has_masters: bool
     keys: dict[str, str]
-    groups: tuple[list[Group], list[dict[str, Any]]]
+    groups: JoinedGroups
 
 
 def look_at_engine(job: LoadJob) -> LiveEngine:
@@ -114,7 +114,7 @@ def look_at_engine(job: LoadJob) -> LiveEngine:
     target = opened[0]
     keys = {key: name for _, held, _ in told for key, name in held.items()}
     groups = join_groups(groups for *_, groups in told) if any(groups for *_, groups in told) else None
-    own = target.live_groups(), target.live_hyper()
+    own = target.live_groups(), target.live_hyper(), target.list_names()
     return LiveEngine(target, any(has for has, *_ in told), keys, groups or own)
 
 
@@ -217,6 +217,7 @@ def _compare(
     comm, target = job.comm, live.target
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
     options: dict[str, Any] = {"dual": target.is_dual, "keys": live.keys, "rename": rename, "also": also}
+    options |= {"record": target.list_recorded, "ep": target.ep}
     options["weights_only"] = not (job.arguments.with_states and live.has_masters)
     index = open_checkpoint(folder, comm, *live.groups, **options)
     job.report.saved = index.run.job

@@ -91,8 +91,8 @@ def _tell_stateless(save: Save) -> str:
         return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {way}."
     if not save.zero.get("stage"):  # its engine took BF16_Optimizer's place for granted (``zero_optimizer_state``)
         return (
-            f"{folder}: holds no optimizer states: DeepSpeed 0.17 writes none in bf16 without ZeRO, and what they were "
-            f"is lost. {way}, or load a tag that another release saved."
+            f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 write none in bf16 without ZeRO, and "
+            f"what they were is lost. {way}, or load a tag that another release saved."
         )
     prefix = "bf16_" if enabled(save.main.config, "bf16", "bfloat16") else ""
     names = [(name, None) for name in name_shards(save.listing, prefix, len(save.models), save.dp)]

@@ -212,6 +212,18 @@ def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable
             yield name, piece
 
 
+def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
+    """The ties in the first model states, alias → name: those that they tell, and names that share their bytes.
+
+    Args:
+        known: as for :func:`read_module`.
+    """
+    ties = find_ties(save, save.model(0))
+    for _ in drop_ties(read_module(save, save.main, known), ties):
+        pass
+    return ties
+
+
 def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[str, Piece]:
     """A file's ``module`` by parameter names; a nested dict's keys are matched with the known names.
 
@@ -240,7 +252,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
             f"{shorten(sorted(lost or unseen))}. The model's own names are such as {shorten(sorted(named), 3)}. It can "
             "be resumed by DeepSpeed itself in the topology that wrote it."
         )
-    return {name: module[key] for key, name in found.items()}
+    return {found[key]: piece for key, piece in module.items() if key in found}
 
 
 def match_names(keys: list[str], names: set[str]) -> dict[str, str]:

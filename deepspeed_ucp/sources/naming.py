@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import count, strip_compiled
 from ..errors import ConfigError, MismatchError, shorten
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape
-from .module import drop_ties, find_ties, read_module
+from .module import find_all_ties, read_module
+from .ranks import TIED
 from .save import Save
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
@@ -41,6 +42,9 @@ class Naming:
         dual: the live pipeline has two stages on every rank (DualPipeV).
         keys: key of the live module's own state dict → its parameter or buffer, where they differ.
         rename: from the names that the files have and the live ones, the live name → the name there, where they differ.
+        order: every name of the live module's parameters, in its order → the first name of the same parameter.
+        record: names in the live module's state dict, in its order; asked for where that counts.
+        ep: expert-parallel ranks of the live run, the first of whose names ``live`` has in front; 0 where not known.
     """
 
     live: GroupNames | None = None
@@ -51,14 +55,24 @@ class Naming:
     dual: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     rename: Rename = lambda saved, live: {}
+    order: Mapping[str, str] = field(default_factory=dict)
+    record: Callable[[], Iterable[str]] | None = None
+    ep: int = 0
 
-    def name_live(self, save: Save) -> GroupNames | None:
-        """The live groups by the names that the files have."""
+    def translate(self, save: Save) -> Naming:
+        """The same by the names that the files have; of a tied parameter by that which its optimizer had."""
         live = {strip_compiled(name) for group in self.live or () for name, _ in group}
         old = self.rename(_list_names(save), live) if live else {}
+        old = {name: old.get(name, name) for name in {*live, *self.order}}
+        ties = find_all_ties(save, old.values()) if live and not save.is_pipeline else {}
+        old = {name: new for name, saved in old.items() if (new := ties.get(saved, saved)) != name}
         if not old or self.live is None:
-            return self.live
-        return [[(old.get(strip_compiled(name), name), owned) for name, owned in group] for group in self.live]
+            return self
+        named = [[(old.get(strip_compiled(name), name), owned) for name, owned in group] for group in self.live]
+        order = {old.get(name, name): old.get(first, first) for name, first in self.order.items()}
+        record = self.record
+        renamed = record and (lambda: (old.get(name, name) for name in record()))
+        return replace(self, live=named, order=order, record=renamed)
 
 
 def _list_names(save: Save) -> set[str]:
@@ -67,6 +81,11 @@ def _list_names(save: Save) -> set[str]:
     named += [header.layer or {} for header in save.experts.values()]
     layers = (f"{layer}.{key}" for held in save.layers for layer, header in held.items() for key in header.layer or {})
     return {name for tensors in named for name in tensors}.union(layers)
+
+
+def find_owner(name: str) -> str:
+    """Layer or tied module of a pipeline's parameter."""
+    return name.removeprefix(TIED).partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +146,8 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
             f"{save.path(save.main)}: a pipeline's files do not tell which of its layers are tied, so that the order "
             "of its parameters is not known. Give the names of each group as a list of lists."
         )
-    ties, others = find_ties(save, save.model(0)), {*save.model(0).buffers, *save.model(0).shared}
-    dense = [name for name, _ in drop_ties(read_module(save, save.main, ()), ties) if name not in others]
+    others = {*save.model(0).buffers, *save.model(0).shared, *find_all_ties(save, ())}
+    dense = [name for name in read_module(save, save.main, ()) if name not in others]
     # DeepSpeed, or its ``split_params_into_different_moe_groups_for_optimizer``, takes experts out of the group.
     experts = dict.fromkeys(name for _, header in sorted(save.experts.items()) for name in header.layer or {})
     return [[(name, True) for name in names] for names in (dense, list(experts)) if names]

@@ -78,12 +78,15 @@ def open_checkpoint(
     comm: Comm,
     live_groups: GroupNames | None = None,
     live_hyper: Sequence[Mapping[str, Any]] = (),
+    live_order: Mapping[str, str] | None = None,
     *,
     groups: NamedGroups | None = None,
     weights_only: bool = False,
     dual: bool = False,
     keys: Mapping[str, str] | None = None,
     rename: Rename | None = None,
+    record: Callable[[], Iterable[str]] | None = None,
+    ep: int = 0,
     also: Sequence[str] = (),
 ) -> AtomicIndex:
     """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
@@ -93,8 +96,8 @@ def open_checkpoint(
     Args:
         folder: the tag's folder.
         comm: the ranks that load. They may see different files, which together are the checkpoint.
-        live_groups, live_hyper, groups, weights_only, dual, keys, rename: what names the tensors of a source, as
-            :class:`.naming.Naming` has it.
+        live_groups, live_hyper, live_order, groups, weights_only, dual, keys, rename, record, ep: what names the
+            tensors of a source, as :class:`.naming.Naming` has it.
         also: the tag's folder in further places; files of the first one count.
 
     Raises:
@@ -103,6 +106,7 @@ def open_checkpoint(
         MismatchError: stage 0 with other param groups than the live ones.
     """
     naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only, dual=dual, keys=keys or {})
+    naming = replace(naming, order=live_order or {}, record=record, ep=ep)
     report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
@@ -175,6 +179,17 @@ def find_fault(folder: str, also: Sequence[str] = ()) -> UcpError | None:
     except CheckpointError as error:
         return error
     return make_error(each for each in findings if each.kind not in ("unnamed", "unsupported"))
+
+
+def lacks_states(folder: str) -> bool:
+    """Whether a folder on this node is a save at stage 0 without any optimizer states, as far as it can be read."""
+    try:
+        if any(name.endswith("optim_states.pt") for name in os.listdir(folder)):
+            return False
+        model = read_file(folder, "mp_rank_00_model_states.pt").model
+    except (UcpError, OSError):
+        return False
+    return model is not None and model.optim is None
 
 
 def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:

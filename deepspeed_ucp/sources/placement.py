@@ -11,7 +11,8 @@ from itertools import accumulate, chain, combinations
 from ..atoms import count, strip_compiled
 from ..errors import MismatchError, shorten
 from .headers import FileHeader, OptimHeader, Piece, Shape
-from .naming import GroupNames, NamedOptimizer, fits, group_sizes, pick_names, tell_misfit
+from .naming import GroupNames, NamedOptimizer, Naming, find_owner, fits, group_sizes, pick_names, tell_misfit
+from .order import compare_layers
 from .ranks import TIED
 from .save import Save
 
@@ -29,18 +30,21 @@ class _Stage:
     layers: tuple[int, ...]
 
 
-def place_layers(save: Save, live: GroupNames, *, dual: bool = False) -> list[NamedOptimizer]:
+def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOptimizer]:
     """What each rank's optimizer holds, for stages that are runs of layers, with tied modules in front.
 
     Args:
         save: a pipeline's files.
+        naming: the live module's order; a live DualPipeV, so that the saved one may have been one.
         live: param groups of the live optimizer over all its ranks, in the layers' order.
-        dual: the live pipeline is a DualPipeV, so that the saved one may have been.
 
     Raises:
-        MismatchError: no run of layers fits a stage's states, or several do; or those of a DualPipeV as well.
+        MismatchError: no run of layers fits a stage's states, or several do; or those of a DualPipeV as well; or the
+            live layers are defined in another order.
     """
     module = [_TensorParallelRank(save, tp, live) for tp in range(save.tp)]
+    if naming.order:
+        compare_layers(save, naming, module[0].shapes).follow(live, naming.hyper)
     for only_owned in (False, True):
         named = pick_names(live, only_owned)
         found = list(_Search(save, named, module[0].shapes).run())
@@ -50,7 +54,7 @@ def place_layers(save: Save, live: GroupNames, *, dual: bool = False) -> list[Na
                 f"({_tell(found[0])}, or {_tell(found[1])}). Load with load_optimizer_states=False."
             )
         if found:
-            _tell_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=dual)
+            _tell_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
             return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
@@ -133,7 +137,7 @@ class _Search:
         self.tied = list(
             dict.fromkeys(n.removeprefix(TIED).partition(".")[0] for n in everything if n.startswith(TIED))
         )
-        self.buffers = [{_owner(name) for name in save.model(stage * save.tp).buffers} for stage in range(save.pp)]
+        self.buffers = [{find_owner(name) for name in save.model(stage * save.tp).buffers} for stage in range(save.pp)]
 
     def run(self) -> Iterator[list[_Stage]]:
         if len(self.tied) > _MAX_TIED or any(name not in self.shapes for group in self.named for name in group):
@@ -170,7 +174,7 @@ class _Search:
         """Per layer and tied module its parameters, or their elements where the saved groups tell these."""
         weights: Counter[str] = Counter()
         for name in (name for group in self.named for name in group):
-            weights[_owner(name)] += count(self.shapes[name]) if optim.kind == "fp16_fused" else 1
+            weights[find_owner(name)] += count(self.shapes[name]) if optim.kind == "fp16_fused" else 1
         return weights
 
     def _has_buffers(self, stage: int, found: _Stage) -> bool:
@@ -223,18 +227,13 @@ class _TwoWays(_Search):
                         yield begin, end
 
 
-def _owner(name: str) -> str:
-    """Layer or tied module of a name."""
-    return name.removeprefix(TIED).partition(".")[0]
-
-
 def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...]]:
     """The groups' names that a stage holds in its own order: tied modules were registered first."""
     order = {f"{TIED}{key}": position for position, key in enumerate(stage.tied)}
     order.update({str(layer): len(order) + position for position, layer in enumerate(stage.layers)})
 
     def place(name: str) -> int | None:
-        return order.get(f"{TIED}{_owner(name)}" if name.startswith(TIED) else _owner(name))
+        return order.get(f"{TIED}{find_owner(name)}" if name.startswith(TIED) else find_owner(name))
 
     held = [[(at, name) for name in group if (at := place(name)) is not None] for group in named]
     return [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in held]

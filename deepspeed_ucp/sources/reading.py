@@ -283,6 +283,9 @@ class HeaderReader:
         params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
         states = {key: self._read_states(value) for key, value in inner.get("state", {}).items()}
+        kept = sum(map(len, params)) if kind == "fp16_unfused" else len(groups)
+        if kind.startswith("fp16") and len(masters) != kept:
+            raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
         return OptimHeader(
             kind=kind,
             stage=stage,

@@ -20,6 +20,7 @@ from .builder import Builder
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
+from .order import Order, compare_modules
 from .placement import place_layers
 from .ranks import TIED, SavedRank, list_ranks
 from .save import Save
@@ -34,8 +35,8 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
         MismatchError: the live param groups do not fit the saved ones.
         ConfigError: the groups are of another form.
     """
-    save = builder.save
-    live = naming.name_live(save)
+    save, naming = builder.save, naming.translate(builder.save)
+    live = naming.live
     wrapper = save.model(0).optim
     if wrapper is None or wrapper.kind == "bf16" or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
         owned = [model.owned for model in save.first_models]  # ZeRO's files tell which it had trained
@@ -78,7 +79,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
         return
     builder.ranks, builder.instances = list_ranks(save, [list(names) for names in owned])
     for rank, part, shapes, everything in zip(builder.ranks, parts, owned, trained, strict=True):
-        _add_part(builder, rank, part, shapes, everything if save.pp > 1 else {})
+        _add_part(builder, rank, part, shapes, everything)
 
 
 def _add_experts(
@@ -131,10 +132,16 @@ def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None
     """Add what one expert-parallel rank holds to its model-parallel rank; of another lane's its experts alone."""
     own = whole.tp == part.tp
     whole.shapes.update({name: shape for name, shape in part.shapes.items() if own or is_expert(name)})
-    for flat in part.flats:
+    flats, at = list(whole.flats), 0
+    places = {flat.names: place for place, flat in enumerate(flats)}
+    for flat in part.flats:  # experts between what all ranks have stay there
         spread = any(map(is_expert, flat.names))
-        if (own or spread) and not any(flat.names == held.names for held in whole.flats):
-            whole.flats += (replace(flat, ranks=holders if spread else None),)
+        if flat.names in places:
+            at = max(at, places[flat.names] + len(flats) - len(places) + 1)
+        elif own or spread:
+            flats.insert(at, replace(flat, ranks=holders if spread else None))
+            at += 1
+    whole.flats = tuple(flats)
     known = [group.members for group in whole.groups] or [()] * len(part.groups)
     whole.groups = tuple(
         GroupInfo(
@@ -158,12 +165,26 @@ def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[Nam
             "with a YAML or JSON file that lists the names of each group in order."
         )
     if save.is_pipeline:
-        return place_layers(save, live or (), dual=naming.dual)
+        return place_layers(save, naming, live or ())
+    order = compare_modules(save, naming) if naming.order else None
+    if live is not None and order is not None:
+        live = order.follow(_join_groups(save, live, naming.order), naming.hyper)
+    dealt = _deal_experts(save, live, naming.ep, order) if live is not None and save.expert_optims else []
     parts = []
     for mp in range(len(save.models)):
         files = {rank: file for (held, rank), file in save.expert_optims.items() if held == mp}
-        parts += [_name_part(save, mp, rank, file, live) for rank, file in (files or {0: save.models[mp][0]}).items()]
+        files = files or {0: save.models[mp][0]}
+        parts += [_name_part(save, mp, ep, file, dealt[ep] if dealt else live) for ep, file in files.items()]
     return parts
+
+
+def _join_groups(save: Save, live: GroupNames, order: Mapping[str, str]) -> GroupNames:
+    """The live groups; ZeRO has experts in their own, also where the saved one had all parameters, in module order."""
+    files = [file.optim for file in save.expert_optims.values() if file.optim]
+    if len(live) < 2 or not files or any(len(optim.groups) > 1 for optim in files):
+        return live
+    owned = {strip_compiled(name): is_owned for group in live for name, is_owned in group}
+    return [[(name, owned[name]) for name in dict.fromkeys(order.values()) if name in owned]]
 
 
 def _name_part(save: Save, mp: int, ep: int, file: FileHeader, live: GroupNames | None) -> NamedOptimizer:
@@ -183,7 +204,7 @@ def _name_part(save: Save, mp: int, ep: int, file: FileHeader, live: GroupNames 
     fused = _find_fused(save.model(mp), ep, shapes)
     shapes |= {name: (len(parts), *next(iter(parts.values()))) for name, parts in fused.items()}
     if save.expert_optims and live is not None:
-        live = _pick_live(save, _deal_experts(save, live)[ep], fused, shapes, len(optim.groups))
+        live = _pick_live(save, live, fused, shapes, len(optim.groups))
     groups = fit_groups(optim, save.model(mp), shapes, live, save.path(file))
     return NamedOptimizer(file, optim, groups, shapes, tensors, mp, ep, fused)
 
@@ -216,8 +237,8 @@ def _pick_live(
     return picked if len(picked) == saved else [group for group in picked if group]
 
 
-def _deal_experts(save: Save, live: GroupNames) -> list[GroupNames]:
-    """Of the live groups what each expert-parallel rank of the saved run had in them.
+def _deal_experts(save: Save, live: GroupNames, ep: int, order: Order | None) -> list[GroupNames]:
+    """What each expert-parallel rank of the saved run had in the groups of a live one of so many of them.
 
     Raises:
         MismatchError: the files do not tell which rank had which experts.
@@ -236,7 +257,8 @@ def _deal_experts(save: Save, live: GroupNames) -> list[GroupNames]:
     for group in live:
         owned = dict(group)
         try:
-            parts = deal_experts(list(owned), len(dealt))
+            kept = order is None or order.is_kept(group)
+            parts = deal_experts(list(owned), len(dealt), ep, ordered=kept)
         except ValueError as error:
             raise MismatchError(
                 f"{save.path(files[0])}: {error}. Stage 0 saves no parameter names: give the optimizer "
@@ -272,7 +294,7 @@ def _add_part(
 
     Args:
         owned: its parameters, with shapes, as far as their masters are in the files.
-        ordered: those of a raw optimizer that make up its flats, which tell where stages end.
+        ordered: those that make up its flats.
     """
     rank.shapes.update(owned)
     held = [tuple(n for name in names for n in part.list_parts(name) if n in owned) for names in part.groups]
@@ -280,18 +302,17 @@ def _add_part(
         GroupInfo(tuple(map(rank.param, names)), hyper) for names, hyper in zip(held, part.optim.groups, strict=True)
     )
     if part.optim.kind == "fp16_fused":
-        rank.flats = tuple(_add_fused(builder, rank, part, index, names) for index, names in enumerate(held))
+        rank.flats = tuple(_add_fused(builder, rank, part, index, ordered) for index in range(len(held)))
         return
     # fp32: the model's own parameters are the masters
     masters: Sequence[Piece | None] = part.optim.masters if part.optim.kind != "torch" else [None] * len(part.names)
     for name, master, states in zip(part.names, masters, share_steps(part.optim), strict=True):
         _add_whole(builder, rank, part, name, master, states)
-    laid = ordered if part.optim.kind == "torch" else owned  # a raw optimizer's order is the live one
     rank.flats = tuple(
         _lay_whole(part, name, index)
         for index, names in enumerate(part.groups)
         for name in names
-        if any(each in laid for each in part.list_parts(name))
+        if any(each in ordered for each in part.list_parts(name))
     )
 
 
@@ -337,7 +358,9 @@ def _add_whole(
     builder.add_states(rank, cuts, states if shape else states.of_zero_dim(), count(shape), part.header)
 
 
-def _add_fused(builder: Builder, rank: SavedRank, part: NamedOptimizer, index: int, held: Sequence[str]) -> FlatBuffer:
+def _add_fused(
+    builder: Builder, rank: SavedRank, part: NamedOptimizer, index: int, held: Collection[str]
+) -> FlatBuffer:
     """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
     names = part.groups[index]
     buffer = join_parameters(index, names, [part.shapes[name] for name in names])
@@ -346,4 +369,4 @@ def _add_fused(builder: Builder, rank: SavedRank, part: NamedOptimizer, index: i
     builder.add_cuts(rank, MASTER, cuts, part.header, part.optim.masters[index])
     if index < len(part.optim.tensors):
         builder.add_states(rank, cuts, part.optim.tensors[index], buffer.partition, part.header)
-    return buffer.keep(held)
+    return buffer.keep([name for name in buffer.names if name in held])

@@ -157,14 +157,25 @@ def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
     tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
     for file, count in counts.items():
         if count.differing > max(tolerated * count.total, 1):
+            path, state_file = index.stored.files[file].path, index.run.state_file
+            told = _ONE_FILE if path == state_file else _STRANGER
             raise CheckpointError(
-                f"{index.stored.files[file].path}: its fp32 weights are not those of the model states in "
-                f"{index.run.state_file} ({count.differing} of {count.total} elements compared differ; {count.first}). "
-                "The file belongs to another run or step; put the right one back. If the copies were changed on "
-                "purpose (averaged or merged weights), take them with load_optimizer_states=False or "
-                "load_module_only=True; training that goes on with optimizer states goes on from the fp32 weights, "
-                'which "verify": "off" loads.'
+                f"{path}: its fp32 weights are not those of the model states in {state_file} ({count.differing} of "
+                f"{count.total} elements compared differ; {count.first}). {told}"
             )
+
+
+_STRANGER = (
+    "The file belongs to another run or step; put the right one back. If the copies were changed on purpose (averaged "
+    "or merged weights), take them with load_optimizer_states=False or load_module_only=True; training that goes on "
+    'with optimizer states goes on from the fp32 weights, which "verify": "off" loads.'
+)
+
+_ONE_FILE = (
+    "Both are of one save, and stage 0 saves fp32 weights by position, without names: this run gives its parameters to "
+    "the optimizer in another order than the saved run did. Use the saved order. If the copies were changed on purpose "
+    "(averaged or merged weights), take them with load_optimizer_states=False or load_module_only=True."
+)
 
 
 def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:

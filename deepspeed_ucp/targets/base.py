@@ -233,7 +233,7 @@ class Target(ABC):
         swap: SwapPlace | None = None,
     ) -> None:
         """Note a live buffer, whose names are as the module spells them: so a checkpoint of this engine has them."""
-        if buffer.names and (layer := find_layer(buffer.names[0], self.experts)):
+        if layer := next(filter(None, (find_layer(name, self.experts) for name in buffer.names)), None):
             held = self.experts[layer]
             buffer, self.ep = replace(buffer, ranks=held.ranks), max(self.ep, held.degree)
         named = zip(buffer.names, buffer.shapes, strict=True)
@@ -336,6 +336,20 @@ class Target(ABC):
             named = [[part for name in group for part in self._name_parts(name)] for group in recorded]
             return [[(name, strip_compiled(name) in self.owned) for name in group] for group in named]
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
+
+    def list_names(self) -> dict[str, str]:
+        """Every name of the module's parameters, in its order → the first name of the same parameter."""
+        return {name: name for name in self.params} | self.aliases
+
+    def list_recorded(self) -> Iterator[str]:
+        """Names in the module's state dict, in its order, which may be one of the client's own."""
+        todo: list[tuple[str, Any]] = [("", self.engine.module.state_dict())]
+        while todo:
+            name, value = todo.pop()
+            if isinstance(value, Mapping):
+                todo += [(f"{name}.{key}" if name else key, part) for key, part in reversed([*value.items()])]
+            elif isinstance(value, torch.Tensor):
+                yield self.list_keys().get(strip_compiled(name), strip_compiled(name))
 
     def live_hyper(self) -> list[dict[str, Any]]:
         """Hyper-parameters of these groups; of what is no plain data the type alone."""

@@ -114,6 +114,12 @@ def has_drawn(engine: Any) -> bool:
     return bool(getattr(find_data_sampler(engine), "data_clusters", None))
 
 
+def writes_states(engine: Any) -> bool:
+    """Whether the model states of a save are to hold the optimizer's: in 16 bits without ZeRO."""
+    is_wrapped = type(engine.optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+    return is_wrapped and engine.zero_optimization_stage() == 0
+
+
 def list_unsaved(engine: Any) -> list[str]:
     """State that no save holds and that is the live engine's own after a load, in words."""
     found = []

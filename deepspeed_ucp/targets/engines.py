@@ -215,17 +215,10 @@ class TorchTarget(Target):
     has_copies = False
 
     def collect(self) -> None:
-        if self.wrapped is None:
-            self.wrapper = BARE
-            return
         for group, fields in enumerate(self.wrapped.param_groups):
             for param in fields["params"]:
                 if param.requires_grad and param.numel():
                     self.add_flat(join_parameters(group, *self.describe([param])), 0, param)
-        if (
-            self.place.pp == 1 and not self.experts
-        ):  # where a pipeline's stage ends is part of the topology, an optimizer's order is not
-            self.layout.clear()
 
     @property
     def optimizer(self) -> Any:
@@ -235,12 +228,11 @@ class TorchTarget(Target):
         """Nothing to do: there are no copies."""
 
 
-class OffloadOnlyTarget(Target):
-    """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
+class WeightsTarget(Target):
+    """An engine without an optimizer below ZeRO 3; in bf16 it has a wrapper all the same, around nothing."""
 
-    wrapper = "zero3_inference"
+    wrapper = BARE
     has_copies = False
-    dp = Zero3Target.dp
 
     def collect(self) -> None:
         """No masters."""
@@ -248,6 +240,16 @@ class OffloadOnlyTarget(Target):
     @property
     def optimizer(self) -> Any:
         return None
+
+    def refresh_copies(self) -> None:
+        """Nothing to do: there are no copies."""
+
+
+class OffloadOnlyTarget(WeightsTarget):
+    """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
+
+    wrapper = "zero3_inference"
+    dp = Zero3Target.dp
 
     def refresh_copies(self) -> None:
         self.drop_secondary_copies()
@@ -260,7 +262,7 @@ TARGETS: dict[str, type[Target]] = {
     "FP16_Optimizer": Fp16FusedTarget,
     "FP16_UnfusedOptimizer": Fp16UnfusedTarget,
     "DeepSpeedZeRoOffload": OffloadOnlyTarget,
-    "NoneType": TorchTarget,
+    "NoneType": WeightsTarget,
 }
 
 
@@ -274,6 +276,8 @@ def open_target(engine: Any) -> Target:
     check_engine(engine)
     kind = type(engine.optimizer).__name__
     found = TARGETS.get(kind)
+    if not getattr(engine.optimizer, "using_real_optimizer", True):
+        found = WeightsTarget
     if found is None and isinstance(engine.optimizer, torch.optim.Optimizer):
         found = TorchTarget
     if found is None:

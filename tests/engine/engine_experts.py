@@ -29,6 +29,7 @@ class Spread:
         shuffled: odd ranks have the param groups of the degrees in another order.
         tied: the second layer of experts is the first one.
         residual: attribute that holds the residual layer.
+        together: all parameters are in one param group of a client's optimizer.
     """
 
     world: int
@@ -39,9 +40,15 @@ class Spread:
     shuffled: bool = False
     tied: bool = False
     residual: str = "residual"
+    together: bool = False
 
     def __str__(self) -> str:
-        order = "-data-first" * self.data_first + "-shuffled" * self.shuffled + "-tied" * self.tied
+        order = (
+            "-together" * self.together
+            + "-data-first" * self.data_first
+            + "-shuffled" * self.shuffled
+            + "-tied" * self.tied
+        )
         return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
 
 
@@ -79,6 +86,10 @@ def make(spread: Spread, seed: int) -> Any:
         config[spread.precision] = {"enabled": True}
     torch.manual_seed(seed + dist.get_rank())
     module = Layers(spread.degrees, tied=spread.tied, residual=spread.residual)
+    if spread.together:
+        del config["optimizer"]
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
     params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
     if spread.shuffled and dist.get_rank() % 2:

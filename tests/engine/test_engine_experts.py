@@ -82,6 +82,24 @@ def test_every_expert_comes_back(
                 assert parts[0][2] == pytest.approx(losses, abs=1e-7)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_among_all_parameters_in_one_group(
+    precision: str, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    """As ``AdamW(model.parameters())`` has them at stage 0."""
+    world, source = ucp_worlds.get(2), Spread(2, 0, precision, (2, 2), together=True)
+    expected = join([states for states, _ in world.run(engine_experts.save, source, str(tmp_path), 1)])
+    targets = [source, Spread(2, 0, precision, (1, 1), together=True), Spread(2, 1, "bf16", (2, 2))]
+    for target in targets if precision == "fp32" else targets[:2]:
+        with subtests.test(target=str(target)):
+            parts = [part for (part,) in world.run(engine_experts.load_each, target, [str(tmp_path)])]
+            assert not isinstance(parts[0], str), parts[0]
+            assert all(direct == (source != target) for direct, _, _ in parts)
+            states = join([states for _, states, _ in parts])
+            assert states.keys() == expected.keys()
+            assert all(torch.equal(states[key], expected[key]) for key in expected if key[1] != "copy")
+
+
 def test_degrees_that_stage_0_does_not_save_are_refused(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Two layers of the same shapes with one degree each: nothing in the files tells which has which.
 

@@ -71,6 +71,9 @@ class Stage:
         self.groups = groups
         self.folded: set[str] = set()
 
+    def list_names(self) -> dict[str, str]:
+        return {name: name for _, names in self.groups for name in names} | {"tied": self.groups[0][1][0]}
+
     def speaks_for(self, name: str) -> bool:
         return self.is_first_replica
 
@@ -89,21 +92,22 @@ class Stage:
 
 def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
     stages: list[Any] = [Stage(0, [(0.1, ["0.w"]), (0.0, ["0.b"])]), Stage(1, [(0.0, ["1.b"])])]
-    for joined, hyper in run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm)):
+    for joined, hyper, order in run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm)):
+        assert list(order.values()) == ["0.w", "0.b", "1.b", "1.b"] and order["tied"] == "1.b"
         assert joined == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
         assert [fields["weight_decay"] for fields in hyper] == [0.1, 0.0]
 
 
 def test_experts_of_all_ranks_are_in_a_group() -> None:
     ranks: list[Any] = [Stage(0, [(0.1, ["dense"]), (0.1, ["e.0"])]), Stage(0, [(0.1, ["dense"]), (0.1, ["e.1"])])]
-    for joined, hyper in run_ranks(2, lambda rank, comm: groups_of(ranks[rank], comm)):
+    for joined, hyper, _ in run_ranks(2, lambda rank, comm: groups_of(ranks[rank], comm)):
         assert joined == [[("dense", True)], [("e.0", True), ("e.1", True)]]
         assert len(hyper) == 2
 
 
 def test_the_same_parameter_in_two_stages_is_named_once() -> None:
     stages: list[Any] = [Stage(0, [(0.1, ["t", "0.w"])]), Stage(1, [(0.1, ["t", "1.w"])])]
-    joined, _ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
+    joined, *_ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
     assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]
 
 

@@ -28,7 +28,7 @@ MODEL = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen",
 
 
 def lose(folder: Path, topology: Topology, model: Model = MODEL) -> Path:
-    """A save of which no file of optimizer states is left; of stage 0 in bf16 what DeepSpeed 0.17 writes."""
+    """A save of which no file of optimizer states is left; of stage 0 in bf16 what DeepSpeed 0.17.6 writes."""
     state = random_state(model, 0, precision=topology.precision)
     files = build_files(model, state, topology)
     if topology.stage == 0:
@@ -53,7 +53,7 @@ def test_states_are_asked_for(source: Topology, target: Topology | None, strict:
         run_load(open_for(path, rank), rank, load_module_strict=strict)
     prefix = "bf16_" if source.precision == "bf16" else ""
     missing = f"{prefix}zero_pp_rank_{{0-{source.dp - 1}}}_mp_rank_00_optim_states.pt missing"
-    assert ("DeepSpeed 0.17 writes none" if source.stage == 0 else missing) in str(told.value)
+    assert ("DeepSpeed 0.17.6 to 0.18.4 write none" if source.stage == 0 else missing) in str(told.value)
     assert "load_optimizer_states=False" in str(told.value)
     assert len(str(told.value).splitlines()) == 1
     assert all(torch.equal(flat.data, old) for flat, old in zip(rank.flats, before, strict=True))

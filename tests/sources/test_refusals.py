@@ -399,3 +399,30 @@ def test_each_header_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(name for name, _ in read) == sorted([STATES, *(shard(rank) for rank in range(5))])
     assert max(Counter(rank for _, rank in read).values()) == 3
     assert all(index == indexes[0] for index in indexes)
+
+
+# -- stage 0 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", ["fused", "unfused"])
+@pytest.mark.parametrize("lists", ["fp32_groups", "param_groups"])
+def test_lists_of_different_lengths_are_damage(lists: str, wrapper: str, tmp_path: Path) -> None:
+    files = make_files(Topology(0, 1, "fp16", wrapper))
+    optimizer = files[STATES]["optimizer"]
+    if lists == "fp32_groups":
+        optimizer["fp32_groups" if wrapper == "unfused" else "fp32_groups_flat"].pop()
+    else:
+        optimizer["optimizer_state_dict"]["param_groups"].pop()
+    text = f"{STATES}: its header cannot be read .* fp32 weights, and optimizer states of"
+    refuse(tmp_path, files, CheckpointError, text)
+
+
+def test_weights_that_are_not_those_of_their_names_are_told_to_be_in_another_order(tmp_path: Path) -> None:
+    """Stage 0 has both in one file: it is no other run's."""
+    files = make_files(Topology(0, 1, "bf16", "unfused"))
+    optimizer = files[STATES]["optimizer"]
+    optimizer["fp32_groups"] = [[tensor + 1 for tensor in group] for group in optimizer["fp32_groups"]]
+    index = open_files(tmp_path, files)
+    with pytest.raises(CheckpointError, match="in another order than the saved run did. Use the saved order") as told:
+        check_samples(index, list(index.stored.atoms), Comm())
+    assert "verify" not in str(told.value) and "another run" not in str(told.value)

@@ -1,0 +1,182 @@
+"""In what order a stage-0 optimizer had its parameters: its file does not say, the order of the saved module does.
+
+A positional state is that of the parameter which the saved run's optimizer had at its place. As a rule that is the
+module's order: ``model.parameters()``, or groups filled in a loop over them; and so is the order of its state dict.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..atoms import strip_compiled
+from ..errors import MismatchError
+from ..experts import is_expert, read_name
+from .headers import Shape
+from .module import match_names, read_module
+from .naming import CHANGING, GroupNames, Naming, find_owner
+from .save import Save
+
+Place = tuple[int, int]
+"""Of a parameter: a number of its unit, and its place in it. The order of units to each other is not looked at."""
+
+Places = Mapping[str, Place]
+"""By the form of a parameter's name."""
+
+_NOWHERE = (1 << 62, 0)
+
+
+def _name_form(name: str) -> str:
+    """A parameter's name; an expert's is that of its layer's first, as they are alike."""
+    found = read_name(name)
+    if found is None:
+        return name
+    return f"{found.layer}{found.end}.0" if found.fused else f"{found.layer}0{found.end}"
+
+
+def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -> dict[str, Place]:
+    """The places of names in their order.
+
+    Args:
+        unit: the number of a name's unit. The files of experts tell nothing of other parameters.
+    """
+    places: dict[str, Place] = {}
+    for place, name in enumerate(names):
+        places.setdefault(_name_form(name), (unit(name), place))
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of a live module's parameters beside that of the saved one.
+
+    Attributes:
+        path: of the file that tells the saved order.
+        now: places in the live module.
+        before: places in the saved one.
+        shapes: in the saved one, by the names' forms as well.
+        pipeline: it is one, of which each layer's file tells the order of its own parameters.
+        record: the places in the live module's state dict, which may be in an order of its own.
+    """
+
+    path: str
+    now: Places
+    before: Places
+    shapes: Mapping[str, Shape]
+    pipeline: bool = False
+    record: Callable[[], Places] | None = None
+
+    def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
+        """The live optimizer's param groups as the saved one had them.
+
+        Args:
+            groups: by the names that the files have.
+            hyper: their hyper-parameters.
+
+        Raises:
+            MismatchError: the module defines them in another order, and how the saved optimizer had them is not known.
+        """
+        held = [self._list_known(group) for group in groups]
+        moved = [names for names in held if self._differ(names, self.now)]
+        swapped = [names for names in self._list_alike(held, hyper) if self._differ(names, self.now)]
+        recorded = self.record() if self.record and (moved or swapped) else self.now
+        if not any(self._differ(names, recorded) for names in (*moved, *swapped)):
+            return groups
+        if doubt := self._find_doubt(moved, swapped, recorded):
+            one, other = self._find_pair((moved or swapped)[0])
+            raise MismatchError(
+                f"{self.path}: this run's module defines its parameters in another order ({one} before {other}; in the "
+                f"checkpoint behind it), and {doubt}. Stage 0 saves optimizer states by position, without names: "
+                "define the modules in the saved order, or load with load_optimizer_states=False."
+            )
+        pairs = zip(held, groups, strict=True)
+        return [self._move(group, names) if names in moved else group for names, group in pairs]
+
+    def is_kept(self, group: Iterable[tuple[str, bool]]) -> bool:
+        """Whether a group of the live optimizer has the parameters in the module's order."""
+        names = self._list_known(group)
+        return all(self._is_sorted([name for name in names if is_expert(name) == which]) for which in (True, False))
+
+    def _is_sorted(self, names: list[str]) -> bool:
+        return names == _sort(names, self.now)
+
+    def _find_doubt(self, moved: Sequence[list[str]], swapped: Sequence[list[str]], recorded: Places) -> str:
+        """Why it is not known what the saved optimizer had at which place; empty where it is."""
+        everything = [name for names in (*moved, *swapped) for name in names]
+        if _sort(everything, recorded) != _sort(everything, self.now):
+            return "the model's state_dict has an order of its own, so that the saved module's is not known"
+        if self.pipeline:
+            return "how the optimizers of a pipeline's stages had them is not known"
+        if swapped:
+            return "param groups of the same sizes may have changed places as well"
+        if any(map(is_expert, everything)):
+            return "where experts were among them is not known"
+        if not all(map(self._is_sorted, moved)):
+            return "the optimizer has them in an order of its own"
+        return ""
+
+    def _list_known(self, group: Iterable[tuple[str, bool]]) -> list[str]:
+        """The forms of a group's names of which both places are known."""
+        forms = dict.fromkeys(_name_form(strip_compiled(name)) for name, _ in group)
+        return [form for form in forms if form in self.now and form in self.before]
+
+    def _list_alike(self, held: Sequence[list[str]], hyper: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """The first parameters of groups that neither hyper-parameters nor shapes tell apart."""
+        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for number, names in enumerate(held):
+            fields = hyper[number] if number < len(hyper) else {}
+            fixed = sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING)
+            sizes = sorted(self.shapes[name] for name in names)
+            alike[str(fixed), str(sizes)] += _sort(names, self.now)[:1]
+        return list(alike.values())
+
+    def _differ(self, names: list[str], places: Places) -> bool:
+        return _sort(names, places) != _sort(names, self.before)
+
+    def _find_pair(self, names: list[str]) -> tuple[str, str]:
+        """Two parameters, the first of which has moved behind the other."""
+        pairs = zip(_sort(names, self.now), _sort(names, self.before), strict=True)
+        return next((one, other) for one, other in pairs if one != other)
+
+    def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
+        """A group, of whose parameters those with known places are in the saved order."""
+        items = {strip_compiled(item[0]): item for item in group}
+        moved = dict(zip(names, _sort(names, self.before), strict=True))
+        return [items[moved.get(name, name)] for name in items]
+
+
+def _sort(names: Iterable[str], places: Places) -> list[str]:
+    return sorted(names, key=lambda name: places.get(name, _NOWHERE))
+
+
+def compare_modules(save: Save, naming: Naming) -> Order:
+    """The live module's order beside that of the saved module, and of its experts' files."""
+    tensors = dict(read_module(save, save.main, naming.order))
+    layers = {layer: file.layer or {} for (layer, *_), file in save.experts.items()}
+    for layer in sorted(layers):
+        tensors |= layers[layer]
+    before = number_names(tensors)
+    for name, first in naming.order.items():  # a parameter is where the first of its names is
+        if (other := _name_form(name)) in before:
+            before[_name_form(first)] = min(before.get(_name_form(first), _NOWHERE), before[other])
+    shapes = {_name_form(name): piece.shape for name, piece in tensors.items()}
+    shapes |= {_name_form(first): shapes[name] for name, first in naming.order.items() if name in shapes}
+    record = partial(_read_record, naming, nested=save.model(0).nested) if naming.record else None
+    return Order(save.path(save.main), number_names(naming.order.values()), before, shapes, record=record)
+
+
+def _read_record(naming: Naming, *, nested: bool) -> Places:
+    names = [*naming.record()] if naming.record else []
+    found = match_names(names, set(naming.order)) if nested else {}
+    return number_names(found.get(name, name) for name in names)
+
+
+def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> Order:
+    """The same of a pipeline, of whose parameters there are shapes in the order of the layers' files."""
+    owners: dict[str, int] = {}
+    before = number_names(shapes, lambda name: owners.setdefault(find_owner(name), len(owners)))
+    now = number_names(naming.order.values(), lambda name: owners.get(find_owner(name), -1))
+    return Order(save.path(save.main), now, before, shapes, pipeline=True)

@@ -1,0 +1,139 @@
+"""Stage 0 where the live module defines its parameters in another order: states go by the saved one, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.topology import find_differences
+from tests.reshard import FakeTarget, check_content, load, make_targets, open_for
+from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
+
+WRAPPERS = pytest.mark.parametrize(
+    "wrapper",
+    [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(0, 1, "fp16", "unfused")],
+    ids=lambda wrapper: wrapper.label,
+)
+SAVED = ("norm", "a.weight", "a.bias", "frozen", "b.weight", "b.bias", "empty", "c.weight")
+OTHER = ("b.weight", "b.bias", "c.weight", "a.weight", "a.bias", "empty", "frozen", "norm")
+
+
+def define(names: Sequence[str], group: Callable[[str], int] = lambda name: 0) -> Model:
+    """A model of layers that are alike, a frozen parameter and one without elements, defined in some order."""
+
+    def make(name: str) -> Param:
+        shape = {"weight": (3, 3), "empty": (0, 2)}.get(name.rpartition(".")[2], (3,))
+        return Param(name, shape, group(name), frozen=name == "frozen")
+
+    return Model(tuple(map(make, names)), {"count": torch.arange(3)})
+
+
+def by_decay(name: str) -> int:
+    return int(not name.endswith("weight"))
+
+
+def save(folder: Path, model: Model, topology: Topology) -> State:
+    state = random_state(model, 3, precision=topology.precision)
+    write_files(folder, build_files(model, state, topology))
+    return state
+
+
+def refuse(folder: Path, target: FakeTarget, text: str) -> None:
+    """States are; the weights, which have names, are not."""
+    with pytest.raises(MismatchError, match=f"in another order .*{text}.* load with load_optimizer_states=False"):
+        open_for(folder, target)
+    assert open_checkpoint(str(folder), Comm(), weights_only=True).stored.atoms
+
+
+def compare(index: AtomicIndex, target: FakeTarget) -> list[str]:
+    saved = index.run.topology
+    return find_differences(saved, replace(saved, flats=tuple(target.layout)))
+
+
+class Backwards(FakeTarget):
+    """Its optimizer was given the parameters from the last to the first."""
+
+    def live_groups(self) -> list[list[tuple[str, bool]]]:
+        return [group[::-1] for group in super().live_groups()]
+
+
+@WRAPPERS
+@pytest.mark.parametrize("group", [lambda name: 0, by_decay], ids=["one-group", "decay"])
+def test_states_go_by_the_order_of_the_saved_module(
+    wrapper: Topology, group: Callable[[str], int], tmp_path: Path
+) -> None:
+    """DeepSpeed's own load would go by the live order: the topologies differ."""
+    saved, live = define(SAVED, group), define(OTHER, group)
+    state = save(tmp_path, saved, wrapper)
+    for target in (wrapper, Topology(1, 2), Topology(3, 2, "bf16")):
+        targets = make_targets(live, target)
+        index = open_for(tmp_path, targets[0])
+        check_content(load(index, targets), state)
+        if target == wrapper:
+            (told,) = compare(index, targets[0])
+            assert "parameter order" in told
+    own = FakeTarget(saved, wrapper, 0)
+    assert not compare(open_for(tmp_path, own), own)
+
+
+@WRAPPERS
+def test_a_tied_parameter_is_where_the_first_of_its_names_is(wrapper: Topology, tmp_path: Path) -> None:
+    middle = define(["a.weight", "b.weight"]).params
+    saved = Model((Param("head", (3, 3)), *middle, Param("embed", (3, 3), alias_of="head")))
+    live = Model((*middle[::-1], Param("embed", (3, 3)), Param("head", (3, 3), alias_of="embed")))
+    state = save(tmp_path, saved, wrapper)
+    targets = make_targets(live, Topology(1, 2))
+    atoms = {{"head": "embed"}.get(name, name): held for name, held in state.atoms.items()}
+    scalars = {{"head": "embed"}.get(name, name): held for name, held in state.scalars.items()}
+    check_content(load(open_for(tmp_path, targets[0]), targets), replace(state, atoms=atoms, scalars=scalars))
+
+
+@WRAPPERS
+def test_an_order_of_the_optimizers_own_is_known_of_the_same_module_alone(wrapper: Topology, tmp_path: Path) -> None:
+    save(tmp_path, define(SAVED), wrapper)
+    refuse(tmp_path, Backwards(define(OTHER), Topology(1), 0), "the optimizer has them in an order of its own")
+    alike = define(["a.weight", "b.weight", "c.weight"])
+    save(tmp_path / "alike", alike, wrapper)
+    index = open_for(tmp_path / "alike", Backwards(alike, Topology(1), 0))
+    assert [group.names for group in index.run.groups] == [("c.weight", "b.weight", "a.weight")]
+
+
+@WRAPPERS
+def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp_path: Path) -> None:
+    """Whether a loop over the modules made them, or a list of its own, is not saved."""
+    names = ["a.weight", "a.bias", "b.weight", "b.bias"]
+
+    def by_layer(name: str) -> int:
+        return int(name.startswith("b"))
+
+    def by_layer_from_behind(name: str) -> int:
+        return int(name.startswith("a"))
+
+    save(tmp_path, define(names, by_layer), wrapper)
+    for groups in (by_layer, by_layer_from_behind):
+        refuse(tmp_path, FakeTarget(define(names[2:] + names[:2], groups), Topology(1), 0), "changed places")
+
+
+@WRAPPERS
+def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_path: Path) -> None:
+    """Sorted by name here. Where the live one is in the saved order, nothing has changed."""
+    saved = define(SAVED)
+    files = build_files(saved, random_state(saved, 3, precision=wrapper.precision), wrapper)
+    for file in files.values():
+        file["module"] = dict(sorted(file["module"].items()))
+    write_files(tmp_path, files)
+    target = FakeTarget(saved, wrapper, 0)
+    target.recorded = lambda: sorted(SAVED)
+    index = open_for(tmp_path, target)
+    assert not compare(index, target)
+    other = FakeTarget(define(OTHER), wrapper, 0)
+    other.recorded = lambda: sorted(SAVED, reverse=True)
+    refuse(tmp_path, other, "the model's state_dict has an order of its own")
