@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..atoms import AtomicIndex, Use
@@ -23,6 +23,9 @@ _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 
 _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
 """Of all files that DeepSpeed's own load may unpickle, those of experts included."""
+
+ORDER = "order of parameters"
+"""The fact that is the names in the module's state dict, of which those count that both sides have."""
 
 _SHOWN = 120
 """Characters of a value that a message shows."""
@@ -61,8 +64,18 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
     missing = [path for path in (model, optim) if path is not None and not is_file(path)]
     if missing:
         return [f"{path} is missing" for path in missing]
-    saved = _read_facts(model, optim)
-    return [f"{key} {_show(saved[key])} → {_show(value)}" for key, value in live.items() if saved[key] != value]
+    saved, facts = _read_facts(model, optim), dict(live)
+    moved = _find_moved(saved[ORDER], facts.pop(ORDER, ()))
+    return moved + [
+        f"{key} {_show(saved[key])} → {_show(value)}" for key, value in facts.items() if saved[key] != value
+    ]
+
+
+def _find_moved(saved: Sequence[str], live: Sequence[str]) -> list[str]:
+    """The first name that is elsewhere among those that both have; stage 0 has states by position."""
+    names = set(saved).intersection(live)
+    before, now = ([name for name in each if name in names] for each in (saved, live))
+    return [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
 
 
 def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
@@ -111,6 +124,7 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
         "expert-parallel ranks": _count_expert_states(model),
         "expert-parallel degrees": None,
         "AutoEP placement": [layer.get("expert_placement") for layer in layers],
+        ORDER: list(tree.get("module") or ()),
         "parameters": _list_shapes(tree.get("param_shapes")),
         "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),

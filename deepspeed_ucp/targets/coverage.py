@@ -183,9 +183,10 @@ def _describe_partitions(engine: Any) -> dict[str, Any]:
 
 def _describe_stage0(engine: Any) -> dict[str, Any]:
     """Replicas of dense parameters may be any number; experts are spread over ranks."""
+    order = {"order of parameters": list(engine.module.state_dict())}
     if not engine.has_moe_layers:
-        return {}
+        return order
     sizes = sorted({layer.ep_size for layer in engine.module.modules() if hasattr(layer, "ep_size")})
-    facts = {"data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
+    facts = {**order, "data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
     # With several degrees the files tell the largest one alone.
     return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}

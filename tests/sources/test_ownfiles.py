@@ -77,6 +77,13 @@ def test_stage_0_has_a_file_of_states_for_each_expert_parallel_rank(files: tuple
     assert compare_own_files(files[0], None, {"expert-parallel ranks": 4}) == ["expert-parallel ranks 2 → 4"]
 
 
+def test_stage_0_has_states_in_the_order_of_the_module(files: tuple[str, str]) -> None:
+    """Names that one side alone has, such as frozen parameters, do not count."""
+    torch.save({**torch.load(files[0]), "module": dict.fromkeys(("a", "b", "frozen", "c"))}, files[0])
+    assert compare_own_files(files[0], None, {"order of parameters": ["a", "new", "b", "c"]}) == []
+    assert compare_own_files(files[0], None, {"order of parameters": ["a", "c", "b"]}) == ["order of parameters b → c"]
+
+
 def test_a_file_that_is_no_checkpoint(files: tuple[str, str]) -> None:
     Path(files[0]).write_bytes(b"nothing" * 20)
     with pytest.raises(CheckpointError):
