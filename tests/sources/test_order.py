@@ -12,7 +12,9 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.experts import is_expert
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.order import Order, number_names
 from deepspeed_ucp.topology import find_differences
 from tests.reshard import FakeTarget, check_content, load, make_targets, open_for
 from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
@@ -137,3 +139,28 @@ def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_p
     other = FakeTarget(define(OTHER), wrapper, 0)
     other.recorded = lambda: sorted(SAVED, reverse=True)
     refuse(tmp_path, other, "the model's state_dict has an order of its own")
+
+
+def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
+    """What an optimizer of all parameters in one group had, by the modules' orders alone."""
+    places = [number_names(names, lambda name: int(name[0]) if options else is_expert(name)) for names in (now, before)]
+    order = Order("path", *places, dict.fromkeys(places[1], ()), **options)
+    return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
+
+
+def test_a_pipelines_layers_are_held_each_against_its_own_file() -> None:
+    """The order of its stages, whose tied modules are registered first, is found by other means."""
+    layers = ["0.w", "0.v", "1.w", "1.v"]
+    assert follow(layers, layers[2:] + layers[:2], pipeline=True) == [layers[2:] + layers[:2]]
+    with pytest.raises(MismatchError, match="1.v before 1.w; in the checkpoint behind it.*pipeline's stages"):
+        follow(layers, ["0.w", "0.v", "1.v", "1.w"], pipeline=True)
+
+
+def test_experts_are_held_against_their_files_alone() -> None:
+    expert = "moe.deepspeed_moe.experts.deepspeed_experts"
+    names = ["in", f"{expert}.0.w", f"{expert}.0.b", f"{expert}.1.w", f"{expert}.1.b", "out"]
+    assert follow(["in", "out", f"{expert}.3.w", f"{expert}.3.b"], names) == [names]
+    with pytest.raises(MismatchError, match="where experts were among them is not known"):
+        follow(["out", "in", *names[1:5]], names)
+    with pytest.raises(MismatchError, match="experts.0.w before .*experts.0.b; in the checkpoint behind it"):
+        follow(["in", "out", f"{expert}.0.b", f"{expert}.0.w"], names)
