@@ -1,0 +1,73 @@
+"""What is given away: the source archive is whole and passes its own tests; documents lead where they say."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILD = "from setuptools import setup; setup(script_args=['-q', 'egg_info', '-e', {0!r}, 'sdist', '-d', {0!r}])"
+FOLDERS = (".ci", "bench", "deepspeed_ucp", "docs", "ds_configs", "examples", "tests")
+QUICK = "tests/cli/test_docs.py"
+"""Tests that read documents, too."""
+
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/**/README.md")})
+
+
+def list_ours() -> set[str]:
+    found = {str(path.relative_to(ROOT)) for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
+    found |= {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".toml", ".cfg", ".txt", ".in")}
+    return {name for name in found if "__pycache__" not in name} | {"LICENSE", "Makefile"}
+
+
+@pytest.mark.slow
+def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", BUILD.format(str(tmp_path))], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert not {name for name in list_ours() if not (unpacked / name).is_file()}
+    told = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
+    assert re.search("^Author: the deepspeed_ucp authors$", told, re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", QUICK]
+    env = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run(command, cwd=unpacked, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_the_install_line_takes_what_was_tested() -> None:
+    lines = re.findall(r"^\$ pip install .*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert lines
+    assert all("-c constraints.txt" in line for line in lines)
+    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = re.findall(r"^([\w-]+)", config["options"]["install_requires"], re.MULTILINE)
+    assert set(needed) - {"deepspeed"} <= {name.lower() for name in pins}
+    assert f"| torch | 2.5 or newer | {'.'.join(pins['torch'].split('.')[:2])} |" in (ROOT / "README.md").read_text()
+
+
+def list_anchors(document: Path) -> set[str]:
+    """As GitHub makes them of headings: in small letters, with dashes for spaces, without other signs."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in list_anchors(target), link
