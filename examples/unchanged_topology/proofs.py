@@ -1,7 +1,7 @@
 """Where plain DeepSpeed resumes wrongly, or not at all, although nothing has changed, and what the plugin does there.
 
-    make proofs                                                 all cases
-    make proofs CASES="tag muon"                                some of them
+    make proofs                        all cases
+    make proofs CASES="tag muon"       some of them
 
 Two ranks train a small model, save, and train on: these losses are what a resume has to give. Then they make the engine
 again, with other weights, and resume: once as DeepSpeed does, once with ``"universal": true``. NVMe needs
