@@ -277,7 +277,7 @@ def test_a_small_file_takes_no_more_memory_than_comes_of_it(
     assert Endless.sent < 12 << 20
 
 
-def test_of_what_its_file_system_reads_the_beginning_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_is_asked_for_the_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_find_link", lambda *_: None)
     with serve(folder, Ranged) as url:
         system, path = remote.connect(f"{url}/a file")
