@@ -14,6 +14,8 @@ SECTION = "checkpoint.universal"
 ENVIRONMENT = "DEEPSPEED_UCP"
 """Variable with defaults for engines, as JSON of what the section may be."""
 
+Argument = Literal["load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"]
+
 
 class UniversalConfig(BaseModel):
     """Options of the plugin for one engine; ``"universal": true`` takes all defaults.
@@ -42,6 +44,7 @@ class UniversalConfig(BaseModel):
         total_batch: ``saved`` has a trainer that counts steps (Hugging Face's Trainer, Accelerate) go on with the total
             batch of the saved run: on another world the gradient accumulation, and the micro batch where needed, make
             it; else a total batch that differs is refused. ``live`` takes this run's, with a warning.
+        arguments: of ``load_checkpoint``, in the place of the caller's: a trainer passes on none of them.
         same_topology: who loads where nothing has changed. ``deepspeed`` leaves it to DeepSpeed's own load;
             ``direct`` is ours, which is faster and compares checksums.
         also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
@@ -68,6 +71,7 @@ class UniversalConfig(BaseModel):
     param_groups: Literal["saved", "live"] = "saved"
     total_batch: Literal["saved", "live"] = "saved"
     same_topology: Literal["deepspeed", "direct"] = "deepspeed"
+    arguments: dict[Argument, bool] = {}
     also: list[str] = []
     report: str | None = None
     storage_options: dict[str, Any] | None = None

@@ -6,12 +6,25 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 
 from .atom import Atom, Atoms, are_alike, check_coverage
 from .held import FileRef, Fragment, Holding, Loose, Record, Records, Row, Shard, Spread, Strip
-from .index import ASKED, BATCH_SIZES, AtomicIndex, GroupInfo, Limits, ModelInfo, RunState, SavedJob, StoredAtoms, Use
+from .index import (
+    ASKED,
+    BATCH_SIZES,
+    BEGUN,
+    AtomicIndex,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    RunState,
+    SavedJob,
+    StoredAtoms,
+    Use,
+)
 from .keys import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, AtomKey, ParamKey, count, strip_compiled
 
 __all__ = [
     "ASKED",
     "BATCH_SIZES",
+    "BEGUN",
     "COPY",
     "ITEMSIZE",
     "MASTER",

@@ -60,6 +60,9 @@ BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 ASKED = "ucp_asked_batch"
 """Key of a ds_config: a rank's samples of a step by the script, where a trainer has kept a saved total batch."""
 
+BEGUN = ("ucp_begun_ranks", "ucp_begun_accumulation")
+"""Keys of a ds_config: ranks and micro batches of a step where the run began, if a resume has changed them."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedJob:
@@ -72,6 +75,7 @@ class SavedJob:
         total_batch: samples of a step, over all ranks; None where nothing tells.
         accumulation: micro batches of a step; None where the ds_config does not tell.
         asked: see :data:`ASKED`; None where the script's own batch was trained on.
+        begun: see :data:`BEGUN`; None where these are still the job's own.
     """
 
     ranks: int
@@ -80,6 +84,7 @@ class SavedJob:
     total_batch: int | None
     accumulation: int | None
     asked: int | None = None
+    begun: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
@@ -88,7 +93,9 @@ class SavedJob:
         steps, samples = counters.get("global_steps") or 0, counters.get("global_samples") or 0
         total = counters.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
         ranks = (counters.get("dp_world_size") or 1) * model_ranks
-        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]), counters.get(ASKED))
+        ours, micro = map(counters.get, BEGUN)
+        begun = (ours, micro) if ours and micro else None
+        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]), counters.get(ASKED), begun)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ..atoms import ASKED, BATCH_SIZES, ITEMSIZE, AtomicIndex, ParamKey
+from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, AtomicIndex, ParamKey
 from ..io.store import read_bytes
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header
@@ -24,7 +24,7 @@ ABSENT = "(absent)"
 LIMIT = 100
 """Differences of the client state that are told."""
 
-TOPOLOGY = ("dp_world_size", "mp_world_size", *BATCH_SIZES, ASKED)
+TOPOLOGY = ("dp_world_size", "mp_world_size", *BATCH_SIZES, ASKED, *BEGUN)
 _MODEL = (
     *("module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "global_steps"),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..atoms import ASKED, BATCH_SIZES, ITEMSIZE, Use, strip_compiled
+from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
@@ -361,7 +361,7 @@ def _read_counters(tree: dict[Any, Any]) -> dict[str, Any]:
 
 def _read_batch(config: Any) -> dict[str, int]:
     """Samples and micro batches of a step where a ds_config has them; it may be a path, or leave them to DeepSpeed."""
-    found = {key: config.get(key, 0) for key in (*BATCH_SIZES[::2], ASKED)} if isinstance(config, dict) else {}
+    found = {key: config.get(key, 0) for key in (*BATCH_SIZES[::2], ASKED, *BEGUN)} if isinstance(config, dict) else {}
     return {key: value for key, value in found.items() if type(value) is int and is_short(value) and value > 0}
 
 

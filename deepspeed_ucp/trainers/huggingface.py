@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer: the saved total batch on any world, before it computes where it stands in its data; random
-states of any world.
+"""Hugging Face's Trainer: the saved total batch on any world, before it computes where it stands in its data; losses
+and random states of any world.
 
 The trainer counts optimizer steps. Which samples, epoch and learning rate a step means follows from its batch sizes, so
 that these are what has to be right, and before anything is made of them: the loop's first lines make the data loader
@@ -9,43 +9,93 @@ and the number of steps, then the engine, then load.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from ..atoms import ASKED, BATCH_SIZES, SavedJob
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
-from ..errors import CheckpointError, MismatchError
+from ..errors import MismatchError, UnsupportedError, count_of
 from ..hook import read_options, show_decisions
-from ..sources.latest import find_checkpoint, find_tags
-from ..sources.open import look_at_job
-from .randomness import States, read_states, restore_ranks
+from .hffolders import choose_folder, find_job, read_random, read_trainer_state
+from .randomness import restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": "{}"}
-"""Keys of ``rng_state_N.pth``."""
 
 _LIVE = f'to go on with this run\'s all the same set "{SECTION}": {{"total_batch": "live"}}'
 
 
+def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.train``: resumes from a folder that is whole, or takes its weights alone into a new run; collective.
+
+    Raises:
+        CheckpointError: the folder is not whole, and with ``fallback`` none before it is.
+    """
+    call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
+    folder = call.arguments.get("resume_from_checkpoint")
+    trainer._ucp_own, trainer._ucp_begun, trainer._ucp_weights = None, None, None
+    if config is not None and folder:
+        show_decisions()
+        folder = call.arguments["resume_from_checkpoint"] = choose_folder(trainer.args, folder, config)
+    if config is not None and folder and config.arguments.get("load_module_only"):
+        trainer._ucp_weights, call.arguments["resume_from_checkpoint"] = folder, None
+        if connect().rank == 0:
+            logger.warning("%s: a new run begins with its weights alone, as load_module_only says", folder)
+    return original(*call.args, **call.kwargs)
+
+
+def prepare_for_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer._prepare_for_training``: a new run takes a checkpoint's weights when its engine is there."""
+    prepared = original(trainer, *args, **kwargs)
+    if (folder := getattr(trainer, "_ucp_weights", None)) is not None:
+        trainer.model_wrapped.load_checkpoint(folder, load_module_strict=not hasattr(trainer.model, "peft_config"))
+    return prepared
+
+
 def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._inner_training_loop``: a resume keeps the saved total batch."""
+    """``Trainer._inner_training_loop``: a resume keeps the saved total batch.
+
+    With ``auto_find_batch_size`` the trainer calls it again, with a smaller batch, when memory has run out.
+    """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     folder, config = call.arguments.get("resume_from_checkpoint"), find_options(trainer)
     trainer._ucp_resumed = None
-    if config is not None and folder:
+    if config is None:
+        return original(*call.args, **call.kwargs)
+    micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_own(trainer)
+    if folder:
         show_decisions()
         tell_order(trainer.args)
         trainer._ucp_resumed = os.fspath(folder) if config.total_batch == "saved" else None
-        micro = call.arguments.get("batch_size") or trainer._train_batch_size
-        call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
+        micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
+    elif trainer.args.auto_find_batch_size:  # the trainer leaves the size that it tried first in the ds_config
+        ranks = _count_replicas(trainer)
+        _set_batch(trainer, micro, accumulation, micro * accumulation * ranks, asked=micro * accumulation)
     return original(*call.args, **call.kwargs)
+
+
+def _restore_own(trainer: Any) -> int:
+    """The accumulation that the script asks for; an earlier attempt may have taken another."""
+    args = trainer.args
+    own = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    trainer._ucp_own = getattr(trainer, "_ucp_own", None) or own
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = trainer._ucp_own
+    return int(args.gradient_accumulation_steps)
+
+
+def _count_replicas(trainer: Any) -> int:
+    """Ranks that take samples of their own."""
+    args = trainer.args
+    step = trainer._train_batch_size * args.gradient_accumulation_steps
+    return int(trainer.get_total_train_batch_size(args) // step)
 
 
 def tell_order(args: Any) -> None:
@@ -80,33 +130,25 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         CheckpointError: the folder holds no state of an engine.
         MismatchError: the total batch is another one on purpose, or these ranks cannot make it.
     """
-    args, comm = trainer.args, connect()
-    job = comm.once(lambda: _look(folder))
+    args, comm, ranks = trainer.args, connect(), _count_replicas(trainer)
+    job = find_job(folder, config, comm, found=args.auto_find_batch_size)
     accumulation: int = args.gradient_accumulation_steps
-    ranks = trainer.get_total_train_batch_size(args) // (trainer._train_batch_size * accumulation)
-    live = micro * accumulation * ranks
-    if job.total_batch in (None, live):
-        return micro
-    if config.total_batch == "live":
+    live, asked = micro * accumulation * ranks, micro * accumulation
+    fit, total = (micro, accumulation), job.total_batch or live
+    if config.total_batch == "live" and total != live:
         _tell_live(job, live, comm.rank)
-        return micro
-    fit = choose_batch(job, folder, micro, ranks, live, _read_own_total(args))
-    _set_batch(trainer, *fit, job.total_batch or live, asked=micro * accumulation)
-    if comm.rank == 0:
-        logger.warning(
-            "%s: total batch %d kept on %d ranks: per-device batch %d → %d, gradient accumulation %d → %d",
-            *(folder, job.total_batch, ranks, micro, fit[0], accumulation, fit[1]),
-        )
+        total = live
+    elif total != live:
+        found = args.auto_find_batch_size
+        fit = choose_batch(job, folder, micro, ranks, live, None if found else _read_own_total(args), found=found)
+    if fit != (micro, accumulation) or args.auto_find_batch_size:
+        _set_batch(trainer, *fit, total, asked=asked)
+    _note_begun(trainer, job, (ranks, fit[1]))
+    if comm.rank == 0 and fit != (micro, accumulation):
+        changes = [("per-device batch", micro, fit[0]), ("gradient accumulation", accumulation, fit[1])]
+        told = ", ".join(f"{name} {old} → {new}" for name, old, new in changes if old != new)
+        logger.warning("%s: total batch %d kept on %s: %s", folder, total, count_of(ranks, "rank"), told)
     return fit[0]
-
-
-def _look(folder: str) -> SavedJob:
-    if not find_tags(folder):
-        raise CheckpointError(
-            f"{folder}: holds weights without the engine's state (save_only_model leaves out optimizer, scheduler and "
-            "random states), so that no run can be resumed from it: start a new one from its weights."
-        )
-    return look_at_job(find_checkpoint(folder))
 
 
 def _tell_live(job: SavedJob, live: int, rank: int) -> None:
@@ -118,8 +160,13 @@ def _tell_live(job: SavedJob, live: int, rank: int) -> None:
         )
 
 
-def choose_batch(job: SavedJob, folder: str, micro: int, ranks: int, live: int, written: int | None) -> tuple[int, int]:
+def choose_batch(
+    job: SavedJob, folder: str, micro: int, ranks: int, live: int, written: int | None, *, found: bool = False
+) -> tuple[int, int]:
     """(per-device batch, accumulation) of a saved total batch.
+
+    Args:
+        found: the micro batch is one that the trainer has found to fit into memory, nobody's wish.
 
     Raises:
         MismatchError: a ds_config has another one written out, the world is the saved one and what the script asks for
@@ -128,14 +175,14 @@ def choose_batch(job: SavedJob, folder: str, micro: int, ranks: int, live: int, 
     total = job.total_batch or live
     told = (
         f"{folder}: saved with a total batch of {total} samples, this run has {live} (per-device batch {micro}, "
-        f"{ranks} ranks): the trainer would go on at another sample and learning rate."
+        f"{count_of(ranks, 'rank')}): the trainer would go on at another sample and learning rate."
     )
     fit = adapt_batch(total, micro, ranks)
     if written not in (None, total):
         raise MismatchError(f'{told} Write train_batch_size {total} or "auto" into the ds_config, or {_LIVE}.')
     if fit is None:
         raise MismatchError(f"{told} Take a number of ranks that divides it, or {_LIVE}.")
-    if job.ranks == connect().size and job.asked != live // ranks:
+    if job.ranks == connect().size and job.asked != live // ranks and not found:
         raise MismatchError(
             f"{told} Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}, or {_LIVE}."
         )
@@ -162,6 +209,17 @@ def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked
     held.mismatches = [text for text in held.mismatches if not text.startswith(_OF_SIZES)]
 
 
+def _note_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
+    """Keep in the trainer and its saves how many ranks and micro batches made a step when the run began.
+
+    Args:
+        now: ranks and micro batches of this run.
+    """
+    begun = job.begun or (job.ranks // job.model_ranks, job.accumulation or now[1])
+    trainer._ucp_begun, trainer._ucp_looks = begun if begun != now else None, None
+    trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(BEGUN, begun, strict=True))
+
+
 _OF_SIZES = tuple(f"- ds {key}=" for key in BATCH_SIZES)
 """How the trainer's complaints about these begin."""
 
@@ -185,11 +243,16 @@ def set_initial_training_values(
         return values
     whole = batches // args.gradient_accumulation_steps
     if not args.dataloader_drop_last or whole != saved:
-        raise MismatchError(
-            f"{folder}: an epoch of the saved run had {saved} steps, this one's has {steps}: the trainer would go on "
-            "at another sample. Train on the same data, with dataloader_drop_last as it was (where that is on, with "
-            f"the saved accumulation), or {_LIVE}."
-        )
+        told = f"{folder}: an epoch of the saved run had {saved} steps, this one's has {steps}"
+        if not args.ignore_data_skip:
+            raise MismatchError(
+                f"{told}: the trainer would go on at another sample. Train on the same data, with dataloader_drop_last "
+                "as it was (where that is on, with the saved accumulation), let ignore_data_skip=True begin an epoch "
+                f"of other data, or {_LIVE}."
+            )
+        if connect().rank == 0:
+            logger.warning("%s: epochs are counted in these, and the begun one begins with its first sample", told)
+        return values
     if args.max_steps < 0:
         most = math.ceil(args.num_train_epochs * whole)
     else:
@@ -199,10 +262,109 @@ def set_initial_training_values(
 
 def _read_steps(folder: str) -> int | None:
     """Optimizer steps of an epoch of the saved run: the trainer notes its epochs as a fraction."""
-    with open(os.path.join(folder, "trainer_state.json"), encoding="utf-8") as stream:
-        state = json.load(stream)
+    state = read_trainer_state(folder)
     step, epoch = state.get("global_step"), state.get("epoch")
     return math.ceil(step / epoch - 1e-6) if step and epoch else None
+
+
+def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    """``Trainer._load_optimizer_and_scheduler``: this run's own schedule, at the saved step, where it is to stay.
+
+    Raises:
+        UnsupportedError: it cannot be set to a step.
+    """
+    config = find_options(trainer)
+    if config is None or checkpoint is None or config.arguments.get("load_lr_scheduler_states", True):
+        original(trainer, checkpoint)
+        return
+    schedule, steps = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler), trainer.state.global_step
+    advance(schedule, steps)
+    if connect().rank == 0:
+        told = ", ".join(f"{group['lr']:g}" for group in schedule.optimizer.param_groups)
+        logger.warning("%s: this run's own schedule at step %d, learning rate %s", checkpoint, steps, told)
+
+
+def advance(schedule: Any, steps: int) -> None:
+    """Set a fresh schedule to where it is after so many steps.
+
+    Raises:
+        UnsupportedError: it goes by what the steps have brought.
+    """
+    if isinstance(schedule, LambdaLR):
+        schedule.last_epoch = steps - 1
+        schedule.step()
+    elif type(schedule).__module__.startswith("deepspeed"):
+        schedule.step(steps - 1)
+    else:
+        raise UnsupportedError(
+            f"load_lr_scheduler_states=False: {type(schedule).__name__} cannot be set to step {steps}, as it goes by "
+            "the steps before. Take a schedule of get_scheduler's, or the saved one."
+        )
+
+
+class Watched(torch.Tensor):
+    """A number that notes whether anything is computed with it."""
+
+    used = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # its device, its dtype
+            for each in (*args, *(kwargs or {}).values()):
+                if isinstance(each, Watched):
+                    each.used = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.compute_loss``: of the size that it had where the run began.
+
+    The trainer hands the number of items in a step to a model that takes any keyword, multiplies the loss by the ranks,
+    and divides it by nothing. A model that does not look at that number gives a mean: of a step there are as many as
+    ranks and micro batches, which are added up.
+    """
+    call = inspect.signature(original).bind(trainer, *args, **kwargs)
+    begun, number = getattr(trainer, "_ucp_begun", None), call.arguments.get("num_items_in_batch")
+    if begun is None or not isinstance(number, torch.Tensor):
+        return original(*call.args, **call.kwargs)
+    if trainer._ucp_looks is None:
+        watched = call.arguments["num_items_in_batch"] = number.as_subclass(Watched)
+        with _run_uncompiled():
+            made = original(*call.args, **call.kwargs)
+        trainer._ucp_looks = watched.used
+        _tell_size(trainer, begun)
+    else:
+        made = original(*call.args, **call.kwargs)
+    factor = 1.0 if trainer._ucp_looks else find_factor(trainer, begun, training=call.arguments["model"].training)
+    return (made[0] * factor, *made[1:]) if isinstance(made, tuple) else made * factor
+
+
+def _run_uncompiled() -> Any:
+    """A compiled model takes no tensor of another class."""
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+
+
+def _tell_size(trainer: Any, begun: tuple[int, int]) -> None:
+    factor = find_factor(trainer, begun, training=True)
+    if not trainer._ucp_looks and factor != 1 and connect().rank == 0:
+        logger.warning(
+            "%s does not look at num_items_in_batch: the trainer adds up its losses over ranks and micro batches, of "
+            "which there are others now. They are multiplied by %g, as losses and gradients were in the saved run.",
+            *(type(trainer.model).__name__, factor),
+        )
+
+
+def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> float:
+    """What such a loss is to be multiplied with.
+
+    Args:
+        begun: ranks and micro batches of a step where the run began.
+    """
+    ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
+    adds_ranks = getattr(trainer.args, "average_tokens_across_devices", False)
+    adds_micro = training and getattr(trainer, "loss_is_scaled_for_ga", None) is not False
+    return (begun[0] / ranks if adds_ranks else 1.0) * (begun[1] / accumulation if adds_micro else 1.0)
 
 
 def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
@@ -213,9 +375,3 @@ def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str |
         original(trainer, checkpoint)
         return
     restore_ranks(trainer.model_wrapped, checkpoint, job, partial(read_random, checkpoint, job.ranks))
-
-
-def read_random(folder: str, ranks: int, rank: int) -> States:
-    """What the trainer saved of one of so many ranks."""
-    name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
-    return read_states(os.path.join(folder, name), _RANDOM, rank)

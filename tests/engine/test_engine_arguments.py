@@ -122,7 +122,7 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
     """
     case = Case(0, 2, "bf16", config={"checkpoint": {"universal": {"param_groups": "live"}}})
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
-    own = find_checkpoint(folder)
+    own = find_checkpoint(folder)  # which DeepSpeed takes for a folder without any
     loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(own, {WEIGHTS[0]: True}, before=1), Load(own)]
     training = case.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
     weights, module, whole = ucp_worlds.get(case.dp).run(engine_ranks.load_each, training, loads)[0]
@@ -164,6 +164,21 @@ def test_tag(source: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     for (loaded, *_), steps in zip(load(ucp_worlds, target_of(source), loads, **SMALL), tags.values(), strict=True):
         assert loaded.state.counters["global_steps"] == steps
         assert f"global_step{steps}" in str(loaded.path)
+    if source.stage == 3:
+        weights_of_a_tag(source.but(config=ON), folder, ucp_worlds)
+
+
+def weights_of_a_tag(target: Case, folder: str, worlds: WorldPool) -> None:
+    """ZeRO 3's own load takes those of `latest`, whichever tag it is given (DeepSpeed issue 8499)."""
+    alone = {"load_optimizer_states": False}
+    asked = [{"tag": "global_step1"}, {}, {"tag": "global_step1", **alone}]
+    loads = [Load(folder, arguments) for arguments in asked]
+    training = target.training(**SMALL)
+    for earlier, latest, weights in worlds.get(target.dp).run(engine_ranks.load_each, training, loads):
+        assert weights.direct
+        for name, state in weights.state.parameters.items():
+            assert state.value.equal(earlier.state.parameters[name].value)
+            assert not state.value.equal(latest.state.parameters[name].value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 import trainers_hf
+from safetensors.torch import load_file
 from trainers_hf import Trained
 
-from deepspeed_ucp import MismatchError
+from deepspeed_ucp import CheckpointError, MismatchError
 from deepspeed_ucp.atoms import SavedJob
+from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.trainers import huggingface
+from deepspeed_ucp.torchsave.torchfile import list_records
+from deepspeed_ucp.trainers import hffolders, huggingface
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers", "5.0")
@@ -104,6 +108,27 @@ def test_two_ranks_go_on_with_lora_and_the_best_model(tmp_path: Path, ucp_worlds
     assert not [path for path in (tmp_path / "checkpoint-4").rglob("*.pt") if b"base.weight" in path.read_bytes()]
 
 
+@pytest.mark.parametrize(("model", "told"), [("Means", 1), ("Sums", 0)], ids=str)
+def test_losses_keep_their_size_in_a_larger_world(model: str, told: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The trainer adds up the means of ranks and micro batches of a model that does not look at the number of items.
+
+    Clipped, so that the size of gradients counts; and once more back on one rank, whose run was begun by one.
+    """
+    options = {**SAVES, "model": model, "per_device_train_batch_size": 8, "max_grad_norm": 0.5, "num_train_epochs": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    whole = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), **options)
+    other, resume = tmp_path / "other", str(tmp_path / "checkpoint-4")
+    rest = ucp_worlds.get(2).run(trainers_hf.train, str(other), make_config(2), resume=resume, **options)
+    agree(whole, rest, 5)
+    options["per_device_train_batch_size"], resume = 4, str(other / "checkpoint-6")
+    again = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), resume=resume, **options)
+    agree(whole, again, 7)
+    for run in (rest, again):
+        judged = {step: loss for step, loss in run[0].judged.items() if step > 4}
+        assert judged == pytest.approx({step: whole[0].judged[step] for step in judged}, abs=2e-6)
+        assert sum("does not look at num_items_in_batch" in text for text in run[0].warnings) == told
+
+
 @pytest.mark.parametrize(
     ("ranks", "config", "options", "told"),
     [
@@ -162,15 +187,152 @@ def test_another_total_batch_is_taken_where_it_is_asked_for(
     assert list(rest.samples) == [7]
 
 
-def test_weights_alone_are_no_checkpoint(
+@pytest.mark.parametrize("plugin", [True, False], ids=["", "without-the-plugin"])
+def test_a_batch_that_the_trainer_found_is_the_saved_one(plugin: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Of 4 samples a rank it tried and 3 it had memory for, which the trainer's own ds_config does not tell.
+
+    The same command resumes in the same world; with less memory in that one and in another the total batch is kept.
+    """
+    options = {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "size": 48, "most": 3, **SAVES}
+    options |= {"num_train_epochs": 2, "data_seed": 7}
+    config = make_config(2, plugin)
+    whole = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), config, **options)
+    assert (whole[0].sizes[1:], len(whole[0].samples[1])) == ((1, 6 if plugin else 8), 3)
+    for ranks, most, sizes in [(2, 3, (3, 1, 6)), (2, 2, (1, 3, 6)), (1, 3, (3, 2, 6))]:
+        chosen = {**options, "most": most, "resume": str(tmp_path / "checkpoint-4")}
+        rest = ucp_worlds.get(ranks).run(trainers_hf.train, str(tmp_path / "other"), make_config(2), **chosen)
+        agree(whole, rest, 5)
+        assert rest[0].sizes == sizes
+
+
+def test_what_is_not_changed_is_not_told(shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+    options = {"per_device_train_batch_size": 4, "resume": str(shrunk[0] / "checkpoint-6"), "stop": 7}
+    (rest,) = ucp_worlds.get(1).run(trainers_hf.train, str(shrunk[0]), make_config(2), **options)
+    (told,) = (text for text in rest.warnings if "total batch" in text)
+    assert told.endswith("total batch 8 kept on 1 rank: gradient accumulation 1 → 2")
+
+
+def test_other_data_begins_an_epoch_where_the_place_in_it_is_not_wanted(
+    shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+) -> None:
+    options = {"per_device_train_batch_size": 4, "resume": str(shrunk[0] / "checkpoint-6"), "stop": 7}
+    options |= {"size": 80, "ignore_data_skip": True}
+    (rest,) = ucp_worlds.get(1).run(trainers_hf.train, str(shrunk[0]), make_config(2), **options)
+    assert list(rest.samples) == [7] and rest.sizes == (4, 2, 8)
+    assert any("had 5 steps, this one's has 10: epochs are counted" in text for text in rest.warnings)
+
+
+def test_weights_or_the_place_alone_are_taken_where_that_is_asked_for(
+    shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+) -> None:
+    """Of trainers that pass on no argument of `load_checkpoint`."""
+    folder = str(shrunk[0])
+    options = {"per_device_train_batch_size": 4, "learning_rate": 4e-2, "resume": f"{folder}/checkpoint-6"}
+    fresh = make_config(3, {"arguments": {"load_module_only": True}}, **ADAM)
+    (first,) = ucp_worlds.get(1).run(trainers_hf.train, folder, fresh, stop=1, **{**options, "learning_rate": 0.0})
+    saved = load_file(shrunk[0] / "checkpoint-6" / "model.safetensors")
+    assert list(first.samples) == [1] and all(saved[name].equal(weight) for name, weight in first.weights.items())
+    assert any("a new run begins with its weights alone" in text for text in first.warnings)
+    # The schedule is the trainer's, torch's in the engine, which has made the step when it is logged, and DeepSpeed's.
+    for more, expected in (({}, 9 / 12), (ADAM, 8 / 12), ({**ADAM, **DECAY}, 9 / 12)):
+        states = {} if not more else {"load_optimizer_states": False}  # DeepSpeed's optimizer has other groups
+        own = make_config(3, {"arguments": {"load_lr_scheduler_states": False, **states}}, **more)
+        (rest,) = ucp_worlds.get(1).run(trainers_hf.train, folder, own, stop=7, **options)
+        assert list(rest.samples) == [7]
+        assert any("load_lr_scheduler_states=False" in text and "caller" in text for text in rest.warnings)
+        assert rest.log[7]["learning_rate"] == pytest.approx(options["learning_rate"] * expected)
+
+
+def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
+    """What `save_only_model` leaves."""
+    folder = tmp_path / "checkpoint-6"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 6}')
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="save_only_model leaves out"):
+        choose(folder)
+
+
+def choose(wanted: Any, output: Any = None, **config: Any) -> Any:
+    """By a process of its own."""
+    args = SimpleNamespace(output_dir=str(output), hf_deepspeed_config=SimpleNamespace(config={}))
+    return hffolders.choose_folder(args, wanted, UniversalConfig(**config))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    """A bit of the longest run of tensors' bytes."""
+    data = bytearray(path.read_bytes())
+    at = max(list_records(str(path)).records, key=lambda record: record.nbytes)
+    data[at.offset + at.nbytes // 2] ^= 1
+    path.write_bytes(data)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "no-state": ("trainer_state.json", Path.unlink, "a save writes last"),
+    "half-a-state": ("trainer_state.json", cut, "cannot be read"),
+    "no-latest": ("latest", Path.unlink, "latest is missing"),
+    "no-tag": ("global_step6", shutil.rmtree, "no checkpoint with tag 'global_step6'"),
+    "no-shard": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink, "missing"),
+    "half-a-shard": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", cut, "zero_pp_rank_1"),
+    "damaged": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", flip, "the writer stored"),
+    "no-schedule": ("scheduler.pt", Path.unlink, "scheduler.pt: missing"),
+    "half-a-schedule": ("scheduler.pt", cut, "scheduler.pt"),
+    "half-of-random-states": ("rng_state_1.pth", cut, "rng_state_1.pth"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_older_folder_is_taken_where_the_newest_is_not_whole(
+    fault: str, shrunk: tuple[Path, list[Trained]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, spoil, told = FAULTS[fault]
+    older, newest = (shutil.copytree(shrunk[0] / each, tmp_path / each) for each in ("checkpoint-4", "checkpoint-6"))
+    (tmp_path / "checkpoint-best").mkdir()
+    assert choose(True, tmp_path, fallback=True) == choose(str(newest), fallback=True) == str(newest)
+    assert not caplog.records
+    spoil(newest / name)
+    assert choose(True, tmp_path, fallback=True) == choose(str(newest), fallback=True) == str(older)
+    assert f"{older}: resuming from it; passed over: {newest}" in caplog.text and told in caplog.text
+    if not fault.startswith(("half-of", "half-a-sch", "no-sch", "half-a-shard", "damaged", "no-shard")):
+        with pytest.raises(CheckpointError, match=told):
+            choose(True, tmp_path)
+    shutil.rmtree(older)
+    if fault == "no-latest":  # which the tag's own files make up for
+        assert choose(True, tmp_path, fallback=True) == str(newest)
+        return
+    with pytest.raises(CheckpointError, match="neither it nor one before it is whole") as error:
+        choose(True, tmp_path, fallback=True)
+    assert "save_only_model" not in str(error.value)
+
+
+def test_what_lies_beside_a_missing_engines_state_tells_that_it_was_there(
+    shrunk: tuple[Path, list[Trained]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-6"
+    shutil.copytree(shrunk[0] / "checkpoint-6", folder, ignore=shutil.ignore_patterns("global_step*", "latest"))
+    with pytest.raises(CheckpointError, match=r"engine's state is missing .* saved with rng_state_0.pth"):
+        choose(folder)
+
+
+def test_a_restarted_run_passes_over_broken_folders(
     shrunk: tuple[Path, list[Trained]], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    shutil.copytree(
-        shrunk[0] / "checkpoint-6", tmp_path / "checkpoint-6", ignore=shutil.ignore_patterns("global_step*")
-    )
-    options = {"per_device_train_batch_size": 4, "resume": str(tmp_path / "checkpoint-6")}
-    ((name, text),) = ucp_worlds.get(1).run(trainers_hf.attempt, str(tmp_path), make_config(2), **options)
-    assert name == "CheckpointError" and "save_only_model" in text
+    """It goes on with all files of the older one, saves into the broken folder, and resumes from there once more."""
+    folder, whole = shrunk
+    for name in ("checkpoint-4", "checkpoint-6"):
+        shutil.copytree(folder / name, tmp_path / name)
+    flip(tmp_path / "checkpoint-6" / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    options = {"per_device_train_batch_size": 4, "resume": True, **SAVES}
+    config = make_config(3, {"fallback": True})
+    first = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, stop=6, **options)
+    assert list(first[0].samples) == [5, 6]
+    assert sum("passed over: " in text for text in first[0].warnings) == 1
+    rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, **options)
+    agree(whole, rest, 7)
 
 
 @pytest.mark.parametrize("stages", list(itertools.product((1, 2, 3), repeat=2)), ids=str)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -17,7 +20,9 @@ FEATURES = 11
 
 
 class Net(torch.nn.Module):
-    """Notes the samples that it is trained on."""
+    """Notes the samples that it is trained on, of which it takes at most ``most`` at once."""
+
+    most = 1 << 30
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +33,30 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
+            if len(number) > self.most:
+                raise RuntimeError("CUDA out of memory.")
             self.seen.extend(number.tolist())
         made = self.head(self.dropout(torch.tanh(self.base(x.to(self.head.weight.dtype))))).squeeze(-1).float()
         return {"loss": (made - labels).square().mean(), "logits": made}
+
+
+class Means(Net):
+    """Takes any keyword, and looks at none, as T5 does."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels, number)
+
+
+class Sums(Net):
+    """Divides by the number of items in a step, as causal language models do."""
+
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **told: Any
+    ) -> dict[str, torch.Tensor]:
+        made = super().forward(x, labels, number)
+        items = told.get("num_items_in_batch")
+        assert items is None or not isinstance(items, int)
+        return made if items is None else {**made, "loss": made["loss"] * len(labels) / items.to(labels.device)}
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -58,6 +84,8 @@ class Trained:
         weights: at the end, those that are trained.
         sizes: per-device batch, accumulation, the engine's total batch.
         best: the checkpoint that was the best one.
+        judged: by step the evaluation's loss.
+        warnings: of the plugin, on this rank.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -66,6 +94,8 @@ class Trained:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
     best: str | None = None
+    judged: dict[int, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
@@ -92,25 +122,37 @@ def train(
     folder: str,
     ds_config: dict[str, Any],
     *,
-    resume: str | None = None,
+    resume: str | bool | None = None,
     stop: int | None = None,
     size: int = 40,
     lora: bool = False,
+    model: str = "Net",
+    most: int = 1 << 30,
     **options: Any,
 ) -> Trained:
-    """A run of the Trainer: three epochs by default; each step is logged."""
+    """A run of the Trainer: three epochs by default; each step is logged.
+
+    Args:
+        model: name of its class.
+        most: samples for which a rank has memory.
+    """
     told = Trained()
-    with choose_gloo(), mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True):
+    with (
+        choose_gloo(),
+        listen(told.warnings),
+        mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
+    ):
         from transformers import Trainer, TrainingArguments
 
         torch.manual_seed(5)
-        net, model = Net(), None
+        net: Net = globals()[model]()
+        net.most, adapted = most, None
         for parameter in net.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         if lora:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(net, LoraConfig(r=2, target_modules=["base"]))
+            adapted = get_peft_model(net, LoraConfig(r=2, target_modules=["base"]))
         chosen: dict[str, Any] = {
             "num_train_epochs": 3,
             "learning_rate": 1e-2,
@@ -125,7 +167,7 @@ def train(
         }
         args = TrainingArguments(output_dir=folder, deepspeed=ds_config, **chosen)
         trainer = Trainer(
-            model=model or net,
+            model=adapted or net,
             args=args,
             train_dataset=Samples(size),
             eval_dataset=Samples(8),
@@ -133,11 +175,28 @@ def train(
         )
         trainer.train(resume_from_checkpoint=resume)
         told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+        told.judged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
         engine = trainer.deepspeed
         told.sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, engine.train_batch_size())
         told.best, told.weights = trainer.state.best_model_checkpoint, gather_weights(engine)
         engine.destroy()
     return told
+
+
+@contextmanager
+def listen(warnings: list[str]) -> Iterator[None]:
+    """Note what the plugin warns of."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    logger, notes = logging.getLogger("deepspeed_ucp"), Notes(logging.WARNING)
+    logger.addHandler(notes)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
 
 
 def gather_weights(engine: Any) -> dict[str, torch.Tensor]:
