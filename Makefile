@@ -45,12 +45,13 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo figures test test-all fuzz mutants bench lint pytest test-oldest clean
+.PHONY: help demo figures proofs test test-all fuzz mutants bench lint pytest test-oldest clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
 	@echo '             and a job under torchrun loses an agent, gets one, and hangs (examples/elastic_restart)'
 	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
+	@echo 'make proofs  where plain DeepSpeed resumes wrongly in an unchanged topology (examples/unchanged_topology)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
 	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
 	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
@@ -67,6 +68,9 @@ figures: $(STAMP)
 	for figure in fig7a fig7b fig8 fig9 experts; do \
 	    $(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py $$figure || exit 1; \
 	done
+
+proofs: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/unchanged_topology/proofs.py $(CASES)
 
 bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py

@@ -10,8 +10,18 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"\d{1,18}")
-_USERINFO = re.compile(r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"@]*:))[^\s/?#\"]+@", re.IGNORECASE)
-"""What a URL says of who asks: all of it on the web, elsewhere where it has a password (``abfs`` has a container)."""
+_USERINFO = re.compile(
+    r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/?#\"@]*:))[^\s/?#\"]+@"
+    r"|(?<=://)[^\s/?#\"@:]+:(?!\d+[/?#])[^\s?#\"]*?@",
+    re.IGNORECASE,
+)
+"""What a URL says of who asks: all of it on the web, elsewhere where it has a password (``abfs`` has a container).
+
+A secret may have a ``/`` in it, which a port has not.
+"""
+
+_QUERY = re.compile(r"(://[^\s?#\"]*\?)([^\s#\"]+?)(?=[:.,;)]*(?:[\s#\"]|$))")
+"""What a URL asks with; a signature or a token may be among it."""
 
 
 class UcpError(RuntimeError):
@@ -111,15 +121,21 @@ class Objections:
 
 def escape(text: str) -> str:
     """Text as one line that shows what it is: no line breaks, terminal codes, changes of direction; no passwords."""
-    text = hide_userinfo(text)
+    text = hide_secrets(text)
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-def hide_userinfo(text: str) -> str:
-    """Text without what is secret in its URLs: ``https://user:password@host/run`` is ``https://…@host/run``."""
-    return _USERINFO.sub("…@", text) if "://" in text else text
+def hide_secrets(text: str) -> str:
+    """Text without what may be secret in its URLs: ``https://me:word@host/run?sig=1`` is ``https://…@host/run?sig=…``."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(lambda found: found[1] + _hide_values(found[2]), _USERINFO.sub("…@", text))
+
+
+def _hide_values(query: str) -> str:
+    return re.sub(r"(?<==)[^&]+", "…", query) if "=" in query else "…"
 
 
 def shorten(names: object, limit: int = 8) -> str:

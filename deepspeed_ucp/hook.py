@@ -13,15 +13,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from .attach import get_default
 from .carry import collect, hand_out
-from .comm import connect
+from .comm import Comm, connect, is_shared
 from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
-from .errors import RemoteError, UcpError
+from .errors import CheckpointError, RemoteError, UcpError
 from .io.paths import is_url
 from .io.store import begin_reading, end_reading, set_storage_options
 from .lifeline import beat
@@ -34,7 +35,7 @@ from .sources.open import lacks_states, seal_folder
 from .sources.seal import remove_seal
 from .targets.coverage import writes_states
 from .targets.guard import guard_engine
-from .writer import finish_save, is_decoupled
+from .writer import find_other_writer, finish_save, is_decoupled
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -116,6 +117,8 @@ def _save_checkpoint(
 ) -> Any:
     """DeepSpeed's own save, with what the engine carries; the seal is written when all files are there, as
     ``checkpoint.universal.seal`` asks."""
+    if (unsealed := getattr(engine, _UNSEALED, None)) is not None:
+        _seal(engine, unsealed, is_last=True)
     saved = original(engine, save_dir, tag, collect(engine, client_state), *args, **more)
     beat(engine.global_steps)
     if not is_decoupled(engine):
@@ -155,11 +158,67 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     local = engine.use_node_local_storage()
     try:
         comm.run(lambda: remove_seal(folder) if comm.rank == 0 or local else None)
-        if config.seal:
-            seal_folder(folder, comm, local=local)
     except (UcpError, OSError) as error:
-        if comm.rank == 0:
-            logger.warning("%s: is not sealed: %s", folder, error)
+        _tell_unsealed(folder, comm, str(error))
+    else:
+        if config.seal:
+            _seal(engine, _Unsealed(folder, local))
+
+
+@dataclass
+class _Unsealed:
+    """A save that is to be sealed.
+
+    Attributes:
+        local: every node has a folder of its own.
+        writer: what writes its files after the save has ended; empty where they are all to be there.
+        steps: that have been taken since.
+    """
+
+    folder: str
+    local: bool
+    writer: str = ""
+    steps: int = 0
+
+
+_UNSEALED = "_ucp_unsealed"
+"""Attribute of an engine: its last save, while what is no writer of DeepSpeed's still writes it."""
+
+
+def _seal(engine: Any, save: _Unsealed, *, is_last: bool = False) -> None:
+    """Seal a save, or have the coming steps try again where its files are still being written; collective.
+
+    Args:
+        is_last: it is not tried again.
+    """
+    comm = connect()
+    setattr(engine, _UNSEALED, None)
+    try:
+        seal_folder(save.folder, comm, local=save.local)
+    except (UcpError, OSError) as error:
+        save.writer = save.writer or find_other_writer(engine)
+        if not save.writer or is_last or not (isinstance(error, CheckpointError) and is_shared(error)):
+            late = f"{save.writer} writes it, and had not ended by now: " if save.writer else ""
+            _tell_unsealed(save.folder, comm, f"{late}{error}")
+            return
+        setattr(engine, _UNSEALED, save)
+        if not save.steps:
+            told = f"{save.writer} writes its files after the save. The step that finds all of them seals it."
+            _tell_unsealed(save.folder, comm, told)
+
+
+def _tell_unsealed(folder: str, comm: Comm, why: str) -> None:
+    if comm.rank == 0:
+        logger.warning("%s: is not sealed: %s", folder, why)
+
+
+def _seal_late(engine: Any) -> None:
+    """At the end of a step: seal a save whose files came after it; tried at longer and longer intervals; collective."""
+    save: _Unsealed | None = getattr(engine, _UNSEALED, None)
+    if save is not None:
+        save.steps += 1
+        if save.steps & (save.steps - 1) == 0:
+            _seal(engine, save)
 
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -168,6 +227,7 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
         finish_save(engine)  # a pipeline's step would change what is being written
     original(engine, *args, **kwargs)
     beat(engine.global_steps)
+    _seal_late(engine)
     end_step(engine)
 
 

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def is_decoupled(engine: Any) -> bool:
     """Whether a process of its own writes an engine's saves."""
     ask = getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", None)
     return bool(ask and ask())
+
+
+def find_other_writer(engine: Any) -> str:
+    """What writes an engine's saves in the place of DeepSpeed and torch, by its module; empty where these do.
+
+    It may do so after the save: an engine for checkpoints, or what stands in ``torch.save``'s place.
+    """
+    makers = (type(getattr(engine, "checkpoint_engine", None)), "deepspeed."), (torch.save, "torch.")
+    odd = (each for each, own in makers if not f"{each.__module__}.".startswith((own, "builtins.")))
+    return next((f"{each.__module__}.{getattr(each, '__qualname__', '')}" for each in odd), "")
 
 
 def finish_save(engine: Any) -> None:

@@ -77,7 +77,11 @@ def test_what_would_not_show_as_itself_is_escaped(text: str, shown: str) -> None
         ("HTTP://token@host/a@b", "HTTP://…@host/a@b"),
         ('"s3://key:p@ss@bucket/run", "a:b@c"', '"s3://…@bucket/run", "a:b@c"'),
         ("abfs://container@account/run s3://bucket/a:b@c", "abfs://container@account/run s3://bucket/a:b@c"),
-        ("http://host:80?to=a:b@c, memory://a:1/b", "http://host:80?to=a:b@c, memory://a:1/b"),
+        ("http://host:80/a@b, memory://a:1/b", "http://host:80/a@b, memory://a:1/b"),
+        ("s3://KEY:SEC/R+ET@bucket/a@b: x", "s3://…@bucket/a@b: x"),
+        ("https://host/run?sv=2&sig=a%2F/b=: is gone", "https://host/run?sv=…&sig=…: is gone"),
+        ('{"at": "https://me@host/run?token", "a?b=c": 1}', '{"at": "https://…@host/run?…", "a?b=c": 1}'),
+        ("(http://host:80?to=a:b@c), why? a=b", "(http://host:80?to=…), why? a=b"),
     ],
 )
 def test_passwords_in_urls_are_not_told(text: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:

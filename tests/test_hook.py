@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from deepspeed_ucp import hook
 from deepspeed_ucp.carry import KEY, Carried, carry
@@ -231,6 +232,58 @@ def test_a_save_that_cannot_be_sealed_is_a_warning(tmp_path: Path, caplog: pytes
     engine = make_engine(seal=True)
     assert hook._save_checkpoint(lambda *_: True, engine, str(tmp_path / "nowhere"), "tag")
     assert "is not sealed" in caplog.text
+
+
+class LateWriter:
+    """Has the files of a save written later, by something that is not DeepSpeed."""
+
+    def is_decoupled(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("place", ["engine", "torch.save"])
+def test_a_save_whose_files_come_later_is_sealed_when_they_are_there(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Looked at 1, 2, 4, … steps later; what writes them is named."""
+    engine, folder, looks = make_engine(seal=True), tmp_path / "tag", list[object]()
+    engine.checkpoint_engine = LateWriter() if place == "engine" else None
+    name = f"{__name__}.LateWriter"
+    if place != "engine":
+        monkeypatch.setattr(torch, "save", LateWriter().is_decoupled)
+        name += ".is_decoupled"
+    seal = hook.seal_folder
+    monkeypatch.setattr(hook, "seal_folder", lambda *given, **how: looks.append(given) or seal(*given, **how))
+
+    def step(times: int) -> int:
+        before = len(looks)
+        for _ in range(times):
+            hook._take_model_step(lambda *_: None, engine)
+        return len(looks) - before
+
+    assert hook._save_checkpoint(lambda *_: True, engine, str(tmp_path), "tag")
+    (told,) = caplog.messages
+    assert told.startswith(f"{folder}: is not sealed: {name} writes its files after the save. The step that finds all")
+    monkeypatch.undo()
+    monkeypatch.setattr(hook, "seal_folder", lambda *given, **how: looks.append(given) or seal(*given, **how))
+    assert step(5) == 3
+    write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="tag")
+    assert (step(2), (folder / SEAL).exists()) == (0, False)
+    assert (step(1), (folder / SEAL).exists()) == (1, True)
+    assert step(9) == 0 and len(caplog.messages) == 1
+
+
+def test_a_save_whose_files_never_come_is_told_at_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(seal=True)
+    engine.checkpoint_engine = LateWriter()
+    assert hook._save_checkpoint(lambda *_: True, engine, str(tmp_path), "first")
+    caplog.clear()
+    save(engine, tmp_path / "tag")
+    (told,) = caplog.messages
+    assert f"{tmp_path}/first: is not sealed: {__name__}.LateWriter writes it, and had not ended by now: " in told
+    assert not (tmp_path / "first").exists() and (tmp_path / "tag" / SEAL).exists()
 
 
 def test_a_save_that_cannot_be_sealed_does_not_keep_the_seal_of_an_earlier_one(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
-from ..errors import ConfigError, StorageError, count_of
+from ..errors import ConfigError, StorageError, count_of, hide_secrets
 from ..io.paths import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
@@ -262,7 +262,7 @@ def _make_title(survey: Survey) -> str:
     elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
     step = survey.index.run.counters.get("global_steps")
     kind = f"atomic, {topology.precision}" if topology.wrapper == "atomic" else topology.describe()
-    name = "/".join(normalize(survey.folder).split("/")[-2:])
+    name = "/".join(hide_secrets(normalize(survey.folder)).split("/")[-2:])
     text = f"{name}: {kind} · {elements}{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
     return text if step is None else f"{text} · step {step}"
 

@@ -20,7 +20,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ..errors import StorageError, escape, hide_userinfo
+from ..errors import StorageError, escape, hide_secrets
 
 OK = 0
 FAULT = 1
@@ -96,7 +96,7 @@ def write_out(text: str) -> None:
 
 def to_json(data: Any) -> str:
     """JSON that every parser reads: numbers that JSON has not become the strings ``nan``, ``inf``, ``-inf``."""
-    text = hide_userinfo(json.dumps(_to_plain(data), indent=2, ensure_ascii=not _takes_unicode(), allow_nan=False))
+    text = hide_secrets(json.dumps(_to_plain(data), indent=2, ensure_ascii=not _takes_unicode(), allow_nan=False))
     return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
 
 

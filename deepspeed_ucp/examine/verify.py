@@ -370,13 +370,13 @@ def _list_swaps(
 def _scan(
     paths: Mapping[str, str], sizes: Mapping[str, int], listed: Mapping[str, FileRecords], options: WorkOptions
 ) -> list[Scanned]:
-    """Read files with the CRC32 of their records; of those whose directory is not readable the bytes alone."""
+    """Read files with the CRC32 of their records; nothing of those whose directory is not readable."""
     files = []
     for name, path in paths.items():
         file = listed.get(name)
         ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
         ranges = ((0, sizes[name]),) if read_swap_name(name) else ranges
-        files.append(ScanFile(path, file.size if file else sizes[name], ranges))
+        files.append(ScanFile(path, file.size if file else sizes[name] if ranges else 0, ranges))
     threads = _count_threads(paths, options)
     with options.bar(sum(file.size for file in files)) as progress:
         return scan_files(files, threads=threads, window=options.window, progress=progress)

@@ -150,14 +150,20 @@ def _check(answer: HTTPResponse) -> None:
         raise RefusedError(f"status {status} {answer.reason}")
 
 
-def read_all(link: Link) -> bytes:
-    """All of a small file.
+def read_front(link: Link, most: int) -> bytes:
+    """The first bytes of a file, all of one that has no more; whatever the answer says, memory is taken for what comes.
 
     Raises:
+        EOFError: it ends before.
         OSError: as :func:`get`.
     """
+    data = bytearray()
     with get(link, {}) as answer:
-        return answer.read()
+        while len(data) < most and (piece := answer.read(min(_PIECE, most - len(data)))):
+            data += piece
+        if answer.length and len(data) < most:
+            raise EOFError(f"{answer.length} bytes did not come")
+    return bytes(data)
 
 
 def read_span(answer: HTTPResponse, views: list[memoryview]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, UnsupportedError, suggest
 from .attempts import attempt
-from .gets import read_all
+from .gets import read_front
 from .links import Access, forget_refusals
 from .memory import pause_collection
 from .paths import FOLDER, Entry, find_store, is_chained, normalize
@@ -35,6 +35,9 @@ More files wait for each other anyway: a client has ten connections.
 
 _MOST_PARTS = 10_000
 """Of a file, in S3."""
+
+_SMALL = 1 << 30
+"""Bytes of what is read as a small file at most: of a manifest of a million tensors."""
 
 _READ_ONLY = "cannot be written to; such URLs are read only. Write elsewhere."
 
@@ -270,9 +273,12 @@ def _is_marker(info: Mapping[str, Any], path: str) -> bool:
 
 
 def _complete(system: Any, info: Mapping[str, Any]) -> Entry:
-    """An index page of the web tells names alone."""
+    """An index page of the web tells names alone; a link to what is not there is as one in a local folder."""
     if info.get("size") is None and info.get("type") != "directory":
-        info = attempt(lambda: system.info(info["name"]), str(info["name"]))
+        try:
+            info = attempt(lambda: system.info(info["name"]), str(info["name"]))
+        except FileNotFoundError:
+            return Entry(0, 0.0)
     return _make_entry(info)
 
 
@@ -320,15 +326,20 @@ def find_known(url: str) -> Entry | None:
     return _process.known.get(url)
 
 
-def read_small(url: str) -> bytes:
-    """A small file's bytes, as they are now.
+def read_small(url: str, most: int | None = None) -> bytes:
+    """A small file's bytes, or the first ``most`` of them, as they are now.
 
     Raises:
         OSError: it cannot be read.
     """
     system, path = connect(url)
-    access = Access(system, path)
-    return attempt(lambda: access.use(read_all, lambda: bytes(system.cat_file(path))), url)
+    access, limit = Access(system, path), _SMALL if most is None else most
+
+    def ask() -> bytes:
+        is_larger = (system.info(path).get("size") or 0) > limit
+        return bytes(system.cat_file(path, start=0, end=limit) if is_larger else system.cat_file(path))[:limit]
+
+    return attempt(lambda: access.use(lambda link: read_front(link, limit), ask), url)
 
 
 def put_file(path: str, url: str) -> None:

@@ -200,7 +200,7 @@ def read_small(path: str, most: int | None = None) -> bytes:
     if is_url(path):
         from . import remote
 
-        return remote.read_small(path)[:most]
+        return remote.read_small(path, most)
     with open_regular(path) as stream:
         return stream.read() if most is None else stream.read(most)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from ..errors import hide_userinfo
+from ..errors import hide_secrets
 from .job import LoadJob
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -42,7 +42,7 @@ def write_report(job: LoadJob, path: str | None) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         with open(aside, "w", encoding="utf-8") as stream:
-            stream.write(hide_userinfo(json.dumps(told, indent=1)))
+            stream.write(hide_secrets(json.dumps(told, indent=1)))
         os.replace(aside, os.path.join(folder, name))
     except OSError as error:
         logger.warning("%s: no report of this load: %s", folder, error)

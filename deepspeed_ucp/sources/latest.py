@@ -12,7 +12,7 @@ from ..io.paths import Entry, normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, is_folder, read_small
 from .files import has_states, holds_atoms, is_state_file, scan_folder, scan_if_there
-from .findings import NOTE, WARNING, Finding
+from .findings import COPY, NOTE, WARNING, Finding
 
 LATEST = "latest"
 """Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
@@ -174,7 +174,7 @@ def check_tag(load_dir: str, tag: str) -> str:
     if not leads_to_folder(folder):
         tags = find_tags(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
-        raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}.")
+        raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}")
     return folder
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from ..errors import ConfigError
+from ..errors import ConfigError, hide_secrets
 
 Tell = Callable[..., None]
 """``tell(event, **fields)``."""
@@ -29,7 +29,7 @@ def make_log(path: str | None, **always: object) -> Tell:
         _append(path, "")
 
     def tell(event: str, **fields: object) -> None:
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **always, **fields}) + "\n"
+        line = hide_secrets(json.dumps({"event": event, "time": round(time.time(), 3), **always, **fields})) + "\n"
         try:
             if path is None:
                 _print(line)

@@ -122,7 +122,7 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
     """
     case = Case(0, 2, "bf16", config={"checkpoint": {"universal": {"param_groups": "live"}}})
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
-    own = find_checkpoint(folder)  # which DeepSpeed takes for a folder without any
+    own = find_checkpoint(folder)
     loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(own, {WEIGHTS[0]: True}, before=1), Load(own)]
     training = case.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
     weights, module, whole = ucp_worlds.get(case.dp).run(engine_ranks.load_each, training, loads)[0]

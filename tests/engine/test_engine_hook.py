@@ -12,6 +12,7 @@ import pytest
 from engine_cases import Case, pair_id
 from engine_ranks import Load
 
+from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.compare import compare
 
@@ -97,9 +98,11 @@ def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worl
 
 def test_another_total_batch_is_told_in_the_same_topology_too(sources: Any, ucp_worlds: WorldPool) -> None:
     source = Case(1, 2)
-    target, folder = source.but(config={**ON, "train_batch_size": 30}), str(sources.get(source, **PLAIN).folder)
-    first, other = ucp_worlds.get(2).run(engine_ranks.watch_own_load, target.training(**PLAIN), folder)
+    target = source.but(config={**ON, "train_batch_size": 30})
+    own = find_checkpoint(str(sources.get(source, **PLAIN).folder))  # which DeepSpeed takes for a folder without any
+    first, other = ucp_worlds.get(2).run(engine_ranks.watch_own_load, target.training(**PLAIN), own)
     assert (first["direct"], other["changes"]) == (False, [])
+    assert first["calls"] == 1 and Path(first["path"]).parent == Path(own)
     ((level, text),) = first["changes"]
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", "total batch 60 → 30")
 

@@ -26,8 +26,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from deepspeed_ucp.cli import main
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
-from deepspeed_ucp.io import attempts, gets, links, ranged, store
+from deepspeed_ucp.io import attempts, gets, links, ranged, remote, store
+from deepspeed_ucp.sources import open_checkpoint, read_latest
 from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -116,6 +118,25 @@ class Partly(Ranged):
 
     def list_directory(self, path: Any) -> Any:
         return self.send_error(503) if Path(path).name == "closed" else super().list_directory(path)
+
+
+class Endless(Ranged):
+    """`latest` is said to be of 2^62 bytes, of which so many come; how many were sent is counted."""
+
+    comes, sent = 0, 0
+
+    def do_GET(self) -> None:
+        if not self.path.endswith("/latest"):
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Length", str(1 << 62))
+        self.end_headers()
+        try:
+            for _ in range(0, self.comes, 1 << 16):
+                type(self).sent += self.wfile.write(b"x" * min(1 << 16, self.comes))
+        except ConnectionError:
+            pass
+        return None
 
 
 @contextmanager
@@ -242,6 +263,39 @@ def test_headers_of_the_options_are_sent(folder: Path, asked: list[int]) -> None
         finally:
             store.set_storage_options({})
     assert asked == []
+
+
+@pytest.mark.parametrize("comes", [16 << 20, 12], ids=["all-of-it", "nothing-more"])
+def test_a_small_file_takes_no_more_memory_than_comes_of_it(
+    comes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Endless, "comes", comes)
+    monkeypatch.setattr(Endless, "sent", 0)
+    told = "which is no tag" if comes > 12 else f"{(1 << 62) - comes} bytes did not come"
+    with serve(folder, Endless) as url, pytest.raises(CheckpointError, match=told):
+        read_latest(url)
+    assert Endless.sent < 12 << 20
+
+
+def test_a_file_system_is_asked_for_the_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_find_link", lambda *_: None)
+    with serve(folder, Ranged) as url:
+        system, path = remote.connect(f"{url}/a file")
+        cat, asked = system.cat_file, list[object]()
+        monkeypatch.setattr(system, "cat_file", lambda path, **how: asked.append(how) or cat(path, **how))
+        assert store.read_small(path, 100) == CONTENT[:100]
+        assert store.read_small(path, len(CONTENT)) == CONTENT
+    assert asked == [{"start": 0, "end": 100}, {}]
+
+
+def test_a_dead_link_hides_nothing_beside_it(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "run", MODEL, random_state(MODEL, 5), Topology(1, 2))
+    (tmp_path / "run" / "gone").symlink_to("nowhere")
+    (path / "zero_pp_rank_9_mp_rank_00_optim_states.pt").symlink_to("nowhere")
+    with serve(tmp_path, Ranged) as url:
+        assert store.list_folder(url)["gone"].size == 0
+        assert find_checkpoint(url) == f"{url}/{path.name}"
+        assert open_checkpoint(f"{url}/{path.name}", Comm()).stored.atoms
 
 
 def test_what_fails_is_not_told_as_absent(folder: Path) -> None:
