@@ -1,6 +1,6 @@
 """What the commands share: parsers, options, opening a checkpoint.
 
-Here and in the commands' modules what reads checkpoints is imported where it is used: help and completion need none.
+Here and in the commands' modules what reads checkpoints is imported where it is used: help needs none.
 """
 
 from __future__ import annotations
@@ -89,12 +89,14 @@ def add_command(
     return parser
 
 
-def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, patterns: bool = True) -> None:
+def add_checkpoint_options(
+    parser: argparse.ArgumentParser, *names: str, patterns: bool = True, needed: bool = True
+) -> None:
     """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), ``--groups``, and ``--patterns``."""
     for name in names or ("checkpoint",):
         metavar = name.upper() if names else "CKPT"
         text = "a folder (or URL) that holds `latest`, the folder of one tag, or an atomic checkpoint"
-        parser.add_argument(name, metavar=metavar, help=text)
+        parser.add_argument(name, metavar=metavar, help=text, nargs=None if needed else "?")
     if patterns:
         text = "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON (docs/patterns.md)"
         parser.add_argument("--patterns", metavar="RULES", help=text)
@@ -103,6 +105,11 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *names: str, pattern
         "model.parameters()), or a YAML/JSON file with a list of names per param group"
     )
     parser.add_argument("--groups", metavar="NAMES", help=text)
+    add_store_option(parser)
+
+
+def add_store_option(parser: argparse.ArgumentParser) -> None:
+    """``--storage-option``."""
     text = (
         "an option of the stores behind URLs as fsspec takes it, such as endpoint_url=http://host:9000 or anon=true; "
         "VALUE is JSON, or text. May be given several times"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, count_of
 from .common import (
     add_checkpoint_options,
     add_command,
@@ -20,6 +20,7 @@ from .common import (
 from .printing import FAULT, OK, emit, format_count, format_table
 
 if TYPE_CHECKING:
+    from ..atoms import AtomicIndex
     from ..examine.diff import AtomDifference, Difference
     from ..examine.values import ValueDifference
     from .common import Commands
@@ -41,6 +42,7 @@ def add_parser(commands: Commands) -> None:
             ds_ucp diff run1/global_step1000 run2/global_step1000
             ds_ucp diff checkpoints/ checkpoints/global_step1000_universal --json
             ds_ucp diff before after --states fp32 --only 'layers\.0\.' --tolerance 1e-6
+            ds_ucp diff --config checkpoints/global_step1000 ds_config.json
         """,
     )
     add_checkpoint_options(parser, "a", "b")
@@ -52,6 +54,8 @@ def add_parser(commands: Commands) -> None:
     text = "let values pass that are no further apart"
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="ATOL", help=text)
     parser.add_argument("--all", action="store_true", help="a line for every atom that differs")
+    text = "compare ds_config and hyper-parameters instead; A and B may be files of a ds_config, too"
+    parser.add_argument("--config", action="store_true", help=text)
     add_work_options(parser, 64)
 
 
@@ -60,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     from ..comm import join_launch
     from ..examine.diff import DiffOptions, diff_checkpoints
 
+    if options.config:
+        return _compare_settings(options)
     if not options.tolerance >= 0:
         raise ConfigError("--tolerance must not be negative.")
     how = DiffOptions(
@@ -70,11 +76,50 @@ def run(options: argparse.Namespace) -> int:
     )
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
-        sides = (options.a, options.also), (options.b, options.also_b)
-        left, right = (open_index(options, path, comm, also=also) for path, also in sides)
+        left, right = (open_index(options, path, comm, also=also) for path, also in _list_sides(options))
         found = diff_checkpoints(left, right, comm, how, rules=rules)
     emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
     return OK if found.equal else FAULT
+
+
+def _compare_settings(options: argparse.Namespace) -> int:
+    """``--config``: what two runs were set to, as saves or files tell it."""
+    from ..examine.settings import compare_configs, compare_hyper
+    from ..examine.values import compare_values
+
+    if options.only or options.states or options.tolerance:
+        raise ConfigError("--config compares no tensors: leave --only, --states and --tolerance out.")
+    (left, mine), (right, theirs) = (_open_settings(options, *side) for side in _list_sides(options))
+    values, notes = compare_configs(mine, theirs)
+    if left and right:
+        values += [each for each in compare_values(left, right, {}, lambda name: True) if each.section != "scalar"]
+    elif left:
+        values += compare_hyper(left, theirs, is_left=True)
+    elif right:
+        values += compare_hyper(right, mine, is_left=False)
+    data = {"a": options.a, "b": options.b, "equal": not values, "values": _list_values(values), "notes": notes}
+    verdict = f"different: {count_of(len(values), 'value')}" if values else "equal: ds_config and hyper-parameters"
+    emit(options, data, [*(f"note: {note}" for note in notes), *map(_describe_value, values), verdict])
+    return FAULT if values else OK
+
+
+def _list_sides(options: argparse.Namespace) -> Iterable[tuple[str, list[str]]]:
+    return (options.a, options.also), (options.b, options.also_b)
+
+
+def _open_settings(
+    options: argparse.Namespace, path: str, also: Sequence[str]
+) -> tuple[AtomicIndex | None, Mapping[str, Any]]:
+    """A save and its ds_config, or that of a file."""
+    from ..comm import Comm
+    from ..examine.settings import read_config
+    from ..forecast.dryrun import read_saved_config
+    from ..io.store import is_file
+
+    if is_file(path):
+        return None, read_config(path)
+    index = open_index(options, path, Comm(), also=also)
+    return index, read_saved_config(index)
 
 
 def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
@@ -88,13 +133,17 @@ def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
         "elements_compared": found.numel,
         "atoms_of_two_dtypes": found.converted,
         "atoms": [_describe_atom(atom) for atom in found.atoms],
-        "values": [
-            {"section": each.section, "key": each.key, "a": each.left, "b": each.right, "parameters": each.names}
-            for each in found.values
-        ],
+        "values": _list_values(found.values),
         "notes": found.notes,
         "unused_rules": found.unused,
     }
+
+
+def _list_values(values: Iterable[ValueDifference]) -> list[dict[str, Any]]:
+    return [
+        {"section": each.section, "key": each.key, "a": each.left, "b": each.right, "parameters": each.names}
+        for each in values
+    ]
 
 
 def _describe_atom(atom: AtomDifference) -> dict[str, Any]:

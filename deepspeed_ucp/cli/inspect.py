@@ -12,6 +12,8 @@ from .common import add_checkpoint_options, add_command, add_place_option, find_
 from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
+    from ..comm import Comm
+    from ..patterns import RuleSet
     from ..sources.open import FolderReport
     from .common import Commands
     from .parameters import Parameter
@@ -48,23 +50,36 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
     from ..comm import join_launch
-    from ..sources.naming import Naming
-    from ..sources.open import survey_checkpoint
 
     with join_launch() as comm:
-        folder, *also = find_folders(options.checkpoint, options.also, comm)
-        rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
-        report = survey_checkpoint(folder, comm, Naming(groups=groups), also=also)
-        faults = {finding.kind for finding in report.findings if not finding.warning}
-        excused = set() if options.groups else {"unnamed"}  # states without names do not keep the rest from being shown
-        opens = report.index is not None and faults <= excused
-        if not comm.rank and opens:
+        report, rules = look_at(options, comm)
+        if not comm.rank and opens(options, report):
             from .survey import make_survey
 
             _show(options, make_survey(report, rules))
         elif not comm.rank:
             _show_damage(options, report)
-    return OK if opens else ERROR
+    return OK if opens(options, report) else ERROR
+
+
+def look_at(options: argparse.Namespace, comm: Comm) -> tuple[FolderReport, tuple[RuleSet, ...]]:
+    """What the headers of a checkpoint tell, and the rules that are given; collective.
+
+    Raises:
+        UcpError: there is no checkpoint, or what is given cannot be read.
+    """
+    from ..sources.naming import Naming
+    from ..sources.open import survey_checkpoint
+
+    folder, *also = find_folders(options.checkpoint, options.also, comm)
+    rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
+    return survey_checkpoint(folder, comm, Naming(groups=groups), also=also), rules
+
+
+def opens(options: argparse.Namespace, report: FolderReport) -> bool:
+    """Whether all of a checkpoint can be shown; states without names do not keep the rest from that."""
+    faults = {finding.kind for finding in report.findings if not finding.warning}
+    return report.index is not None and faults <= (set() if options.groups else {"unnamed"})
 
 
 def _show(options: argparse.Namespace, survey: Survey) -> None:

@@ -1,4 +1,7 @@
-"""``ds_ucp plan``: what a resume at another topology would read, exchange and need, without an engine."""
+"""``ds_ucp plan``: what a resume at another topology would read, exchange and need, without an engine.
+
+Without a checkpoint: what a run of so many parameters needs.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from .bandwidths import add_bandwidths, positive, read_bandwidths, tell_both, tell_seconds
 from .common import add_checkpoint_options, add_command, add_place_option, open_index, read_rules
-from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
+from .outline import OUTLINE, add_outline_options, refuse_options, run_outline
+from .printing import FAULT, OK, emit, format_bytes, format_count, format_table
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..forecast.degrees import Degrees
     from ..forecast.dryrun import DryRun
-    from ..forecast.estimate import Bandwidths, LoadTotals, Times
+    from ..forecast.estimate import LoadTotals
     from .common import Commands
 
 _TITLES = {
@@ -40,14 +45,17 @@ def add_parser(commands: Commands) -> None:
         "plan",
         help="what a resume at another topology would read and need",
         description="A dry run from the headers alone: is the resume possible, who would load, and what every rank "
-        "would read, exchange and need. Exit code 0: possible, 1: not possible, 2: an error.",
+        "would read, exchange and need. Without a checkpoint (--params): memory, disk and seconds of a run. Exit code "
+        "0: possible, 1: not possible, 2: an error.",
         examples="""
             ds_ucp plan checkpoints/ --target "dp=3,tp=2,pp=1,zero=3"
             ds_ucp plan checkpoints/ --target "dp=384,zero=3" --read-gbs 273 --net-gbs 25
             ds_ucp plan checkpoints/ --target "tp=8,pp=48" --nodes 96 --ranks-per-node 8 --patterns megatron-gpt --json
+            ds_ucp plan --params 70e9 --stage 3 --ranks 512 --read-gbs 100 --write-gbs 50
+            ds_ucp plan --params 175B --stage 1 --ranks 1024 --target tp=8,pp=16 --optimizer adamw
         """,
     )
-    add_checkpoint_options(parser)
+    add_checkpoint_options(parser, needed=False)
     add_place_option(parser)
     target = parser.add_argument_group("target")
     text = (
@@ -56,50 +64,34 @@ def add_parser(commands: Commands) -> None:
         "where rename rules make others); degrees that are left out are 1, the rest as in the "
         "checkpoint"
     )
-    target.add_argument("--target", required=True, metavar="DEGREES", help=text)
-    target.add_argument("--nodes", type=_positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
-    target.add_argument("--ranks-per-node", type=_positive, metavar="N", help="ranks per node")
+    target.add_argument("--target", metavar="DEGREES", help=text)
+    target.add_argument("--nodes", type=positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
+    target.add_argument("--ranks-per-node", type=positive, metavar="N", help="ranks per node")
     text = "a train_batch_size in place of the saved ds_config's"
-    target.add_argument("--train-batch-size", type=_positive, metavar="N", help=text)
+    target.add_argument("--train-batch-size", type=positive, metavar="N", help=text)
     text = "window_mb of the load (default: 256)"
-    target.add_argument("--window-mb", type=_positive, default=256, metavar="MB", help=text)
-    speed = parser.add_argument_group("bandwidths, in GB/s of 10^9 bytes")
-    speed.add_argument("--read-gbs", type=_speed, metavar="GBS", help="what the storage gives all ranks together")
-    speed.add_argument("--rank-gbs", type=_speed, metavar="GBS", help="what it gives one rank at most")
-    speed.add_argument("--net-gbs", type=_speed, metavar="GBS", help="what a rank sends or receives")
+    target.add_argument("--window-mb", type=positive, default=256, metavar="MB", help=text)
+    add_outline_options(parser.add_argument_group("without a checkpoint"))
+    add_bandwidths(parser)
     extent = parser.add_argument_group("extent")
     extent.add_argument("--all", action="store_true", help="tell of each rank that was planned")
     how = extent.add_mutually_exclusive_group()
     how.add_argument("--exact", action="store_true", help="plan every rank, however long it takes")
     text = "plan N ranks (default: all where that takes seconds, else 3 to 5)"
-    how.add_argument("--sample", type=_positive, metavar="N", help=text)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a positive integer is needed, found {text!r}")
-    return value
-
-
-def _speed(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"GB/s above 0 are needed, found {text!r}")
-    return value
+    how.add_argument("--sample", type=positive, metavar="N", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan, print, and tell by the exit code whether the resume is possible."""
+    if options.checkpoint is None:
+        return run_outline(options)
     from ..comm import Comm
     from ..config import UniversalConfig
     from ..forecast.dryrun import dry_run
-    from ..forecast.estimate import Bandwidths, tell_times
+    from ..forecast.estimate import tell_times
 
     _check(options)
+    speeds, times = read_bandwidths(options), None
     index = open_index(options, options.checkpoint, Comm(), also=options.also)
     found = dry_run(
         index,
@@ -110,14 +102,11 @@ def run(options: argparse.Namespace) -> int:
         exact=True if options.exact else False if options.sample else None,
         samples=options.sample,
     )
-    speeds = times = None
-    if options.read_gbs is not None:
-        speeds = Bandwidths(options.read_gbs, options.rank_gbs, options.net_gbs)
     if speeds and found.totals and found.ranks:
         times = tell_times(found.totals, found.ranks, found.degrees.world, speeds)
     lines = _to_text(index, found, every=options.all)
     if speeds and times:
-        lines += ["", *_tell_seconds(speeds, times)]
+        lines += ["", *tell_seconds(speeds, times)]
     if found.assumed and found.totals is not None:
         lines += ["", "assumed", *(f"  - {text}" for text in found.assumed)]
     emit(options, {**_to_data(index, found), "bandwidths": speeds, "seconds": times}, lines)
@@ -125,10 +114,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.read_gbs is None and (options.rank_gbs is not None or options.net_gbs is not None):
-        raise ConfigError("--rank-gbs and --net-gbs count beside the storage's bandwidth: give --read-gbs too.")
+    refuse_options(options, OUTLINE, "a plan of a checkpoint takes what is saved")
     if options.window_mb < 16:
         raise ConfigError(f"--window-mb is at least 16, found {options.window_mb}.")
+    if options.target is None:
+        raise ConfigError('--target is missing: the topology to plan for, such as --target "dp=3,zero=3".')
     if (options.nodes is None) != (options.ranks_per_node is None):
         raise ConfigError("--nodes and --ranks-per-node go together.")
 
@@ -189,20 +179,15 @@ def _to_text(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
 def _tell_totals(totals: LoadTotals, *, exact: bool) -> list[str]:
     state = "masters, optimizer states, buffers; 16-bit copies are made from them"
     rows = [
-        ["checkpoint", _both(totals.checkpoint), f"{format_count(totals.files)} files"],
-        ["state to restore", _both(totals.state), state],
-        ["read from storage", _both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
-        ["held afterwards", _both(totals.needed), "by all ranks together"],
-        ["exchanged", ("" if exact else "about ") + _both(totals.exchanged), "between ranks"],
+        ["checkpoint", tell_both(totals.checkpoint), f"{format_count(totals.files)} files"],
+        ["state to restore", tell_both(totals.state), state],
+        ["read from storage", tell_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
+        ["held afterwards", tell_both(totals.needed), "by all ranks together"],
+        ["exchanged", ("" if exact else "about ") + tell_both(totals.exchanged), "between ranks"],
     ]
     if totals.replicas:
-        rows.append(["read to compare", _both(totals.replicas), "replicas, on top"])
+        rows.append(["read to compare", tell_both(totals.replicas), "replicas, on top"])
     return format_table([*rows, ["headers", str(totals.headers), "per rank at most"]])
-
-
-def _both(nbytes: int) -> str:
-    """Binary units as elsewhere, and decimal ones, which bandwidths are told in."""
-    return format_bytes(nbytes) + (f" ({format_count(nbytes)}B)" if nbytes >= 1_000_000_000 else "")
 
 
 def _tell_ranks(found: DryRun, totals: LoadTotals) -> list[str]:
@@ -230,20 +215,3 @@ def _list_ranks(found: DryRun) -> list[str]:
 
 def _format(key: str, value: float) -> str:
     return format_count(value) if key in _NUMBERS else format_bytes(value)
-
-
-def _tell_seconds(speeds: Bandwidths, times: Times) -> list[str]:
-    most = "" if speeds.rank is None else f", at most {speeds.rank:g} GB/s"
-    rows = [
-        ["the whole checkpoint once", _seconds(times.checkpoint), "every byte of every file"],
-        ["what the resume reads", _seconds(times.aggregate), "all ranks together"],
-        ["the rank that reads most", _seconds(times.slowest), f"at an equal share of the bandwidth{most}"],
-    ]
-    if times.exchange is not None:
-        rows.append(["exchange", _seconds(times.exchange), f"at {speeds.net:g} GB/s per rank"])
-    rows.append(["resume", _seconds(times.load), "reading" if times.exchange is None else "reading and exchange"])
-    return [f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(rows, right=(1,)))]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if 10 <= seconds < 120 else format_duration(seconds)

@@ -14,6 +14,7 @@ from ..io.paths import is_url
 from ..io.store import list_tree
 from ..patterns import RuleSet, Settled, list_families, load_family
 from ..plan.settling import settle_index
+from ..secrets import hide_at
 from ..sources.compare import DEEPSPEEDS
 from ..sources.files import list_sizes
 from ..sources.findings import NOTE, WARNING, Finding
@@ -213,7 +214,9 @@ def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
         return {}, ""
     scheduler = {"lr_scheduler": tree["lr_scheduler"]} if tree.get("lr_scheduler") is not None else {}
     kept = {**scheduler, **{key: value for key, value in tree.items() if key not in DEEPSPEEDS}}
-    return {str(key): describe(value) for key, value in kept.items()}, str(tree.get("ds_version") or "")
+    return {str(key): hide_at(str(key), describe(value)) for key, value in kept.items()}, str(
+        tree.get("ds_version") or ""
+    )
 
 
 def _find_writer(index: AtomicIndex, folder: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, AtomicIndex, ParamKey
 from ..io.store import read_bytes
+from ..secrets import hide_at
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header
 from .pairing import list_partners
@@ -160,7 +161,8 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
         a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
         if a in (None, ABSENT) and b in (None, ABSENT):
             continue  # DeepSpeed keeps None where it has nothing
-        for place, first, second in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
+        for place, *values in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
+            first, second = (tell_value(place, value) for value in values)
             if key in _ASIDE:
                 notes.append(f"{place}: {first} → {second}")
             else:
@@ -240,6 +242,11 @@ class _Words(reprlib.Repr):
 
     def repr_instance(self, x: Any, level: int) -> str:
         return describe(x)
+
+
+def tell_value(path: str, value: Any) -> Any:
+    """A value at a path for a message: in a few words, and hidden where it looks like a secret."""
+    return value if value is ABSENT else _shorten(hide_at(path, value))
 
 
 def _shorten(value: Any) -> Any:

@@ -19,7 +19,7 @@ LATEST = "latest"
 
 _BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
 
-_LOST = "lost+found"
+LOST = "lost+found"
 """Folder in the root of a file system, which root alone may list."""
 
 _LONGEST = 4096
@@ -124,7 +124,7 @@ def describe_content(folder: str) -> str:
     """
     if not leads_to_folder(folder):
         return "is a file, or a link to nothing, where the folder of all tags is wanted" if exists(folder) else ""
-    entries = {name: entry for name, entry in scan_folder(folder).items() if name != _LOST}
+    entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
     for pattern, text in _ODD:
         found = sorted(name for name in entries if re.fullmatch(pattern, name))
         if found:
@@ -160,7 +160,7 @@ def find_tags(load_dir: str) -> list[str]:
     Raises:
         CheckpointError: one of them cannot be listed: what it holds is not to be taken for nothing.
     """
-    folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != _LOST]
+    folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != LOST]
     return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
 
 

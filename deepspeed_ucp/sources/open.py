@@ -59,6 +59,11 @@ class FolderReport:
     index: AtomicIndex | None
     findings: tuple[Finding, ...]
 
+    @property
+    def fault(self) -> UcpError | None:
+        """What keeps it from being loaded, of what the files themselves can be blamed for."""
+        return make_error(each for each in self.findings if each.kind not in ("unnamed", "unsupported"))
+
     def require(self) -> AtomicIndex:
         """The index of a checkpoint without faults.
 
@@ -175,10 +180,9 @@ def find_fault(folder: str, also: Sequence[str] = ()) -> UcpError | None:
         also: the same in further places.
     """
     try:
-        findings = survey_checkpoint(folder, Comm(), Naming(groups="module"), also=also).findings
+        return survey_checkpoint(folder, Comm(), Naming(groups="module"), also=also).fault
     except CheckpointError as error:
         return error
-    return make_error(each for each in findings if each.kind not in ("unnamed", "unsupported"))
 
 
 def lacks_states(folder: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,12 @@ def write_sample(folder: Path | str, topology: Topology, model: Model | None = N
     config = {**topology.ds_config(), **DS_CONFIG}
     options: dict[str, Any] = {"global_steps": 3, "ds_config": config, "client_state": {"epoch": 2}, **run}
     return write_checkpoint(folder, model, state, topology, cut=cut, run=Run(**options))
+
+
+def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Every option and positional argument of a parser and its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from list_actions(command)

@@ -180,3 +180,55 @@ def test_every_kind_of_difference_has_its_words() -> None:
     assert "shape (2,) ≠ (3,)" in text
     assert "padding rows" in text and "2 of 10" in text and "[5, 0] of tp rank 1" in text and "inf" in text
     assert "hyper-parameter lr: 0.1 ≠ 0.2 (a and 2 more)" in text
+
+
+CONFIG = """{  // as DeepSpeed reads it
+    "train_batch_size": 8, "zero_optimization": {"stage": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.999], "weight_decay": "auto"}},
+    "checkpoint": {"universal": {"storage_options": {"anything": "S3cr3t"}}},
+}"""
+
+
+def test_settings_of_a_save_are_held_against_a_file(tmp_path: Path, run_json: Any, capsys: Any) -> None:
+    saved = write_sample(tmp_path / "saved", Topology(1, 2, "bf16"), make_gpt(1))
+    config = tmp_path / "ds_config.json"
+    config.write_text(CONFIG)
+    for a, b, sides in ((saved, config, ("a", "b")), (config, saved, ("b", "a"))):
+        code, found = run_json("diff", "--config", a, b)
+        values = {(each["section"], each["key"], each[sides[0]]): each[sides[1]] for each in found["values"]}
+        assert (code, found["equal"]) == (1, False)
+        assert values["ds_config", "optimizer.params.lr", 1e-3] == 2e-3
+        assert values["hyper-parameter", "lr", 1e-3] == 2e-3
+        assert not any(key == "betas" for section, key, _ in values if section == "hyper-parameter")
+        assert any("zero_optimization.stage" in note for note in found["notes"])
+        assert values["ds_config", "checkpoint.universal.storage_options.anything", "(absent)"] == "(hidden)"
+    assert main(["diff", "--config", str(saved), str(config)]) == 1
+    printed = capsys.readouterr().out
+    assert "hyper-parameter lr: 0.001 ≠ 0.002" in printed
+    assert "S3cr3t" not in printed
+
+
+def test_settings_of_two_saves_are_compared_without_their_tensors(tmp_path: Path, run_json: Any) -> None:
+    first = write_sample(tmp_path / "first", Topology(1, 2, "bf16"), make_gpt(1))
+    other = write_sample(tmp_path / "other", Topology(3, 2, "bf16"), make_gpt(1))
+    assert run_json("diff", "--config", first, first)[0] == 0
+    code, found = run_json("diff", "--config", first, other)
+    assert code == 1
+    assert [(each["key"], each["a"], each["b"]) for each in found["values"]] == [("zero_optimization.stage", 1, 3)]
+    for more in (["--only", "x"], ["--states", "fp32"], ["--tolerance", "1"]):
+        code, told = run_json("diff", "--config", first, other, *more)
+        assert (code, told["kind"]) == (2, "ConfigError")
+
+
+def test_secrets_of_saved_configurations_are_not_told(tmp_path: Path, run_json: Any) -> None:
+    saves = []
+    for secret in ("S3cr3tOne", "S3cr3tTwo"):
+        config = {"wandb": {"api_key": secret}, "checkpoint": {"universal": {"storage_options": {"x": secret}}}}
+        client = {"hub_token": secret, "url": f"https://user:{secret}@host/run"}
+        options = {"ds_config": config, "client_state": client}
+        saves.append(write_sample(tmp_path / secret[-3:], Topology(1, 1, "bf16"), make_gpt(1), **options))
+    for more in ([], ["--config"]):
+        code, found = run_json("diff", *more, *saves)
+        assert code == 1
+        assert "S3cr3t" not in json.dumps(found)
+        assert "(hidden)" in json.dumps(found)

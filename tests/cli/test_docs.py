@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.cli.completion import list_actions
 from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main
-from tests.cli.samples import make_gpt, write_sample
+from tests.cli.samples import list_actions, make_gpt, write_sample
 from tests.synth import Topology
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -66,10 +65,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "arguments"),
     [
         ("convert", ["{checkpoint}", "{out}/atomic"]),
+        ("list", ["{checkpoint}"]),
         ("inspect", ["{checkpoint}"]),
         ("plan", ["{checkpoint}", "--target", "dp=3,zero=3"]),
+        ("plan", ["--params", "1B", "--ranks", "8"]),
         ("verify", ["{checkpoint}"]),
         ("diff", ["{checkpoint}", "{checkpoint}"]),
+        ("diff", ["{checkpoint}", "{checkpoint}", "--config"]),
+        ("doctor", ["{checkpoint}", "--out", "{out}/doctor.txt"]),
         ("export", ["{checkpoint}", "{out}/weights"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

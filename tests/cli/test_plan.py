@@ -191,3 +191,50 @@ def test_the_text_shows_the_whole_and_what_the_resume_reads(trillion: Path, caps
     assert "12.6 TiB (13.8 TB)" in text
     assert "in stages of near equal bytes that end with a layer" in text
     assert "2 of 768 ranks, exactly" in text
+
+
+def test_without_a_checkpoint_the_needs_of_a_run_are_told(run_json: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--params", "70e9", "--stage", "3", "--ranks", "512", "--read-gbs", "100", "--write-gbs", "50"]
+    code, told = run_json(*line)
+    assert (code, told["possible"], told["params"]) == (0, True, 70_000_000_000)
+    each = -(-70_000_000_000 // 512)
+    assert told["memory"] == {
+        "weights": 2 * each,
+        "gradients": 2 * each,
+        "masters": 4 * each,
+        "states": 8 * each,
+        "total": 16 * each,
+    }
+    assert told["totals"]["checkpoint"] == 12 * 70_000_000_000
+    assert (told["seconds"]["load"], told["seconds"]["save"]) == (pytest.approx(8.4), pytest.approx(16.8))
+    assert main(line) == 0
+    text = capsys.readouterr().out
+    for part in ("ZeRO-3 dp=512", "70.0 G parameters", "2.04 GiB", "782 GiB", "a save at 50 GB/s takes 16.8 s"):
+        assert part in text, part
+    assert run_json("plan", "--params", "1B", "--stage", "2", "--ranks", "4", "--target", "pp=2")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--ranks", "4"], "Name a checkpoint"),
+        (["--params", "1B", "--ranks", "4", "--exact"], "--exact: a plan without a checkpoint"),
+        (["--params", "1B", "--ranks", "4", "--patterns", "x"], "--patterns: a plan without a checkpoint"),
+        (["--params", "1B", "--ranks", "4", "--target", "zero=3"], "told by --stage"),
+        (["--params", "1B", "--ranks", "4", "--target", "ep=2"], "with a checkpoint alone"),
+        (["--params", "1B", "--ranks", "3", "--target", "tp=2"], "3 ranks are not tp=2"),
+        (["--params", "1B", "--ranks", "3", "--net-gbs", "2"], "give --read-gbs too"),
+        (["folder", "--target", "dp=2", "--params", "1B"], "--params: a plan of a checkpoint"),
+        (["folder"], "--target is missing"),
+    ],
+)
+def test_the_two_kinds_of_plan_are_not_mixed(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *more]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1", "1e30", "nan"])
+def test_a_number_of_parameters_is_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", f"--params={text}", "--ranks", "4"])
+    assert "a number such as 70e9" in capsys.readouterr().err

@@ -1,0 +1,218 @@
+"""``ds_ucp doctor``: one file that tells who is to find a fault what there is, without secrets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, StorageError, UcpError, escape
+from ..secrets import hide_text, hide_values
+from ..version import __version__
+from .common import add_checkpoint_options, add_command, add_place_option
+from .inspect import look_at, opens
+from .printing import FAULT, OK, emit, find_rank, format_bytes, to_json
+
+if TYPE_CHECKING:
+    from .common import Commands
+
+FILE = "ds_ucp_doctor.txt"
+TITLE = "# ds_ucp doctor"
+
+PACKAGES = (
+    *(
+        "deepspeed",
+        "torch",
+        "numpy",
+        "transformers",
+        "accelerate",
+        "peft",
+        "lightning",
+        "pytorch-lightning",
+        "torchdata",
+    ),
+    *("fsspec", "s3fs", "gcsfs", "adlfs", "pydantic", "isal", "google-re2", "ml_dtypes", "psutil", "mpi4py"),
+)
+ENVIRONMENT = (
+    *("DEEPSPEED_UCP", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TMPDIR"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS"),
+    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "FSSPEC_S3_ENDPOINT_URL"),
+)
+"""What of the environment is told; all else may be a secret."""
+
+_LINES, _BYTES = 400, 1 << 20
+"""Of an error's file the last lines, and of how many bytes at its end."""
+
+
+def add_parser(commands: Commands) -> None:
+    """The command line."""
+    parser = add_command(
+        commands,
+        "doctor",
+        help="write one file about versions, checkpoint and error, to be sent with a report",
+        description="Write one file with versions, machine, ds_config, topology, what inspect says, and an error. "
+        "Secrets are left out: values of keys that look like one, users in URLs, and of the environment all but a list "
+        "of names. Read it before you send it. Exit code 0: written; 1: written, and the checkpoint does not open; 2: "
+        "an error.",
+        examples="""
+            ds_ucp doctor checkpoints/ --config ds_config.json --error error.txt
+            ds_ucp doctor checkpoints/ --error train.log --out /tmp/report.txt
+            ds_ucp doctor
+        """,
+    )
+    add_checkpoint_options(parser, needed=False)
+    add_place_option(parser)
+    text = "the run's ds_config (default: the one that is saved in the checkpoint)"
+    parser.add_argument("--config", metavar="FILE", help=text)
+    text = f"a log or traceback, of which the last {_LINES} lines are taken; - is standard input"
+    parser.add_argument("--error", metavar="FILE", help=text)
+    parser.add_argument("--out", metavar="FILE", default=FILE, help=f"the file to be written (default: {FILE})")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file; 1 where the checkpoint does not open."""
+    data: dict[str, Any] = {
+        "versions": dict(_list_versions()),
+        "machine": dict(_describe_machine(options.checkpoint)),
+        "environment": {name: _tell_variable(name) for name in ENVIRONMENT if name in os.environ},
+        **_examine(options),
+    }
+    if options.config:
+        data["ds_config"] = _read_config(options.config)
+    data["error"] = _read_error(options.error) if options.error else []
+    if not find_rank():
+        _write(options.out, data)
+    told = f"wrote {options.out}: read it before you send it"
+    emit(options, {"file": options.out, **data}, [told, *([] if data["opens"] else ["the checkpoint does not open"])])
+    return OK if data["opens"] else FAULT
+
+
+def _list_versions() -> Iterator[tuple[str, str]]:
+    yield "deepspeed_ucp", __version__
+    yield "python", platform.python_version()
+    for name in PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _describe_machine(checkpoint: str | None) -> Iterator[tuple[str, str]]:
+    import psutil
+
+    from ..io.filesystems import find_kind
+    from ..io.paths import is_url
+
+    yield "system", platform.platform()
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    memory = psutil.virtual_memory()
+    yield "memory", f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    if checkpoint and not is_url(checkpoint) and os.path.exists(checkpoint):
+        free = format_bytes(psutil.disk_usage(checkpoint).free)
+        yield "file system", f"{find_kind(checkpoint) or 'unknown'}, {free} free"
+
+
+def _tell_variable(name: str) -> str:
+    """A variable's value; one that is JSON as a configuration."""
+    value = os.environ[name]
+    try:
+        return json.dumps(hide_values(json.loads(value)))
+    except ValueError:
+        return hide_text(value)
+
+
+def _examine(options: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint tells: whether it opens, its topology, its ds_config, and ``inspect``'s lines."""
+    found: dict[str, Any] = {"opens": True, "topology": None, "ds_config": None, "checkpoint": []}
+    if options.checkpoint is None:
+        return found
+    try:
+        return found | _inspect(options)
+    except UcpError as error:
+        lines = str(error).split("\n")
+    except Exception:  # noqa: BLE001  whatever is wrong is what the file is to tell
+        lines = traceback.format_exc().rstrip().split("\n")
+    return found | {"opens": False, "checkpoint": list(map(hide_text, lines))}
+
+
+def _inspect(options: argparse.Namespace) -> dict[str, Any]:
+    from ..comm import Comm
+    from ..forecast.dryrun import read_saved_config
+    from ..sources.findings import make_error
+    from .damage import examine_folder, write_damage
+    from .summary import write_summary
+    from .survey import make_survey
+
+    report, rules = look_at(options, Comm())
+    if report.index is None or not opens(options, report):
+        error = make_error(report.findings)
+        lines = write_damage(examine_folder(report, error))
+        return {"opens": False, "checkpoint": [*lines, "", *str(error).split("\n")]}
+    return {
+        "topology": report.index.run.topology.describe(),
+        "ds_config": hide_values(read_saved_config(report.index)),
+        "checkpoint": write_summary(make_survey(report, rules), unfold=False),
+    }
+
+
+def _read_config(path: str) -> Any:
+    from ..examine.settings import read_config
+
+    return hide_values(read_config(path))
+
+
+def _read_error(path: str) -> list[str]:
+    """The last lines of a log, without secrets."""
+    try:
+        if path == "-":
+            text = sys.stdin.read()
+        else:
+            with open(path, "rb") as stream:
+                stream.seek(max(0, os.fstat(stream.fileno()).st_size - _BYTES))
+                text = stream.read().decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--error: {path} cannot be read ({error.strerror}).") from None
+    return hide_text(text).splitlines()[-_LINES:]
+
+
+def _write(path: str, data: Mapping[str, Any]) -> None:
+    """All of it as one text.
+
+    Raises:
+        StorageError: it cannot be written, or another file is there.
+    """
+    sections = {
+        "versions": _list(data["versions"]),
+        "machine": _list(data["machine"]),
+        "environment": _list(data["environment"]),
+        "ds_config": to_json(data["ds_config"]).split("\n") if data["ds_config"] is not None else [],
+        "topology": [data["topology"] or ""],
+        "checkpoint": data["checkpoint"],
+        "error": data["error"],
+    }
+    lines = [TITLE]
+    for title, told in sections.items():
+        lines += ["", f"## {title}", "", *(map(escape, told) if any(told) else ["(none)"])]
+    try:
+        if os.path.exists(path) and not _is_ours(path):
+            raise StorageError(f"{path}: is there, and no earlier report; name another file with --out.")
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write("\n".join(lines) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror}).") from None
+
+
+def _list(told: Mapping[str, str]) -> Sequence[str]:
+    return [f"{key} {value}" for key, value in told.items()]
+
+
+def _is_ours(path: str) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(len(TITLE)) == TITLE.encode()

@@ -1,0 +1,82 @@
+"""Comparing what runs were set to: ds_configs, of saves or of files, and hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..atoms import AtomicIndex
+from ..errors import ConfigError
+from ..io.opened import explain_failure
+from ..io.store import read_small
+from .values import ABSENT, ValueDifference, is_same, tell_value
+
+AUTO = "auto"
+"""What a trainer is to fill in; a save has what it filled in."""
+
+_MOST = 16 << 20
+"""Bytes of a file of a ds_config at most."""
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A ds_config from its file, which may have comments, as DeepSpeed reads it.
+
+    Raises:
+        ConfigError: it is none.
+        StorageError: it cannot be read.
+    """
+    import hjson
+
+    try:
+        config = hjson.loads(read_small(path, _MOST).decode(), object_pairs_hook=dict)
+    except OSError as error:
+        raise explain_failure(path, "read", error) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is no ds_config in JSON ({str(error).partition(chr(10))[0]}).") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f'{path}: is no ds_config: an object is wanted, such as {{"train_batch_size": 8}}.')
+    return config
+
+
+def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[ValueDifference], list[str]]:
+    """What differs between two ds_configs, by path; and in words what a trainer is to fill in. Secrets are hidden."""
+    sides = dict(_flatten(left)), dict(_flatten(right))
+    found, notes = [], []
+    for path in dict.fromkeys((*sides[0], *sides[1])):
+        values = [side.get(path, ABSENT) for side in sides]
+        if is_same(*values):
+            continue
+        a, b = (tell_value(path, value) for value in values)
+        if AUTO in values:
+            notes.append(f"ds_config {path}: {a}, {b}; a trainer fills in what is {AUTO}")
+        else:
+            found.append(ValueDifference("ds_config", path, a, b))
+    return found, notes
+
+
+def _flatten(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        path = f"{above}.{key}" if above else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, path)
+        else:
+            yield path, value
+
+
+def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: bool) -> list[ValueDifference]:
+    """Hyper-parameters of a save that a ds_config has otherwise.
+
+    Args:
+        is_left: the save is A.
+    """
+    told = config.get("optimizer")
+    given = told.get("params") if isinstance(told, Mapping) else None
+    params = given if isinstance(given, Mapping) else {}
+    found: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {}
+    for group in index.run.groups:
+        saved = {**group.hyper, "lr": group.hyper.get("initial_lr", group.hyper.get("lr", ABSENT))}
+        for key in [key for key in params if key in group.hyper and params[key] != AUTO]:
+            if not is_same(saved[key], params[key]):
+                pair = (saved[key], params[key]) if is_left else (params[key], saved[key])
+                found.setdefault((key, repr(pair)), (*pair, []))[2].extend(group.names)
+    return [ValueDifference("hyper-parameter", key, a, b, tuple(names)) for (key, _), (a, b, names) in found.items()]
