@@ -150,6 +150,11 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def describe_changes(*facts: tuple[str, Any, Any]) -> str:
+    """``micro batch 4 → 2, ranks 2 → 4`` of names with an old and a new value, where these differ."""
+    return ", ".join(f"{name} {old} → {new}" for name, old, new in facts if old != new)
+
+
 def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
     """``did you mean 'preserve_batch_size'?`` of the valid name that is like ``name``; empty where none is.
 

@@ -22,7 +22,7 @@ from .attach import get_default
 from .carry import collect, hand_out
 from .comm import Comm, connect, is_shared
 from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
-from .errors import CheckpointError, RemoteError, UcpError
+from .errors import CheckpointError, RemoteError, UcpError, count_of, describe_changes
 from .io.paths import is_url
 from .io.store import begin_reading, end_reading, set_storage_options
 from .lifeline import beat
@@ -92,8 +92,9 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     if fit is not None:
         config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
         logger.info(
-            "train_batch_size %d kept on %d ranks: micro batch %s → %d, gradient accumulation %s → %d",
-            *(train, world, micro, fit[0], gas, fit[1]),
+            "train_batch_size %d kept on %s: %s",
+            *(train, count_of(world, "rank")),
+            describe_changes(("micro batch", micro, fit[0]), ("gradient accumulation", gas, fit[1])),
         )
 
 

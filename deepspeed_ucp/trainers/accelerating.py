@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
-from ..errors import ConfigError, MismatchError, UnsupportedError
+from ..errors import ConfigError, MismatchError, UnsupportedError, count_of
 from ..hook import get_config
 from ..load.client import read_objects
 from ..sources.latest import check_tag
@@ -64,8 +64,9 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
     given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
         raise ConfigError(
-            f"preserve_batch_size: {connect().size} ranks make a train_batch_size of {engine.train_batch_size()} of "
-            f"micro batches of {micro}, the data loader makes them of {given}. Give it batch_size={micro}."
+            f"preserve_batch_size: {count_of(connect().size, 'rank')} would make a train_batch_size "
+            f"of {engine.train_batch_size()} of micro batches of {micro}, "
+            f"the data loader makes them of {given}. Give it batch_size={micro}."
         )
     if engine.gradient_accumulation_steps() != accelerator.gradient_accumulation_steps:
         accelerator.gradient_accumulation_steps = engine.gradient_accumulation_steps()
@@ -128,8 +129,9 @@ def _refuse_loaders(accelerator: Any, folder: str, job: SavedJob) -> None:
     stateful = any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders)
     if stateful and job.ranks != connect().size:
         raise UnsupportedError(
-            f"{folder}: a stateful data loader's position was saved by {job.ranks} ranks, each of its own batches, and "
-            f"means other samples on {connect().size}: use deepspeed_ucp.data.ElasticSampler, or skip_first_batches."
+            f"{folder}: a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of "
+            f"its own batches, and means other samples on {connect().size}: "
+            "use deepspeed_ucp.data.ElasticSampler, or skip_first_batches."
         )
 
 
@@ -152,15 +154,16 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         if fit is not None:
             advice = f"a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         raise MismatchError(
-            f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, {ranks} "
-            f"ranks): its learning rates and samples would be others. Take {advice}, or set "
+            f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, "
+            f"{count_of(ranks, 'rank')}): its learning rates and samples would be others. Take {advice}, or set "
             f'"{SECTION}": {{"total_batch": "live"}}.'
         )
     set_accumulation(engine, total, fit[1])
     accelerator.gradient_accumulation_steps = fit[1]
     if accelerator.is_main_process:
         logger.warning(
-            "%s: total batch %d kept on %d ranks: gradient accumulation %d → %d", folder, total, ranks, was, fit[1]
+            "%s: total batch %d kept on %s: gradient accumulation %d → %d",
+            *(folder, total, count_of(ranks, "rank"), was, fit[1]),
         )
 
 

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
-from ..errors import MismatchError, UnsupportedError, count_of
+from ..errors import MismatchError, UnsupportedError, count_of, describe_changes
 from ..hook import read_options, show_decisions
 from .hffolders import choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks
@@ -145,8 +145,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         _set_batch(trainer, *fit, total, asked=asked)
     _note_begun(trainer, job, (ranks, fit[1]))
     if comm.rank == 0 and fit != (micro, accumulation):
-        changes = [("per-device batch", micro, fit[0]), ("gradient accumulation", accumulation, fit[1])]
-        told = ", ".join(f"{name} {old} → {new}" for name, old, new in changes if old != new)
+        told = describe_changes(("per-device batch", micro, fit[0]), ("gradient accumulation", accumulation, fit[1]))
         logger.warning("%s: total batch %d kept on %s: %s", folder, total, count_of(ranks, "rank"), told)
     return fit[0]
 

@@ -15,7 +15,7 @@ from ..atoms import SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..data import Order
-from ..errors import ConfigError, MismatchError, UnsupportedError
+from ..errors import ConfigError, MismatchError, UnsupportedError, count_of
 from ..hook import get_config
 from ..sources.latest import find_checkpoint
 from ..sources.open import look_at_job
@@ -51,8 +51,8 @@ def load_checkpoint(
     loop = state["loops"]["fit_loop"]
     if loop["state_dict"].get(_LOADERS) and job.ranks != connect().size:
         raise UnsupportedError(
-            f"{folder}: a stateful data loader's position was saved by {job.ranks} ranks, each of its own batches, and "
-            f"means other samples on {connect().size}: use deepspeed_ucp.data.ElasticSampler."
+            f"{folder}: a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of "
+            f"its own batches, and means other samples on {connect().size}: use deepspeed_ucp.data.ElasticSampler."
         )
     live = engine.gradient_accumulation_steps()
     rest = count_anew(loop["epoch_loop.batch_progress"], job.accumulation, live)
@@ -98,8 +98,8 @@ def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: Universa
         loader = "" if fit[0] == micro else f" and its data loader batch_size={fit[0]}"
         advice = f"Give the Trainer accumulate_grad_batches={fit[1]}{loader}"
     raise MismatchError(
-        f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, {ranks} "
-        f"ranks): its samples and learning rates would be others. {advice}, or set "
+        f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, "
+        f"{count_of(ranks, 'rank')}): its samples and learning rates would be others. {advice}, or set "
         f'"{SECTION}": {{"total_batch": "live"}}.'
     )
 

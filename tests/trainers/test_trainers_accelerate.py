@@ -68,7 +68,7 @@ def test_goes_on(
         rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(3), **options)
         agree(whole, rest, first)
         assert rest[0].accumulation == 2
-        kept = "total batch 8 kept on 1 ranks: gradient accumulation 1 → 2"
+        kept = "total batch 8 kept on 1 rank: gradient accumulation 1 → 2"
         assert [kept in text for text in rest[0].told].count(True) == (accumulation == 1)
 
 
