@@ -25,8 +25,8 @@ class UniversalConfig(BaseModel):
             checkpoint first, with all ranks of the launch, and loads that; later launches take it as it is.
         atomic_dir: folder that atomic checkpoints go to, as ``<tag>_universal``; the checkpoint's own by default.
         verify: ``crc`` compares every byte read with the CRC32 that training wrote, before any live buffer changes.
-        window_mb: staging memory per rank beyond the engine's own buffers, in MiB; an engine that has trained, or reads
-            from a store, takes a second copy of what it cannot make again besides, where enough memory is free.
+        window_mb: staging memory per rank beyond the engine's own buffers, in MiB. An engine that has trained (or reads
+            from a store) needs extra memory for rollback; without it, files are read twice.
         threads: reading threads per rank; 0 chooses from the cores that the rank may use.
         preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``, and
             ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
@@ -53,7 +53,8 @@ class UniversalConfig(BaseModel):
             report``).
         storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
             what is not said here is fsspec's configuration's and the environment's to say.
-        trust_pickle: let unknown classes in the client state be unpickled, as ``torch.load(weights_only=False)`` does.
+        trust_pickle: allow custom Python classes in the client state, as ``torch.load(weights_only=False)`` does. Only
+            for checkpoints you trust.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

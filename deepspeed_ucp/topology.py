@@ -68,10 +68,10 @@ def find_differences(source: Topology, target: Topology) -> list[str]:
     if differences:
         return differences
     if len(source.flats) != len(target.flats):
-        return [f"flat buffers {len(source.flats)} → {len(target.flats)}"]
-    flats = enumerate(zip(source.flats, target.flats, strict=True))
+        return [f"parameter layout: {len(source.flats)} → {len(target.flats)} parts"]
+    flats = zip(source.flats, target.flats, strict=True)
     same = _list_names(source) == _list_names(target)
-    other = (f"flat buffer {number}: {_compare_flats(old, new, same)}" for number, (old, new) in flats if old != new)
+    other = (f"parameter layout: {_compare_flats(old, new, same)}" for old, new in flats if old != new)
     return list(islice(other, 1))
 
 

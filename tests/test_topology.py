@@ -26,7 +26,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "master": ("bfloat16", "master float32 → bfloat16"),
     "elastic": (True, "elastic False → True"),
     "offload": ("cpu/none", "offload none/none → cpu/none"),
-    "flats": ((FLAT,), "flat buffers 2 → 1"),
+    "flats": ((FLAT,), "parameter layout: 2 → 1 parts"),
 }
 
 FLAT_CHANGES: dict[str, tuple[Any, str]] = {
@@ -56,13 +56,13 @@ def test_every_field_counts(field: str) -> None:
 def test_every_property_of_a_flat_buffer_counts(field: str) -> None:
     value, text = FLAT_CHANGES[field]
     changed = replace(FLAT, **{field: value})
-    assert find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1]))) == [f"flat buffer 0: {text}"]
+    assert find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1]))) == [f"parameter layout: {text}"]
 
 
 def test_other_parameters_are_told_from_another_order() -> None:
     changed = replace(FLAT, names=("a", "x"))
     found = find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1])))
-    assert found == ["flat buffer 0: parameters (2 → 2 or other names)"]
+    assert found == ["parameter layout: parameters (2 → 2 or other names)"]
 
 
 def test_flat_buffers_are_told_of_where_nothing_else_differs() -> None:

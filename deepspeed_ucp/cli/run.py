@@ -28,7 +28,7 @@ def _read_json(text: str) -> Any:
 
 
 _FLAGS = {
-    "trust_pickle": "unpickle unknown classes in client states",
+    "trust_pickle": "allow custom Python classes in client states; only for checkpoints you trust",
     "preserve_batch_size": "keep train_batch_size on other numbers of ranks by changing accumulation and micro batch",
     "fallback": "where the newest checkpoint is not whole, take the newest one before it that is",
     "require": "a load that finds nothing to resume is an error, not the begin of a new run",
