@@ -52,7 +52,10 @@ def test_the_install_line_takes_what_was_tested() -> None:
     config.read(ROOT / "setup.cfg")
     needed = re.findall(r"^([\w-]+)", config["options"]["install_requires"], re.MULTILINE)
     assert set(needed) - {"deepspeed"} <= {name.lower() for name in pins}
-    assert f"| torch | 2.5 or newer | {'.'.join(pins['torch'].split('.')[:2])} |" in (ROOT / "README.md").read_text()
+    tested = ".".join(pins["torch"].split(".")[:2])
+    assert re.search(
+        rf"^\| torch \|.*\b{re.escape(tested)}\b", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def list_anchors(document: Path) -> set[str]:
