@@ -19,6 +19,9 @@ T = TypeVar("T")
 ATTEMPTS = 8
 """How often a request is made that gets no further."""
 
+LEAST_RATE = 1024
+"""Bytes a second of one request below which it gets no further: a server may give one now and then for ever."""
+
 _PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 """Seconds: the longest pause behind the first failure, which doubles with each, and the longest of all."""
 
@@ -41,7 +44,7 @@ _CLIENTS |= {"ftplib", "paramiko", "pyarrow", "smbprotocol"}
 """Libraries whose errors are those of requests."""
 
 _LASTING = re.compile(
-    r"Authent|Certificate|Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported"
+    r"Authent|Certificate|Credential|Validation|ParamV|ProfileNotFound|NoRegion|InvalidURL|NotSupported|Redirect"
 )
 """In the names of those libraries' errors: what no second attempt mends."""
 
@@ -63,14 +66,15 @@ def attempt(work: Callable[[], T], what: str, left: Callable[[], int] = lambda: 
     Args:
         work: the request.
         what: the URL, for messages.
-        left: bytes that have not come yet; attempts are counted anew where there are fewer.
+        left: bytes that have not come yet; attempts are counted anew where they become fewer fast enough.
 
     Raises:
         OSError: it failed for good; says why and what to do.
         ConfigError: the store's library cannot do with what it was given.
     """
-    count, before = 0, -1
+    count = 0
     while True:
+        before, begin = left(), time.monotonic()
         try:
             return work()
         except Exception as raised:  # noqa: BLE001 - of others' libraries; `explain` raises what is none of a request's
@@ -78,7 +82,8 @@ def attempt(work: Callable[[], T], what: str, left: Callable[[], int] = lambda: 
             lasting = explain(error, what)
             if lasting is not None:
                 raise lasting from error
-            count, before = count + 1 if left() == before else 1, left()
+            came = before - left()
+            count = 1 if came and came >= LEAST_RATE * (time.monotonic() - begin) else count + 1
             if count == ATTEMPTS:
                 told = f"failed {ATTEMPTS} times, at last with {_describe(error)}"
                 advice = "check credentials, endpoint and network, and try again when the store answers"
@@ -143,8 +148,8 @@ def _advise(error: BaseException) -> str:
 
 
 def _is_refusal(error: BaseException, status: int | None) -> bool:
-    if status is not None:
-        return 400 <= status < 500 or status in _REFUSED
+    if status is not None:  # of those below 400: redirections that lead nowhere
+        return status < 500 or status in _REFUSED
     return type(error).__module__.split(".")[0] in _CLIENTS and _LASTING.search(type(error).__name__) is not None
 
 

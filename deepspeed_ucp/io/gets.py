@@ -6,28 +6,77 @@ asynchronous ones pass through an event loop besides, which takes several times 
 
 from __future__ import annotations
 
+import io
 import os
 import select
+import socket
 import ssl
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
+from typing import Any
 from urllib.parse import urlsplit
 
+from .attempts import LEAST_RATE
 from .links import Link, RefusedError
 from .memory import drop_front
 
 _PATIENCE = 60.0
 """Seconds that a server may take for the next bytes, as with the stores' own libraries."""
 
+_PATIENCE_IN_ALL = 60.0
+"""Seconds of waiting for a server, over which it has to come to the least rate."""
+
 _PIECE = 1 << 20
 """Bytes that are taken of an answer at once; what fails meanwhile is asked for again."""
 
 _PASSING, _TELLING = {408, 425, 429}, {404, 416}
 """Of the HTTP statuses below 500 those that may pass, and those that tell of the file, not of the address."""
+
+
+class _Paced(io.RawIOBase):
+    """What comes of a connection, headers too, as long as it comes at the least rate.
+
+    Args:
+        raw: a socket's.
+    """
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw, self._seconds, self._got = raw, 0.0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int | None:
+        """As of the socket.
+
+        Raises:
+            TimeoutError: too little has come for a while.
+        """
+        begin = time.monotonic()
+        got = self._raw.readinto(into)
+        self._seconds, self._got = self._seconds + time.monotonic() - begin, self._got + (got or 0)
+        if self._seconds > _PATIENCE_IN_ALL:
+            if self._got < LEAST_RATE * self._seconds:
+                raise TimeoutError(f"{self._got} bytes came in {self._seconds:.0f} s")
+            self._seconds, self._got = 0.0, 0
+        return got
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Answer(HTTPResponse):
+    """An answer that is not waited for for ever."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_Paced(self.fp.detach()))
 
 
 class StatusError(OSError):
@@ -100,11 +149,14 @@ def _make_context() -> ssl.SSLContext:
 
 def _connect(scheme: str, host: str) -> HTTPConnection:
     if scheme != "https":
-        return HTTPConnection(host, timeout=_PATIENCE)
-    try:
-        return HTTPSConnection(host, timeout=_PATIENCE, context=_make_context())
-    except OSError as error:  # of the files
-        raise RefusedError(f"no authorities: {error}") from error
+        connection = HTTPConnection(host, timeout=_PATIENCE)
+    else:
+        try:
+            connection = HTTPSConnection(host, timeout=_PATIENCE, context=_make_context())
+        except OSError as error:  # of the files
+            raise RefusedError(f"no authorities: {error}") from error
+    connection.response_class = _Answer
+    return connection
 
 
 @contextmanager

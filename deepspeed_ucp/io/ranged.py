@@ -23,7 +23,7 @@ from .links import Access, Link
 from .memory import Scratch, drop_front, take_front
 from .opened import Positioned, explain_failure
 from .paths import FOLDER, Entry, normalize
-from .remote import connect, find_entry, find_known, look_up
+from .remote import ask, connect, find_entry, find_known, look_up
 from .threads import run_threads
 
 _HEAD = _TAIL = 64 << 10
@@ -113,7 +113,7 @@ class _Ranges:
             self._ask_piece(views, low, min(_PIECE, offset + nbytes - low))
 
     def _ask_piece(self, views: list[memoryview], offset: int, nbytes: int) -> None:
-        data = memoryview(self.system.cat_file(self.path, start=offset, end=offset + nbytes))
+        data = memoryview(ask(self.system, "cat_file", self.path, start=offset, end=offset + nbytes))
         if data.nbytes > nbytes:
             self._refuse_whole()
         self._unsure = True

@@ -39,6 +39,9 @@ _MOST_PARTS = 10_000
 _SMALL = 1 << 30
 """Bytes of what is read as a small file at most: of a manifest of a million tensors."""
 
+_LONGEST_REQUEST = 300.0
+"""Seconds that a file system may take for an answer, as aiohttp has it: some would wait for each next byte anew."""
+
 _READ_ONLY = "cannot be written to; such URLs are read only. Write elsewhere."
 
 _EXTRAS = {"s3": ("s3", "s3a"), "gcs": ("gs", "gcs"), "abfs": ("abfs", "abfss", "az")}
@@ -215,6 +218,16 @@ def run_request(system: Any, request: Callable[[], Awaitable[T]]) -> T:
     return result
 
 
+def ask(system: Any, method: str, path: str, **options: Any) -> Any:
+    """Call a method of a file system, which may not take for ever.
+
+    Raises:
+        TimeoutError: it has taken too long.
+    """
+    limit = {"timeout": _LONGEST_REQUEST} if getattr(system, "async_impl", False) else {}
+    return getattr(system, method)(path, **options, **limit)
+
+
 def list_folder(folder: str) -> dict[str, Entry]:
     """As :func:`.store.list_folder`: one request for each thousand of names.
 
@@ -228,7 +241,7 @@ def list_folder(folder: str) -> dict[str, Entry]:
 
 def _list(system: Any, path: str, folder: str) -> dict[str, Mapping[str, Any]]:
     """What a file system tells of what lies in a folder, by name; an index page may have a link to itself."""
-    infos = attempt(lambda: system.ls(path, detail=True), folder)
+    infos = attempt(lambda: ask(system, "ls", path, detail=True), folder)
     named = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in infos if not _is_marker(info, path)}
     return {name: info for name, info in named.items() if name not in ("", ".", "..")}
 
@@ -243,7 +256,7 @@ def list_tree(folder: str) -> dict[str, Entry]:
     system, path = connect(folder)
     if _descends(system):
         return note(folder, {name: _complete(system, info) for name, info in _descend(system, path, folder)})
-    infos = attempt(lambda: system.find(path, detail=True), folder)
+    infos = attempt(lambda: ask(system, "find", path, detail=True), folder)
     inside = {name[len(path) :].strip("/"): info for name, info in infos.items() if not _is_marker(info, path)}
     return note(folder, {name: _complete(system, info) for name, info in inside.items() if name})
 
@@ -276,7 +289,7 @@ def _complete(system: Any, info: Mapping[str, Any]) -> Entry:
     """An index page of the web tells names alone; a link to what is not there is as one in a local folder."""
     if info.get("size") is None and info.get("type") != "directory":
         try:
-            info = attempt(lambda: system.info(info["name"]), str(info["name"]))
+            info = attempt(lambda: ask(system, "info", info["name"]), str(info["name"]))
         except FileNotFoundError:
             return Entry(0, 0.0)
     return _make_entry(info)
@@ -306,7 +319,7 @@ def is_folder(url: str) -> bool:
         found = find_entry(url)
         return found is not None and found.is_folder
     with suppress(FileNotFoundError):
-        infos = attempt(lambda: system.ls(path, detail=True), url)
+        infos = attempt(lambda: ask(system, "ls", path, detail=True), url)
         return any(info["type"] == "directory" or not _is_marker(info, path) for info in infos)
     return False
 
@@ -318,7 +331,7 @@ def look_up(url: str) -> Entry:
         OSError: nothing, or it cannot be told.
     """
     system, path = connect(url)
-    return _make_entry(attempt(lambda: system.info(path), url))
+    return _make_entry(attempt(lambda: ask(system, "info", path), url))
 
 
 def find_known(url: str) -> Entry | None:
@@ -335,11 +348,12 @@ def read_small(url: str, most: int | None = None) -> bytes:
     system, path = connect(url)
     access, limit = Access(system, path), _SMALL if most is None else most
 
-    def ask() -> bytes:
-        is_larger = (system.info(path).get("size") or 0) > limit
-        return bytes(system.cat_file(path, start=0, end=limit) if is_larger else system.cat_file(path))[:limit]
+    def ask_system() -> bytes:
+        is_larger = (ask(system, "info", path).get("size") or 0) > limit
+        front = {"start": 0, "end": limit} if is_larger else {}
+        return bytes(ask(system, "cat_file", path, **front))[:limit]
 
-    return attempt(lambda: access.use(lambda link: read_front(link, limit), ask), url)
+    return attempt(lambda: access.use(lambda link: read_front(link, limit), ask_system), url)
 
 
 def put_file(path: str, url: str) -> None:

@@ -6,8 +6,9 @@ import http.server
 import io
 import ssl
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from ipaddress import ip_address
@@ -95,6 +96,67 @@ class Moved(Ranged):
         self.send_header("Location", self.path.replace("/there/", "/run/"))
         self.send_header("Content-Length", "0")
         return self.end_headers()
+
+
+class Circling(Ranged):
+    """Each address leads to itself."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(302)
+        self.send_header("Location", self.path)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+
+class Dripping(Ranged):
+    """Gives a byte now and then, from the answer's beginning on, or from that of the file."""
+
+    head = False
+
+    def handle_one_request(self) -> None:
+        if self.head:
+            self.wfile = Drops(self.wfile)  # type: ignore[assignment]
+        super().handle_one_request()
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        with suppress(OSError):
+            super().copyfile(source, Drops(outputfile))
+
+
+class DrippingHead(Dripping):
+    head = True
+
+
+class Drops:
+    """A stream that is written to byte by byte."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.closed = stream, False
+
+    def write(self, data: bytes) -> None:
+        for at in range(len(data)):
+            time.sleep(0.02)
+            self.stream.write(data[at : at + 1])
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class Silent(Ranged):
+    """Lists nothing for long."""
+
+    def list_directory(self, path: Any) -> Any:
+        time.sleep(1.5)
+        return super().list_directory(path)
 
 
 class Shifted(Ranged):
@@ -250,6 +312,43 @@ def test_a_redirection_is_left_to_the_file_system(folder: Path, asked: list[int]
     with serve(folder, Moved) as url:
         read_parts(url.replace("/run", "/there"))
     assert asked == [0, 1000, 5000]
+
+
+def test_a_redirection_that_leads_nowhere_is_not_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Circling, "asked", 0)
+    with serve(folder, Circling) as url, pytest.raises(CheckpointError, match="TooManyRedirects"):
+        read_parts(url)
+    assert Circling.asked < 15  # one plain GET, and as many as the file system follows
+
+
+@pytest.mark.parametrize("handler", [Dripping, DrippingHead])
+def test_a_server_that_drips_is_given_up(
+    folder: Path, asked: list[int], handler: type[Dripping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time; the attempts are not counted anew with each."""
+    monkeypatch.setattr(gets, "_PATIENCE_IN_ALL", 0.1)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 3)
+    with serve(folder, handler) as url, pytest.raises(CheckpointError, match="failed 3 times.*bytes came in 0 s"):
+        read_parts(url)
+    assert asked == []
+
+
+def test_a_store_that_is_slow_is_read_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the least rate nothing is given up, and where connections end attempts are counted anew."""
+    monkeypatch.setattr(gets, "_PATIENCE_IN_ALL", 0.01)
+    monkeypatch.setattr(gets, "LEAST_RATE", 10)
+    monkeypatch.setattr(attempts, "LEAST_RATE", 10)
+    with serve(folder, Dripping) as url, store.open_stored(f"{url}/a file", size=len(CONTENT)) as file:
+        data = bytearray(20)
+        file.read([memoryview(data)], 0)
+    assert bytes(data) == CONTENT[:20]
+
+
+def test_a_file_system_may_not_take_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_LONGEST_REQUEST", 0.2)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 1)
+    with serve(folder, Silent) as url, pytest.raises(CheckpointError, match="failed 1 times.*Timeout"):
+        find_checkpoint(url)
 
 
 def test_headers_of_the_options_are_sent(folder: Path, asked: list[int]) -> None:
