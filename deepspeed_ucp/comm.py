@@ -51,8 +51,14 @@ class Comm:
         """The ``value`` of rank ``src``, on every rank."""
         return value
 
-    def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
-        """Send ``sends[r]`` bytes of ``data`` (1-D, uint8) to rank r, in rank order; what the ranks sent here."""
+    def swap(
+        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
+    ) -> NumpyArray:
+        """Send ``sends[r]`` bytes of ``data`` (1-D, uint8) to rank r, in rank order; what the ranks sent here.
+
+        Args:
+            into: memory for that, where it may be too much to be had: a rank that fails here fails alone.
+        """
         return data
 
     def swap_tables(self, tables: list[NumpyArray]) -> list[NumpyArray]:
@@ -62,8 +68,13 @@ class Comm:
         sends = [len(table) * width for table in tables]
         told = self.swap(np.array(sends, np.int64).view(np.uint8), [8] * self.size, [8] * self.size)
         receives: list[int] = told.view(np.int64).tolist()
-        packed = np.concatenate([np.ascontiguousarray(table).reshape(-1).view(np.uint8) for table in tables])
-        received = self.swap(packed, sends, receives)
+
+        def pack() -> tuple[NumpyArray, NumpyArray]:
+            parts = [np.ascontiguousarray(table).reshape(-1).view(np.uint8) for table in tables]
+            return np.concatenate(parts), np.empty(sum(receives), np.uint8)
+
+        packed, into = self.run(pack)
+        received = self.swap(packed, sends, receives, into)
         return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
     def ask(self, questions: Sequence[tuple[int, Item]], answer: Callable[[Item], T]) -> list[T]:
@@ -192,7 +203,7 @@ def _describe(error: Exception | None) -> _Report | None:
         return None
     if isinstance(error, UcpError):
         return type(error), str(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         details = f" ({error})" if str(error) else ""
         return RemoteError, f"out of memory{details}. Use a smaller window, or fewer workers."
     if isinstance(error, OSError):
@@ -299,14 +310,19 @@ class TorchComm(Comm):
         self.dist.broadcast(data, src=src)
         return memoryview(data.cpu().numpy())
 
-    def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+    def swap(
+        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
+    ) -> NumpyArray:
         self.wait()
-        return self._swap(data, sends, receives)
+        return self._swap(data, sends, receives, into)
 
-    def _swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+    def _swap(
+        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
+    ) -> NumpyArray:
         import torch
 
-        received = torch.empty(sum(receives), dtype=torch.uint8, device=self.device)
+        host = torch.from_numpy(np.empty(sum(receives), np.uint8) if into is None else into)
+        received = host.to(self.device)
         self.dist.all_to_all_single(received, torch.from_numpy(data).to(self.device), receives, sends)
         return received.cpu().numpy()
 
@@ -366,9 +382,11 @@ class MpiComm(Comm):
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self.world.bcast(value, root=src)
 
-    def swap(self, data: NumpyArray, sends: list[int], receives: list[int]) -> NumpyArray:
+    def swap(
+        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
+    ) -> NumpyArray:
         """Slices between pairs: the counts of ``Alltoallv`` are 32-bit integers in most MPI libraries."""
-        received = np.empty(sum(receives), np.uint8)
+        received = np.empty(sum(receives), np.uint8) if into is None else into
         world, data = self.mpi.COMM_WORLD, np.ascontiguousarray(data)
         pending = [world.Irecv(part, rank) for rank in range(self.size) for part in _slice(received, receives, rank)]
         pending += [world.Isend(part, rank) for rank in range(self.size) for part in _slice(data, sends, rank)]

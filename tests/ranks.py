@@ -127,14 +127,16 @@ class ThreadComm(Comm):
         said = self.world.exchange(self.rank, f"broadcast {src}", pickle.dumps(value) if self.rank == src else b"")
         return pickle.loads(said[src])
 
-    def swap(self, data: np.ndarray, sends: list[int], receives: list[int]) -> np.ndarray:
+    def swap(self, data: np.ndarray, sends: list[int], receives: list[int], into: Any = None) -> np.ndarray:
         if data.ndim != 1 or data.dtype != np.uint8 or data.size != sum(sends) or len(sends) != self.size:
             raise ValueError(f"rank {self.rank} sends {sends} of {data.shape} {data.dtype}")
         said = self.world.exchange(self.rank, "swap", np.split(data.copy(), np.cumsum(sends)[:-1]))
         parts = [parcels[self.rank] for parcels in said]
         if [part.size for part in parts] != receives:
             raise ValueError(f"rank {self.rank} expects {receives}, gets {[part.size for part in parts]}")
-        return np.concatenate(parts)
+        if into is not None and into.nbytes != sum(receives):
+            raise ValueError(f"rank {self.rank} has memory for {into.nbytes} bytes, gets {sum(receives)}")
+        return np.concatenate(parts, out=into)
 
     def any_of(self, mask: Any) -> Any:
         return np.logical_or.reduce(self.world.exchange(self.rank, "any_of", mask.copy()))

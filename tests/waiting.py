@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +36,10 @@ def slow(owner: Any, name: str) -> None:
 
 
 def be_late(comm: Comm, source: str) -> None:
-    """Take long where the others wait: before a load, for headers, for the first pass, in a conversion."""
+    """Take long where the others wait: before a load, for headers, for the first pass, in a conversion.
+
+    And have too little memory, of which all hear.
+    """
     from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
     from deepspeed_ucp.io.opened import StoredFile
     from tests.convert.conversions import MODEL
@@ -52,6 +59,25 @@ def be_late(comm: Comm, source: str) -> None:
     if comm.rank == 0:
         slow(StoredFile, "read_some")
     convert_checkpoint(source, comm=comm, options=ConvertOptions(workers=2))
+    told = "nothing"
+    with short_of_memory() if comm.rank == 1 else nullcontext():
+        try:
+            load_rank(index, target, comm, Options(window=1 << 34))
+        except UcpError as error:
+            told = str(error)
+    assert told.startswith("[rank 1] out of memory: "), told
+
+
+@contextmanager
+def short_of_memory() -> Iterator[None]:
+    """This process gets some more MiB, but not many."""
+    former = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, former)
 
 
 def go(comm: Comm, source: str) -> None:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import RemoteError
 from .memory import identify_host
 
 _FRONT = mmap.PAGESIZE
@@ -29,36 +30,58 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
     Returns:
         By rank ``nbytes`` of memory, zeroed; None for ranks of other machines, and for all others where the ranks of
         a machine do not see each other's memory (containers of their own). Whom one rank sees sees it, too.
+
+    Raises:
+        RemoteError: a rank has no memory of its own; the same on every rank.
     """
     token = secrets.token_bytes(_TOKEN)
     fd, own = _make(nbytes, token)
+    path = f"/proc/{os.getpid()}/fd/{fd}" if fd >= 0 else ""
     try:
-        told: list[tuple[str, str, bytes]] = gather((identify_host(), f"/proc/{os.getpid()}/fd/{fd}", token))
+        told: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, own is not None))
+        _refuse_lacking([number for number, each in enumerate(told) if not each[3]], nbytes, rank)
         host = told[rank][0]
         near = [number for number, each in enumerate(told) if each[0] == host and number != rank]
-        seen = {number: memory for number in near if (memory := _map(*told[number][1:], nbytes)) is not None}
-        shared = gather(own is not None and len(seen) == len(near))
+        seen = {number: memory for number in near if (memory := _map(*told[number][1:3], nbytes)) is not None}
+        shared = gather(fd >= 0 and len(seen) == len(near))
     finally:
         if fd >= 0:
             os.close(fd)
     if not all(shared[number] for number in (*near, rank)):
         seen = {}
-    seen[rank] = memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes] if own is None else own
-    return [seen.get(number) for number in range(len(told))]
+    return [own if number == rank else seen.get(number) for number in range(len(told))]
+
+
+def _refuse_lacking(ranks: list[int], nbytes: int, rank: int) -> None:
+    if ranks:
+        error = RemoteError(
+            f"[rank {ranks[0]}] out of memory: {nbytes >> 20} MiB to exchange bytes in cannot be had. Use a smaller "
+            "window, or fewer ranks on its machine."
+        )
+        error.shared, error.echo = True, rank > 0
+        raise error
 
 
 def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
-    """A file of memory with its descriptor; (-1, None) where the system has none."""
+    """A file of memory with its descriptor; (-1, memory) where the system has none, (-1, None) where it has no room."""
     try:
-        fd = os.memfd_create("deepspeed_ucp", os.MFD_CLOEXEC)
+        return _make_file(nbytes, token)
     except (AttributeError, OSError):
+        pass
+    try:
+        return -1, memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+    except OSError:
         return -1, None
+
+
+def _make_file(nbytes: int, token: bytes) -> tuple[int, memoryview]:
+    fd = os.memfd_create("deepspeed_ucp", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, _FRONT + nbytes)
         memory = memoryview(mmap.mmap(fd, _FRONT + nbytes))
     except OSError:
         os.close(fd)
-        return -1, None
+        raise
     memory[:_TOKEN] = token
     return fd, memory[_FRONT:]
 

@@ -131,10 +131,10 @@ class CollectiveReader:
                 each, share = self.plan.rounds[number], shares[turn]
                 staged = [] if step else each.reads if everything else each.pick_reads(fresh)
                 sends, claims = each.pick_step(self.comm.rank, fresh, step, self.plan.near)
-                work = partial(self._take_step, reader, [*staged, *share], arrived, fresh, number, sends)
-                more, packed = self.comm.run(work)
+                work = partial(self._take_step, reader, [*staged, *share], arrived, fresh, number, sends, claims)
+                more, packed, into = self.comm.run(work)
                 checks += more
-                arrived = list(_list_sent(claims, self._swap(packed, sends, claims)))
+                arrived = list(_list_sent(claims, self._swap(packed, sends, claims, into)))
                 arrived += [] if step else self._list_staged(each.pick_near(fresh, self.plan.near), number)
             checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, fresh))
             self._note_files(reader)
@@ -187,14 +187,16 @@ class CollectiveReader:
         fresh: bool,
         number: int,
         sends: Sequence[Sequence[Send]],
-    ) -> tuple[list[Checked], Bytes]:
-        """What a rank does between two exchanges: read, take what came, and pack what goes.
+        claims: Sequence[Sequence[Claim]],
+    ) -> tuple[list[Checked], Bytes, Bytes]:
+        """What a rank does between two exchanges: read, take what came, pack what goes, make room for what comes.
 
         Rounds take turns in the two parts of the staging memory: when one is read into, every rank has said in between
         that it has taken what was there two rounds ago.
         """
         stage = self._find_stage(self.comm.rank, number)
-        return self._work(reader, requests, arrived, fresh, MemorySink(stage)), _pack(stage, sends)
+        checks = self._work(reader, requests, arrived, fresh, MemorySink(stage))
+        return checks, _pack(stage, sends), np.empty(sum(_count_bytes(claims)), np.uint8)
 
     def _work(
         self,
@@ -249,12 +251,18 @@ class CollectiveReader:
         for peer, place, claim in near:
             yield _Arrived(claim, self._find_stage(peer, number)[place:], claim.step)
 
-    def _swap(self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]]) -> memoryview:
+    def _swap(
+        self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]], into: Bytes
+    ) -> memoryview:
         """Send bytes, in rank order, to those who claimed them and are not near; what came; collective."""
         if self.is_one_machine:
             return memoryview(b"")
-        counts = [[sum(one.nbytes for one in ones) for ones in each] for each in (sends, claims)]
-        return memoryview(self.comm.swap(packed, *counts))
+        return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), into))
+
+
+def _count_bytes(pieces: Sequence[Sequence[Send]] | Sequence[Sequence[Claim]]) -> list[int]:
+    """By rank."""
+    return [sum(one.nbytes for one in ones) for ones in pieces]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..io.memory import identify_host, measure_available
 from ..io.shared import share_memory
-from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
+from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
+from ..plan.claims import Table
 from ..plan.rounds import Near
 from ..plan.wants import Wants
 from ..stream.recovery import persist
@@ -183,14 +184,18 @@ def negotiate(
         UcpError: a want cannot be located; the same on every rank.
     """
     records = index.stored.records
-    claims = comm.run(lambda: list_claims(wants.wants, fresh.__getitem__, sizes.block))
-    mask = np.zeros(len(records), np.bool_)
-    mask[[claim.record for claim in claims]] = True
-    touched = np.flatnonzero(comm.any_of(mask))
     blocks = Blocks.of(records, sizes.block, comm.size, index.stored.sight)
-    tables, addressed = address_claims(claims, blocks)
-    place = comm.rank if near is None else int(np.argmax(near))
-    decision = decide(comm.swap_tables(tables), blocks, blocks.owned(comm.rank, touched), sizes, near, place)
+    mask = np.zeros(len(records), np.bool_)
+
+    def claim() -> tuple[list[Table], list[list[Claim]]]:
+        claims = list_claims(wants.wants, fresh.__getitem__, sizes.block)
+        mask[[claim.record for claim in claims]] = True
+        return address_claims(claims, blocks)
+
+    tables, addressed = comm.run(claim)
+    touched = np.flatnonzero(comm.any_of(mask))
+    place, asked = comm.rank if near is None else int(np.argmax(near)), comm.swap_tables(tables)
+    decision = comm.run(lambda: decide(asked, blocks, blocks.owned(comm.rank, touched), sizes, near, place))
     answers = comm.swap_tables(decision.answers)
-    plan = make_plan(addressed, answers, decision, comm.rank, Records.of(records).files)
+    plan = comm.run(lambda: make_plan(addressed, answers, decision, comm.rank, Records.of(records).files))
     return plan.agree(comm.gather(plan.count_steps(sizes.share)))

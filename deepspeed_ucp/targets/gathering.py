@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
 
+from ..errors import RemoteError
 from ..io.shared import share_memory
 
 _SLICE = 8 << 20
@@ -38,7 +39,10 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
         return told
 
     slice_bytes = min(_SLICE, parts.shape[1])
-    shared = [memory for memory in share_memory(2 * slice_bytes, rank, tell) if memory is not None]
+    try:
+        shared = [memory for memory in share_memory(2 * slice_bytes, rank, tell) if memory is not None]
+    except RemoteError:  # on every rank
+        shared = []
     if len(shared) == size:
         _pass_around(parts.numpy(), rank, shared, lambda: dist.all_reduce(torch.zeros(1), group=process_group))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.io.shared import share_memory
+from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.targets.gathering import _pass_around
 from tests.ranks import run_ranks
@@ -54,10 +57,7 @@ def test_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
 def test_where_one_rank_fails_none_of_its_machine_shares(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine's do all the same."""
-    make, see = shared._make, shared._map
-
-    def fail_to_make(nbytes: int, token: bytes) -> Any:
-        return (-1, None) if threading.current_thread().name.endswith("0") else make(nbytes, token)
+    see = shared._map
 
     def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
         return see(path, token if calls.append(path) or len(calls) > 1 else bytes(16), nbytes)
@@ -77,6 +77,49 @@ def test_where_one_rank_fails_none_of_its_machine_shares(fault: str, monkeypatch
         assert len(alone) == (2 if fault == "not seen" else 4)
         return
     assert run_ranks(4, work) == expected
+
+
+def test_a_rank_without_memory_of_its_own_is_one_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for a file of memory may be too much as well, and is had before ranks tell of it."""
+    make, ranks = mmap.mmap, threading.local()
+
+    def fail(fileno: int, length: int, **more: Any) -> Any:
+        if ranks.number == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return make(fileno, length, **more)
+
+    def work(rank: int, comm: Comm) -> Any:
+        ranks.number = rank
+        try:
+            share_memory(3 << 20, rank, comm.gather)
+        except RemoteError as error:
+            return str(error), error.shared, error.echo
+
+    monkeypatch.setattr("mmap.mmap", fail)
+    told = "[rank 1] out of memory: 3 MiB to exchange bytes in cannot be had. Use a smaller window, or fewer ranks on"
+    results = run_ranks(3, work)
+    assert [(shared, echo) for _, shared, echo in results] == [(True, False), (True, True), (True, True)]
+    assert all(text.startswith(told) for text, *_ in results)
+
+
+@pytest.mark.parametrize("name", ["list_claims", "decide", "make_plan"])
+def test_want_of_memory_in_a_plan_is_one_error_of_all(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = random_state(MODEL, 0)
+    targets = make_targets(MODEL, Topology(0, 2))
+    index = open_for(write_checkpoint(tmp_path, MODEL, state, Topology(1, 3)), targets[0])
+    work, calls = getattr(transfer, name), list[int]()
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the second rank's
+            raise MemoryError
+        return work(*args)
+
+    monkeypatch.setattr(transfer, name, fail)
+    with pytest.raises(RemoteError, match=r"^\[rank 1\] out of memory"):
+        load(index, targets)
 
 
 @pytest.mark.parametrize("width", [0, 1, 7, 8, 50])
@@ -104,9 +147,9 @@ def test_only_bytes_for_other_machines_travel(
     """Every rank of stage 0 wants everything; what two steps before is read over has been taken by then."""
     sent, swap = set[tuple[int, int]](), CollectiveReader._swap
 
-    def note(self: Any, packed: Any, sends: Any, claims: Any) -> Any:
+    def note(self: Any, packed: Any, sends: Any, claims: Any, into: Any) -> Any:
         sent.update((self.comm.rank, peer) for peer, one in enumerate(sends) if one)
-        return swap(self, packed, sends, claims)
+        return swap(self, packed, sends, claims, into)
 
     monkeypatch.setattr(CollectiveReader, "_swap", note)
     numbers = threading.local()
