@@ -199,7 +199,7 @@ def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) ->
     if (micro or gas) and (fit := adapt_batch(train, micro, world)):
         parts.append(
             f"train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
-            f'ranks ("{SECTION}": {{"preserve_batch_size": true}} does that by itself)'
+            f'ranks ("checkpoint": {{"universal": {{"preserve_batch_size": true}}}} does that by itself)'
         )
     return "; ".join(parts)
 

@@ -187,14 +187,21 @@ def describe_faults(error: Any, keys: Iterable[str] = (), listed: str = "") -> s
         listed: the sentence that names these, told where an unknown key is like none of them.
     """
     keys, found = tuple(keys), error.errors()
-    faults = [(".".join(map(str, each["loc"])), f"{each['msg']} (found {_tell_found(each)})") for each in found]
+    faults = [(".".join(map(str, each["loc"])), _tell_fault(each)) for each in found]
     text = "; ".join(": ".join(filter(None, fault)) for fault in faults)
     advice = [_advise_fault(each, keys, listed) for each in found]
     return " ".join([f"{text}.", *filter(None, dict.fromkeys(advice))])
 
 
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
+
+
+def _tell_fault(fault: Mapping[str, Any]) -> str:
+    return "unknown key" if fault["type"] in _UNKNOWN else f"{fault['msg']} (found {_tell_found(fault)})"
+
+
 def _advise_fault(fault: Mapping[str, Any], keys: Sequence[str], listed: str) -> str:
-    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument", "invalid_key"):
+    if fault["type"] in _UNKNOWN:
         return advise(str(fault["loc"][-1]), keys, listed)
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         return _begin(suggest(fault["input"], re.findall(r"'([^']*)'", fault["ctx"]["expected"])))

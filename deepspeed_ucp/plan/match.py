@@ -128,7 +128,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
     for name in sorted(saved - set(matched.values())):
         match.skipped.append(f"{name}: in the checkpoint, not in the model")
-    if not (faults or match.resized or match.skipped):
+    match.fault = _tell_strangers(missing, saved) if saved and not match.params else ""
+    if match.fault or not (faults or match.resized or match.skipped):
         return match
     experts = ExpertCounts.of(saved, live.shapes)
     faults += experts.take_routers(match.resized, match.saved, live.shapes)
@@ -140,6 +141,15 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         hint = f"{hint}{experts.advise()}"
         match.fault = f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", ".")
     return match
+
+
+def _tell_strangers(missing: Sequence[tuple[str, bool]], saved: Iterable[str]) -> str:
+    """Refused where it is not strict as well: the run would begin from scratch."""
+    return (
+        f"Nothing of the model is in the checkpoint by name. Model: {shorten((name for name, _ in missing), 3)}. "
+        f"Checkpoint: {shorten(sorted(saved), 3)}. Build the saved model, or tell what has become of its names by "
+        '"patterns" with "rename" rules.'
+    )
 
 
 def _pass_over(

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, MismatchError, OutOfReachError, UcpError, 
 FAULT, WARNING, NOTE = "fault", "warning", "note"
 """Severities: it cannot be loaded; it can, but a user should know before; something to know."""
 
-COPY = 'Copy what is missing here, name a place that has it ("also"), or load another tag ("fallback" does).'
+COPY = 'Copy what is missing here, name a place that has it ("also"), or take an older tag ("fallback").'
 """What to do about files that are not there."""
 
 _TOLD = 16

@@ -40,6 +40,9 @@ def read_tag(path: str) -> str:
         if os.path.islink(path):
             raise CheckpointError(f"{path}: cannot be read (it is a link to nothing).") from None
         raise
+    except NotADirectoryError:
+        folder, file = os.path.split(os.path.dirname(path))
+        raise CheckpointError(f"{os.path.join(folder, file)}: is a file. Name the folder that it lies in.") from None
     except OSError as error:
         raise explain_failure(path, "read", error) from error
     except UnicodeDecodeError as error:

@@ -253,6 +253,8 @@ def _list_left(findings: Iterable[Finding]) -> list[str]:
 def _survey_normal(where: Whereabouts, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
     """The index of a normal checkpoint and everything that is wrong with its files; collective."""
     save, findings = read_save(where, comm)
+    if naming.weights_only and make_error(findings) is not None and where.sight is None:
+        save, findings = _read_weights(where, comm) or (save, findings)
     if save is not None and SEAL in where.entries:
         faults, sums = where.once(SEAL, lambda: _compare_seal(where.find(SEAL)[0], save), comm)
         findings += _keep_new(faults, findings)
@@ -264,6 +266,25 @@ def _survey_normal(where: Whereabouts, comm: Comm, naming: Naming) -> tuple[Atom
     if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
         index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))
     return index, [*findings, *more, *find_unsaved(save)]
+
+
+def _read_weights(where: Whereabouts, comm: Comm) -> tuple[Save, list[Finding]] | None:
+    """What of a save is whole without its optimizer's files, where that holds the weights; collective."""
+    own = tuple({name: entry for name, entry in each.items() if not _holds_states(name)} for each in where.own)
+    kept = {name: entry for name, entry in where.entries.items() if not _holds_states(name)}
+    if len(kept) == len(where.entries):
+        return None
+    save, findings = read_save(replace(where, entries=kept, own=own), comm)
+    if save is None or make_error(findings) is not None:
+        return None
+    text = (
+        f"{where.folder}: its files of optimizer states are not whole, and are left out: the weights alone are wanted."
+    )
+    return save, [*findings, Finding("missing", "", text, WARNING)]
+
+
+def _holds_states(name: str) -> bool:
+    return name.endswith("optim_states.pt")
 
 
 def _compare_seal(folder: str, save: Save) -> tuple[list[Finding], dict[str, int]]:

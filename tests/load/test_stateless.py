@@ -17,7 +17,7 @@ from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.forecast.dryrun import find_faults
 from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.sources.open import survey_checkpoint
+from deepspeed_ucp.sources.open import open_checkpoint, survey_checkpoint
 from deepspeed_ucp.targets import LiveBuffer
 from tests.load.test_direct import run_load
 from tests.reshard import FakeTarget, open_for
@@ -136,3 +136,25 @@ def check_weights(held: Held, rank: FakeTarget, flat: LiveBuffer, files: tuple[b
         mp = (stage if "positions" in cut.name else rank.place.pp_rank) * rank.place.tp + rank.place.tp_rank
         weight = held.locals[mp].state.atoms[cut.name]["fp32"].to(held.topology.dtype).reshape(-1)
         assert torch.equal(flat.data[cut.offset : cut.offset + cut.numel], weight[cut.start :][: cut.numel].float())
+
+
+@pytest.mark.parametrize("source", LOST[:2], ids=lambda each: each.label)
+def test_weights_alone_take_no_whole_set_of_states(
+    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of the files that are left out is missing; the states are refused all the same."""
+    write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0, precision=source.precision), source))
+    next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
+    with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
+        open_checkpoint(str(tmp_path), Comm())
+    assert not caplog.records
+    index = open_checkpoint(str(tmp_path), Comm(), weights_only=True)
+    assert index.limits.stateless and not index.find("a", "fp32") and index.find("a", "copy")
+    assert [record.getMessage() for record in caplog.records if "the weights alone" in record.getMessage()]
+
+
+def test_weights_of_zero_3_are_in_the_files_of_states(tmp_path: Path) -> None:
+    write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(3, 2)))
+    next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
+    with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
+        open_checkpoint(str(tmp_path), Comm(), weights_only=True)

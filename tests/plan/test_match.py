@@ -74,6 +74,14 @@ def test_a_lenient_load_passes_missing_and_extra_ones_over() -> None:
     assert len(found.skipped) == 2
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_of_which_nothing_is_in_the_checkpoint_is_refused(strict: bool) -> None:
+    """As where it is wrapped: a lenient load would train from scratch."""
+    told = r"Nothing of the model is in the checkpoint by name. Model: net.a. Checkpoint: a, b. .*\"rename\""
+    with pytest.raises(MismatchError, match=told):
+        match(make_index({"a": (2,), "b": (2,)}), {"net.a": (2,)}, strict=strict)
+
+
 def test_a_lenient_load_still_refuses_other_shapes() -> None:
     with pytest.raises(MismatchError, match=r"a: shape \(2, 2\)") as error:
         match(make_index({"a": (2, 2)}), {"a": (2, 3)}, strict=False)
