@@ -251,6 +251,11 @@ class OffloadOnlyTarget(WeightsTarget):
     wrapper = "zero3_inference"
     dp = Zero3Target.dp
 
+    def prepare(self) -> None:
+        # What is gathered would hide the partitions that are filled; the wrapper has no `checkpoint_event_prologue`.
+        self.wrapped.partition_all_parameters()
+        super().prepare()
+
     def refresh_copies(self) -> None:
         self.drop_secondary_copies()
 

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from engine_cases import forget_autocast
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
 
@@ -72,7 +73,8 @@ class WithHead(torch.nn.Module):
         return found
 
 
-def make(stage: int, seed: int, options: dict[str, Any] | None = None, blocks: int = 4) -> Any:
+def make(stage: int, seed: int, options: Any = None, blocks: int = 4, *, persist: bool = False) -> Any:
+    forget_autocast()
     torch.manual_seed(seed)
     module = WithHead(blocks)
     with torch.no_grad():
@@ -81,7 +83,7 @@ def make(stage: int, seed: int, options: dict[str, Any] | None = None, blocks: i
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10**4 * persist},
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"universal": options or True},
         "steps_per_print": 10**6,
@@ -134,3 +136,29 @@ def load(folder: str, stage: int, blocks: int = 4, **arguments: Any) -> tuple[di
     train(engine)
     engine.destroy()
     return found, told
+
+
+def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
+    """Losses of two forward passes of an evaluating engine around a module that has trained on, after a load; truth."""
+    engine = make(3, seed=1, persist=True)
+    train(engine)
+    engine.save_checkpoint(folder)
+    engine.module.eval()
+    truth = evaluate(engine)
+    engine.module.train()
+    train(engine)
+    module = engine.module
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+    tester = deepspeed.initialize(model=module, config={**config, "checkpoint": {"universal": True}})[0]
+    tester.module.eval()
+    tester.load_checkpoint(folder, load_optimizer_states=False)
+    found = [evaluate(tester), evaluate(tester)]
+    tester.destroy()
+    engine.destroy()
+    return found, truth
+
+
+def evaluate(engine: Any) -> float:
+    torch.manual_seed(5)
+    with torch.no_grad():
+        return float(engine(torch.randn(4, 6)))

@@ -27,3 +27,9 @@ def test_everything_comes_back(source: int, target: int, saved: tuple[Path, dict
     assert found.keys() == truth[source].keys()
     assert [name for name, value in truth[source].items() if not torch.equal(found[name], value)] == []
     assert not [text for text in told if "differs" not in text]
+
+
+def test_an_evaluating_engine_around_a_module_that_has_trained(ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """Parameters that ZeRO 3 keeps gathered, as small ones, are not taken for the loaded ones."""
+    for found, truth in ucp_worlds.get(2).run(engine_statedict.evaluate_after_fit, str(tmp_path)):
+        assert found == [truth, truth]
