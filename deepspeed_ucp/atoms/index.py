@@ -136,6 +136,7 @@ class RunState:
         scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
         clip_grad: gradient clipping stored with the optimizer, or None.
         optimizer: name of the optimizer in the saved ds_config, or None.
+        optimizer_params: its ``lr`` and ``adam_w_mode`` there, where they are plain.
         scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
         client_records: records of the state file that hold the client's tensors.
         globals: classes and functions that the files' pickles name, beyond those of every checkpoint, each with the
@@ -153,11 +154,17 @@ class RunState:
     scaler: dict[str, Any] = field(default_factory=dict)
     clip_grad: float | None = None
     optimizer: str | None = None
+    optimizer_params: dict[str, Any] = field(default_factory=dict)
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     globals: dict[Use, str] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
+
+    @property
+    def configured(self) -> dict[str, Any]:
+        """The ``optimizer`` section of the saved ds_config, as far as it is kept; empty without one."""
+        return {"type": self.optimizer, "params": self.optimizer_params} if self.optimizer else {}
 
     @property
     def job(self) -> SavedJob:

@@ -50,7 +50,8 @@ def _make_optimizer(
     groups = []
     for group in index.run.groups:
         names = [selection.names[name] for name in group.names if name in selection.names]
-        groups.append({**complete_group(group.hyper, states, group.names), "params": names})
+        hyper = {**_tell_mode(index), **group.hyper}
+        groups.append({**complete_group(hyper, states, group.names), "params": names})
     return {"state": {selection.names[name]: held for name, held in states.items()}, "param_groups": groups}
 
 
@@ -60,14 +61,23 @@ def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 
+def _tell_mode(index: AtomicIndex) -> dict[str, Any]:
+    """What DeepSpeed's own Adam does with weight decay where its ds_config tells that it is not AdamW."""
+    is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
+    return {"decoupled_weight_decay": False} if is_plain else {}
+
+
 def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Any:
     """Hyper-parameters, with torch's defaults for what DeepSpeed's Adam lacks and ``torch.optim.AdamW`` wants.
+
+    There is an ``initial_lr`` in any case: a load asks for it where a scheduler of torch's was made before.
 
     Args:
         states: of all parameters; they tell whether the optimizer is Adam's kind.
         names: the group's parameters.
     """
     told = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
+    told |= {"initial_lr": told["lr"]} if "lr" in told and "initial_lr" not in told else {}
     held = next((states[name] for name in names if name in states), {})
     if not {"exp_avg", "exp_avg_sq"} <= set(held):
         return told

@@ -43,7 +43,7 @@ from .client import EXTRA_STATES, make_objects, read_objects
 from .custom import assemble_module, run_custom_load
 from .job import LoadArguments, LoadJob, LoadReport
 from .prepare import Work, prepare
-from .states import attach_states
+from .states import attach_states, tell_hyper
 from .transfer import Transfer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -140,7 +140,7 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
 
 
 def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
-    """What there is to do, and what the state file holds; collective.
+    """What there is to do, and what the state file holds; tells of hyper-parameters; collective.
 
     Raises:
         UcpError: all that speaks against the load, in one.
@@ -155,6 +155,10 @@ def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: b
         options = {"strict": arguments.load_module_strict, "with_states": with_states, "with_extras": not custom}
         work = prepare(index, target, comm, job.config, **options)
     objections.settle()
+    takes_saved = job.config.param_groups == "saved"
+    told = comm.run(lambda: tell_hyper(job.engine, target, work.index.run, work.match, takes_saved=takes_saved))
+    for each in told if comm.rank == 0 else ():
+        logger.warning("%s: %s", index.run.state_file, each)
     return work, saved
 
 

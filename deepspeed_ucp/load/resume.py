@@ -26,6 +26,7 @@ from ..targets import Target
 from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import BROKEN, check_states, mark, release
+from ..targets.rule import watch_edits
 from ..topology import ATOMIC
 from .census import list_live_rules, take_census
 from .choice import decide
@@ -160,6 +161,7 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) ->
     Whatever cuts it short, an interrupt too, leaves an engine that is not to be used.
     """
     with_states = job.arguments.with_states
+    tell_edits = watch_edits(job.engine)
     try:
         with wait_behind_reads(job.engine, job.comm):
             loaded = own()
@@ -170,6 +172,8 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) ->
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(told)
         raise
+    if job.comm.rank == 0 and (told := tell_edits(loaded[1])):
+        logger.warning("%s: %s", loaded[0], told)
     release(job.engine)
     return loaded
 

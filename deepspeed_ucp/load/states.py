@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..atoms import USE_MUON, AtomicIndex, ParamKey
+from ..atoms import USE_MUON, AtomicIndex, ParamKey, RunState
 from ..errors import MismatchError, shorten
+from ..experts import drop_fixed
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
 from ..plan.wants import Home, join_states
@@ -18,6 +19,7 @@ from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
+from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, read_configured
 
 _NAMELESS = ("torch", "fp16_fused", "fp16_unfused")
 """Wrappers whose saves name no parameters of the optimizer."""
@@ -126,7 +128,22 @@ class OptimizerMatch:
                 f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
                 "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or"
             )
+        saved, configured = self.match.hyper.get(flat.group, {}), self.index.run.configured
+        if told := find_other_rule(self.target.optimizer, self.target.optimizer.param_groups[group], saved, configured):
+            return (
+                f"The checkpoint's optimizer steps by another rule: {told}. Train on with the saved run's optimizer, "
+                f"or set {KEEP_LIVE} to go on by this run's rule where it needs no other states, or"
+            )
+        if have and (lacking := self._list_lacking_scalars(flat, kept)):
+            return (
+                f"This run's {kind} needs {', '.join(lacking)} of each parameter, which the checkpoint's optimizer did "
+                "not keep. Train on with the saved run's optimizer, or"
+            )
         return ""
+
+    def _list_lacking_scalars(self, flat: LiveBuffer, kept: StateKinds) -> list[str]:
+        found = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
+        return sorted(set(kept.scalars) - found)
 
     def find_live(self, flat: LiveBuffer) -> dict[str, torch.Tensor]:
         """Element-wise states that the optimizer has already."""
@@ -185,6 +202,22 @@ class OptimizerMatch:
 def _is_swapped(flat: LiveBuffer, state: torch.Tensor) -> bool:
     """Whether a state is in a swap file, whatever memory holds of it."""
     return flat.swap is not None and getattr(state, "swappable", True)
+
+
+def tell_hyper(engine: Any, target: Target, run: RunState, match: Match, *, takes_saved: bool) -> list[str]:
+    """What is to be told of hyper-parameters: those that differ, and what the checkpoint leaves open.
+
+    Args:
+        match: with param groups.
+        takes_saved: the param groups get the saved ones, else they keep the live ones.
+    """
+    optimizer = target.optimizer
+    held = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
+    pairs = [(held[live], drop_fixed(run.groups[saved].hyper)) for live, saved in sorted(match.groups.items())]
+    told = [list_edits(optimizer, pairs, engine.lr_scheduler, run.configured, takes_saved=takes_saved)]
+    if takes_saved:
+        told += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]
+    return list(dict.fromkeys(filter(None, told)))
 
 
 def list_tensors(states: list[States]) -> dict[Home, torch.Tensor]:

@@ -22,7 +22,7 @@ class Match:
 
     Attributes:
         params: live name → the saved parameter, of several pipeline stages' the one that this stage takes.
-        groups: live param group → saved one.
+        groups: live param group → the saved one with its parameters, where there is one.
         skipped: what a lenient load passes over.
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
         hyper: live param group → the hyper-parameters that it takes over.
@@ -283,6 +283,7 @@ def match_groups(
             continue
         if keep_live:
             match.hyper[number] = _join_steps(index, found)
+            match.groups.update({number: min(found)} if len(found) == 1 and -1 not in found else {})
             continue
         # Groups of experts are cut by size (``max_group_size``), so that their number changes with the topology.
         experts = all(map(is_expert, names)) and -1 not in found

@@ -24,6 +24,7 @@ from ..errors import UnsupportedError, fold_names, shorten
 from ..experts import find_number, is_expert
 from ..flat import FlatBuffer, count_degree
 from ..topology import BARE, STATELESS, Topology
+from ..torchsave.objects import is_short
 from .builder import Builder
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
@@ -142,7 +143,7 @@ def make_index(
             clip_grad=optim.clip_grad if optim else None,
             state_file=save.path(save.main),
             topology=topology,
-            optimizer=_name_optimizer(save.main.config),
+            **_read_optimizer(save.main.config),
             client_records=client,
             flats={mp: rank.flats for mp, rank in enumerate(builder.ranks)},
             scalar_dtypes=builder.scalar_dtypes,
@@ -225,11 +226,13 @@ def enabled(config: Mapping[str, Any], *names: str) -> bool:
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
 
 
-def _name_optimizer(config: Mapping[str, Any]) -> str | None:
-    """The optimizer that a ds_config names."""
+def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ds_config tells of the optimizer, as fields of the run."""
     section = config.get("optimizer")
-    name = section.get("type") if isinstance(section, dict) else None
-    return str(name) if name else None
+    name, params = (section.get("type"), section.get("params")) if isinstance(section, dict) else (None, None)
+    told = {key: params.get(key) for key in ("lr", "adam_w_mode")} if isinstance(params, dict) else {}
+    plain = {key: value for key, value in told.items() if isinstance(value, float) or is_short(value)}
+    return {"optimizer": str(name) if name else None, "optimizer_params": plain}
 
 
 def _refuse_engines(save: Save, naming: Naming) -> None:

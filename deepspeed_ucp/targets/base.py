@@ -25,6 +25,7 @@ from ..topology import Topology
 from .coverage import name_device
 from .optimizer import find_other_kind, to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
+from .rule import find_doubt, find_other_rule, read_configured
 from .statedict import StateDict, ask_state_dict, find_changed
 from .swap import SwapFiles, SwapPlace
 
@@ -452,7 +453,10 @@ class Target(ABC):
             hyper = next((groups[param] for param in params if param in groups), {})
             if flat.holder is not None and saved:
                 scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
-                told = find_other_kind(self.optimizer, self.param_group(flat), hyper, saved, flat.holder, scalars)
+                group = self.param_group(flat)
+                told = find_other_kind(self.optimizer, group, hyper, saved, flat.holder, scalars)
+                rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.run.configured
+                told = told or find_other_rule(*rule) or find_doubt(*rule, read_configured(self.engine))
                 yield from [told] if told else []
 
     def relink(self) -> None:

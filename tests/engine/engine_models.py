@@ -325,6 +325,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True),
     "lion": lambda groups: Lion(groups, lr=1e-3),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
     "adam_like_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "row_mean": lambda groups: RowMean(groups, lr=1e-3),
     "fused_adam": _fused_adam,

@@ -136,6 +136,26 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
         assert saved.fp32 is not None and state.fp32 is not None and state.fp32.equal(saved.fp32)
         assert state.hyper["lr"] == saved.hyper["lr"]  # the scheduler's
         assert state.hyper["betas"] == (0.9, 0.999) != saved.hyper["betas"]
+    (told,) = list_edits(whole)
+    assert "saved: betas (0.8, 0.95) → (0.9, 0.999); this run's are kept" in told
+
+
+def list_edits(local: Local) -> list[str]:
+    """What was told of hyper-parameters."""
+    return [message for level, message in local.log if level == "WARNING" and "hyper-parameters" in message]
+
+
+@pytest.mark.parametrize("target", [Case(0, 2, "bf16", config=ON), Case(1, 2, "bf16", config=ON)], ids=str)
+def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
+    """DeepSpeed's own load, and ours: once, not the rate that a scheduler has moved, and not where nothing differs."""
+    folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
+    training = target.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
+    ranks = ucp_worlds.get(target.dp).run(engine_ranks.load_each, training, [Load(folder), Load(folder, before=1)])
+    assert [local.direct for local in ranks[0]] == [target.stage == 1] * 2
+    edits = [[list_edits(local) for local in rank] for rank in ranks]
+    (told,), *others = [text for rank in edits for text in rank]
+    assert "saved: betas (0.8, 0.95) → (0.9, 0.999); the saved ones are taken" in told and folder in told
+    assert others == [[]] * 3
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)

@@ -212,6 +212,7 @@ def list_unfit() -> list[Refused]:
         ("lacking", "MismatchError", ("gain",), {"model": "deeper"}, {}, TO_ZERO3),
         ("momentum", "MismatchError", ("exp_avg", weights), {}, {"optimizer": "momentum"}, TO_ZERO3),
         ("lion", "MismatchError", ("exp_avg", weights), {}, {"optimizer": "lion"}, TARGETS[0]),
+        ("radam", "MismatchError", (*_ANOTHER_RULE, weights), {}, {"optimizer": "radam"}, TO_ZERO3),
         ("row_mean", "UcpError", ("factored", weights), {"optimizer": "row_mean"}, {"optimizer": "row_mean"},
          TARGETS[3]),
         ("uniform", "MismatchError", ("group", "first.weight", "first.bias"), {}, uniform, TO_ZERO3),
@@ -221,8 +222,14 @@ def list_unfit() -> list[Refused]:
         for name, kind, words, saved, live, target in unfit
         for case in (ZERO0, ZERO1, ZERO3)
     ]
+    # Which DeepSpeed's own load would take: its states have the same names.
+    same = {"target": ZERO1.but(config=ON), "live": {"optimizer": "radam"}}
+    found.append(Refused("radam-in-the-same-topology", ZERO1, _ANOTHER_RULE, "MismatchError", **same))
     # Stage 0 records its optimizer states by position; shapes tell that the positions are others.
     return [*found, Refused("in-another-order", ZERO0, (), "MismatchError", live={"reverse_groups": True})]
+
+
+_ANOTHER_RULE = ("like those of Adam", "RAdam", '"param_groups": "live"')
 
 
 CASES = list_cases()

@@ -27,6 +27,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.chunks import cut_chunks
 from deepspeed_ucp.export.dcp import export_dcp
+from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
 from tests.export import fsdp_run
@@ -35,7 +36,7 @@ from tests.ranks import run_ranks
 from tests.reshard import examples
 from tests.reshard3d import VOCAB, draw_state, make_plain
 from tests.stream.test_united import flip_bit, open_held, rules_of
-from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -154,10 +155,14 @@ def test_memory_stays_in_the_window(tmp_path: Path) -> None:
 # -- who takes over ---------------------------------------------------------------------------------------------------
 
 
-def save_trained(folder: Path, topology: Topology, **options: Any) -> Path:
+def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, **options: Any) -> Path:
     """A run of :mod:`tests.export.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
     model, optimizer = fsdp_run.build()
-    fsdp_run.train(model, optimizer, range(3))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
+    for step in range(3):
+        fsdp_run.train(model, optimizer, [step])
+        if scheduler is not None:
+            scheduler.step()
     params = tuple(
         Param(name, tuple(param.shape), group=int(param.dim() < 2)) for name, param in model.named_parameters()
     )
@@ -184,7 +189,8 @@ def test_the_form_is_torchs(tmp_path: Path, layout: str) -> None:
     weights, states = get_state_dict(model, optimizer, options=form)
     tree = {"model": weights, "optim": states}
     found = read_all(folder)
-    assert found.keys() == tree.keys() and found["optim"].keys() == states.keys()
+    asked = {key for key in found["optim"] if not key.endswith(".initial_lr")}  # by those who have a scheduler
+    assert found.keys() == tree.keys() and asked == states.keys()
     dcp.load(tree, checkpoint_id=folder, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"], options=form)
     assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
@@ -202,6 +208,25 @@ def test_torchtitans_form(tmp_path: Path) -> None:
     assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout: str, scheduled: bool) -> None:
+    """Torch's schedulers note initial_lr in the param groups, and a load asks for what they have."""
+    folder = save_trained(tmp_path, Topology(1, 2), scheduled=scheduled, layout=layout)
+    model, optimizer = fsdp_run.build(seed=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    form = StateDictOptions(flatten_optimizer_state_dict=layout != "torch")
+    key = "optimizer" if layout == "torchtitan" else "optim"
+    tree = {key: get_optimizer_state_dict(model, optimizer, options=form)}
+    dcp.load(tree, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, tree[key], options=form)
+    rates = [rate for group in optimizer.param_groups for rate in (group["initial_lr"], group["lr"])]
+    moved = 1e-3 if scheduled else 1
+    assert rates == pytest.approx([1e-2, 1e-2 * moved, 3e-3, 3e-3 * moved])
+    optimizer.step()
+    scheduler.step()
+
+
 def test_deepspeeds_own_adam_gets_what_torchs_wants(tmp_path: Path) -> None:
     """Its groups lack most of AdamW's hyper-parameters, and its step is a number."""
     model = Model((Param("w", (4, 3)),))
@@ -212,4 +237,14 @@ def test_deepspeeds_own_adam_gets_what_torchs_wants(tmp_path: Path) -> None:
     optim = read_all(tmp_path / "out")["optim"]
     check_same({"step": optim["state"]["w"]["step"]}, {"step": torch.tensor(3.0)})
     fresh = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
-    assert optim["param_groups"] == [{**fresh, **hyper, "params": ["w"]}]
+    assert optim["param_groups"] == [{**fresh, **hyper, "initial_lr": 0.01, "params": ["w"]}]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_deepspeeds_own_adam_tells_its_weight_decay_by_its_config(decoupled: bool, tmp_path: Path) -> None:
+    params = {"adam_w_mode": decoupled, "weight_decay": 0.1}
+    config = {**Topology(1, 2).ds_config(), "optimizer": {"type": "Adam", "params": params}}
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=Run(ds_config=config))
+    export_dcp(open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=OPTIONS)
+    groups = read_all(tmp_path / "out")["optim"]["param_groups"]
+    assert [group["decoupled_weight_decay"] for group in groups] == [decoupled] * 2

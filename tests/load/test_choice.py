@@ -45,6 +45,13 @@ def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
     assert "of an earlier save" in open_for(path, target).limits.unnoticed[0]
 
 
+OPEN = (
+    "The checkpoint does not tell whether the saved run's Adam decoupled its weight decay (0.01), as AdamW does; "
+    "this run's Adam does not. Train on with the saved run's kind."
+)
+"""Of the groups of torch before 2.7."""
+
+
 def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=lr, amsgrad=True)
 
@@ -55,7 +62,9 @@ def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
         (make_amsgrad, ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"]),
         (torch.optim.SGD, ["optimizer states exp_avg, exp_avg_sq → none"]),
         (torch.optim.RMSprop, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
-        (torch.optim.Adam, []),
+        (torch.optim.AdamW, []),
+        (torch.optim.Adam, [OPEN]),  # ours tells it, and loads
+        (torch.optim.RAdam, ["the saved param groups are like those of Adam, this run's optimizer is RAdam"]),
     ],
 )
 def test_an_optimizer_of_another_kind(optimizer: Any, told: list[str], tmp_path: Path) -> None:

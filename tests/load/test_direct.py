@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,6 +254,29 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
     leave = {"engine": FakeEngine(rank), "load_lr_scheduler_states": False}
     run_load(open_for(path, rank), rank, config=UniversalConfig(param_groups="live"), **leave)
     assert [group["lr"] for group in rank.wrapped.param_groups] == [0.125] * 2
+
+
+@pytest.mark.parametrize("kept", ["saved", "live"])
+@pytest.mark.parametrize("owned", [True, False])
+def test_edited_hyper_parameters_are_told_once(
+    kept: Any, owned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With both values, and whose are taken; not a learning rate that a scheduler of this run sets."""
+    path, _ = write(tmp_path, Topology(1, 3))
+
+    def work(number: int, comm: Comm) -> None:
+        rank = FakeTarget(PLAIN, Topology(2, 2), number, partial(torch.optim.AdamW, weight_decay=0.5))
+        engine = FakeEngine(rank)
+        engine.lr_scheduler = Rates() if owned else None
+        config = UniversalConfig(param_groups=kept)
+        run_load(open_for(path, rank, comm), rank, comm, engine=engine, config=config)
+
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        run_ranks(2, work)
+    (told,) = [each for each in caplog.messages if "hyper-parameters" in each]
+    assert "weight_decay 0.01 → 0.5" in told
+    assert ("lr 0.001 → 0.125 (1 of 2 param groups)" in told) is not owned
+    assert ("the saved ones are taken" if kept == "saved" else "this run's are kept") in told
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,55 @@ def change_groups(files: Files, **fields: Any) -> Files:
             for group in tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
                 group.update(fields)
     return files
+
+
+class Old(torch.optim.AdamW):
+    """As torch before 2.7 has it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            del group["decoupled_weight_decay"]
+
+
+RULES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
+    "NAdam": (
+        torch.optim.NAdam,
+        {},
+        "like those of Adam, this run.s optimizer is NAdam",
+        "NAdam needs mu_product of each parameter",
+    ),
+    "RAdam": (torch.optim.RAdam, {}, "like those of Adam, this run's optimizer is RAdam", ""),
+    "AdamW": (torch.optim.AdamW, {"decoupled_weight_decay": False}, "decoupled_weight_decay False → True", ""),
+    "Adam": (torch.optim.Adam, {"decoupled_weight_decay": True}, "True → False .weight_decay 0.01", ""),
+    "maximize": (torch.optim.AdamW, {"maximize": True}, "maximize True → False", ""),
+    "amsgrad": (
+        torch.optim.AdamW,
+        {"amsgrad": True},
+        "amsgrad True → False",
+        "this run's AdamW keeps exp_avg, exp_avg_sq. ",
+    ),
+    "the same": (torch.optim.AdamW, {"decoupled_weight_decay": True, "fused": True, "foreach": False}, "", ""),
+    "older torch": (torch.optim.AdamW, {}, "", ""),
+    "to older torch": (Old, {"decoupled_weight_decay": True}, "", ""),
+    "no decay": (torch.optim.AdamW, {"decoupled_weight_decay": False, "weight_decay": 0.0}, "", ""),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_another_update_rule_is_refused_unless_the_live_groups_are_kept(case: str, tmp_path: Path) -> None:
+    optimizer, saved, refused, refused_live = RULES[case]
+    states = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if "amsgrad" in saved else []))
+    files = change_groups(build_files(MODEL, random_state(MODEL, 0, states), Topology(2, 2), Run()), **saved)
+    live = UniversalConfig(threads=1, param_groups="live")
+    for folder, expected, options in (("saved", refused, {}), ("live", refused_live, {"config": live})):
+        if not expected:
+            prepare(tmp_path / folder, files, optimizer=optimizer, **options)
+            continue
+        with pytest.raises(MismatchError, match="load_optimizer_states=False") as error:
+            prepare(tmp_path / folder, files, optimizer=optimizer, **options)
+        assert re.search(expected, str(error.value))
+        assert ('"param_groups": "live"' in str(error.value)) is (folder == "saved")
 
 
 @pytest.mark.parametrize("value", [torch.arange(5.0), [torch.arange(3), torch.arange(2)]], ids=["tensor", "list"])
@@ -112,6 +163,8 @@ def test_a_thawed_group_of_its_own_begins_anew_where_the_engine_has_trained(
     saved = Model((Param("a", (7, 3)), Param("b", (5,), None, frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,), 1)))
     state = random_state(saved, 0, keys, step=None if optimizer is Eager else 3)
+    given = optimizer([torch.zeros(1)], lr=0.01).param_groups[0]
+    state = replace(state, groups=({key: value for key, value in given.items() if key != "params"},))
     path = write_checkpoint(tmp_path, saved, state, Topology(2, 2))
     stepped = []
     for trained in (False, True):

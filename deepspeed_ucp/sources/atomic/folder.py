@@ -189,6 +189,7 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, also: Sequen
             state_file=f"{folder}/{manifest.state_file}",
             topology=Topology(**topology),
             optimizer=manifest.optimizer,
+            optimizer_params=manifest.optimizer_params,
             client_records=client,
             scalar_dtypes=manifest.scalar_dtypes,
             degrees=(manifest.source["tp"], manifest.source["pp"]),

@@ -116,6 +116,7 @@ class Manifest:
         kind: the same in every manifest; tells the file from other JSON.
         fused: parameters in which all experts of a layer lie one behind the other: name → how many; the index has an
             atom for each. Not written where there are none.
+        optimizer_params: as in ``RunState``. Not written where there are none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -144,6 +145,7 @@ class Manifest:
     dropped: Text
     kind: Text = field(default=_KIND)
     fused: dict[Text, Count] = field(default_factory=dict)
+    optimizer_params: dict[Text, Number] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, int]:
@@ -152,7 +154,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """One line of ASCII, the same for equal manifests; its ``digest`` is the SHA-256 of the rest."""
-        told = {key: value for key, value in asdict(self).items() if key != "fused" or value}
+        told = {key: value for key, value in asdict(self).items() if key not in ("fused", "optimizer_params") or value}
         told["digest"] = _sum(told)
         return dump_json(told) + "\n"
 
@@ -328,6 +330,7 @@ def make_manifest(
         verified=verified,
         dropped=index.limits.dropped,
         fused=index.model.fused,
+        optimizer_params=index.run.optimizer_params,
     )
 
 
