@@ -155,8 +155,7 @@ def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: b
         options = {"strict": arguments.load_module_strict, "with_states": with_states, "with_extras": not custom}
         work = prepare(index, target, comm, job.config, **options)
     objections.settle()
-    takes_saved = job.config.param_groups == "saved"
-    told = comm.run(lambda: tell_hyper(job.engine, target, work.index.run, work.match, takes_saved=takes_saved))
+    told = comm.run(lambda: tell_hyper(job, target, work.index.run, work.match))
     for each in told if comm.rank == 0 else ():
         logger.warning("%s: %s", index.run.state_file, each)
     return work, saved

@@ -161,7 +161,7 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) ->
     Whatever cuts it short, an interrupt too, leaves an engine that is not to be used.
     """
     with_states = job.arguments.with_states
-    tell_edits = watch_edits(job.engine)
+    tell_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
     try:
         with wait_behind_reads(job.engine, job.comm):
             loaded = own()

@@ -20,6 +20,7 @@ from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, read_configured
+from .job import LoadJob
 
 _NAMELESS = ("torch", "fp16_fused", "fp16_unfused")
 """Wrappers whose saves name no parameters of the optimizer."""
@@ -204,17 +205,19 @@ def _is_swapped(flat: LiveBuffer, state: torch.Tensor) -> bool:
     return flat.swap is not None and getattr(state, "swappable", True)
 
 
-def tell_hyper(engine: Any, target: Target, run: RunState, match: Match, *, takes_saved: bool) -> list[str]:
+def tell_hyper(job: LoadJob, target: Target, run: RunState, match: Match) -> list[str]:
     """What is to be told of hyper-parameters: those that differ, and what the checkpoint leaves open.
 
     Args:
         match: with param groups.
-        takes_saved: the param groups get the saved ones, else they keep the live ones.
     """
-    optimizer = target.optimizer
+    if not match.groups:
+        return []
+    engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
     held = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
     pairs = [(held[live], drop_fixed(run.groups[saved].hyper)) for live, saved in sorted(match.groups.items())]
-    told = [list_edits(optimizer, pairs, engine.lr_scheduler, run.configured, takes_saved=takes_saved)]
+    options = {"takes_saved": takes_saved, "with_scheduler": job.arguments.load_lr_scheduler_states}
+    told = [list_edits(optimizer, pairs, engine.lr_scheduler, run.configured, **options)]
     if takes_saved:
         told += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]
     return list(dict.fromkeys(filter(None, told)))

@@ -156,7 +156,8 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
         config = (client_state or {}).get("ds_config")
         configured = config.get("optimizer") if isinstance(config, dict) else None
         pairs = zip(held, _copy_groups(engine), strict=False)
-        return list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, takes_saved=True)
+        options = {"takes_saved": True, "with_scheduler": with_scheduler}
+        return list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
 
     return tell
 

@@ -314,10 +314,14 @@ def test_what_a_scheduler_moved_is_no_edit(name: str) -> None:
 def test_a_learning_rate_under_a_scheduler_that_was_edited_is_told(name: str) -> None:
     saved, live = run_saved(name), make(ADAMW, lr=0.5)
     pair = [(live.param_groups[0], saved)]
+    kept = list_edits(live, pair, None, {}, takes_saved=False)
+    assert "initial_lr 0.02 → 0.5; this run's are kept" in kept  # no scheduler moves it any more
+    assert "initial_lr" in list_edits(live, pair, None, {}, takes_saved=True, with_scheduler=False)
     for scheduler in (None, SCHEDULES[name](live)):
         told = list_edits(live, pair, scheduler, {}, takes_saved=True)
         assert "initial_lr 0.02 → 0.5; the saved ones are taken" in told and "load_lr_scheduler_states=False" in told
-        assert list_edits(live, pair, scheduler, {}, takes_saved=False) == ""  # the restored scheduler's count
+    assert list_edits(live, pair, scheduler, {}, takes_saved=False) == ""  # the restored scheduler's count
+    assert list_edits(live, pair, scheduler, {}, takes_saved=True, with_scheduler=False) == ""  # its own do
 
 
 def test_a_rate_that_the_script_itself_moves_from_the_configured_one_is_no_edit() -> None:

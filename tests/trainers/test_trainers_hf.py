@@ -241,6 +241,7 @@ def test_weights_or_the_place_alone_are_taken_where_that_is_asked_for(
         assert list(rest.samples) == [7]
         assert any("load_lr_scheduler_states=False" in text and "caller" in text for text in rest.warnings)
         assert rest.log[7]["learning_rate"] == pytest.approx(options["learning_rate"] * expected)
+        assert not any("hyper-parameters of this run" in text for text in rest.warnings)
 
 
 def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
