@@ -87,7 +87,7 @@ def make_engine(stage: int) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     config = {
-        "train_batch_size": RANKS,
+        "train_batch_size": int(os.environ.get("WORLD_SIZE", RANKS)),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "checkpoint": {"universal": True},

@@ -56,6 +56,8 @@ class Comm:
     ) -> NumpyArray:
         """Send ``sends[r]`` bytes of ``data`` (1-D, uint8) to rank r, in rank order; what the ranks sent here.
 
+        Alone it does not :meth:`wait`: it is for right behind another collective.
+
         Args:
             into: memory for that, where it may be too much to be had: a rank that fails here fails alone.
         """
@@ -66,6 +68,7 @@ class Comm:
         shape, dtype = tables[0].shape[1:], tables[0].dtype
         width = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         sends = [len(table) * width for table in tables]
+        self.wait()
         told = self.swap(np.array(sends, np.int64).view(np.uint8), [8] * self.size, [8] * self.size)
         receives: list[int] = told.view(np.int64).tolist()
 
@@ -284,8 +287,9 @@ class TorchComm(Comm):
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
         """Parts of any size, by way of rank 0: in rows, one rank's long part would take as much room for every rank."""
         none = [0] * self.size
-        own = np.frombuffer(bytearray(part), np.uint8)
-        joined = self._swap(own, [len(part), *none[1:]], none if self.rank else sizes)
+        joined = self.swap(
+            np.frombuffer(bytearray(part), np.uint8), [len(part), *none[1:]], none if self.rank else sizes
+        )
         whole = self._broadcast_row(joined, sum(sizes), 0)
         ends = list(accumulate(sizes))
         return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -311,12 +315,6 @@ class TorchComm(Comm):
         return memoryview(data.cpu().numpy())
 
     def swap(
-        self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
-    ) -> NumpyArray:
-        self.wait()
-        return self._swap(data, sends, receives, into)
-
-    def _swap(
         self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
     ) -> NumpyArray:
         import torch
