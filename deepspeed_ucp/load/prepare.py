@@ -12,10 +12,10 @@ import numpy as np
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import Objections, shorten
+from ..errors import Objections, count_of, shorten
 from ..patterns import from_config, list_renames
 from ..plan.feeds import feed
-from ..plan.match import Live, Match, match_groups, match_parameters
+from ..plan.match import Live, Match, lacks_frozen, match_groups, match_parameters
 from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
@@ -201,7 +201,7 @@ def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
     def tell() -> None:  # rank 0 alone
         for text in dict.fromkeys(text for _, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
-        _tell(work.match, index.limits.dropped, {item for grown, *_ in everyone for item in grown.items()})
+        _tell(work.match, index, {item for grown, *_ in everyone for item in grown.items()})
 
     comm.once(tell)
     check_instances(index, census.counts, work.touched, comm)
@@ -219,11 +219,16 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     return [AtomKey(held[at].name, states[state], held[at].instance) for at, state in np.argwhere(needed).tolist()]
 
 
-def _tell(match: Match, dropped: str, grown: set[tuple[str, tuple[int, int]]]) -> None:
+def _tell(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int, int]]]) -> None:
     if match.kept:
-        logger.warning("%s: %s keep the values that the new model has", dropped, shorten(match.kept, 40))
+        logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, shorten(match.kept, 40))
+    if match.untouched:
+        told = count_of(len(match.untouched), "frozen tensor")
+        level = logging.INFO if lacks_frozen(index) else logging.WARNING
+        text = "load_module_strict=False: %s not in the checkpoint, the live values stay: %s"
+        logger.log(level, text, told, shorten(match.untouched, 3))
     if match.skipped:
-        logger.warning("load_module_strict=False, passing over: %s", "; ".join(match.skipped))
+        logger.warning("load_module_strict=False, passing over: %s", shorten(match.skipped))
     for name, (old, new) in sorted(grown):
         logger.info(
             "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero", name, new, old, new - old

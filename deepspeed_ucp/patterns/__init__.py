@@ -1,7 +1,19 @@
 """How tensor parallelism cuts a parameter: the geometry of shards, the patterns, and the rules that name them."""
 
 from .files import list_families
-from .kinds import Partial, Pattern, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique, check_shapes
+from .kinds import (
+    Partial,
+    Pattern,
+    Replicate,
+    SameShards,
+    ShardH,
+    ShardHy,
+    ShardNC,
+    ShardV,
+    Unique,
+    advise_vocabulary,
+    check_shapes,
+)
 from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
@@ -26,6 +38,7 @@ __all__ = [
     "ShardV",
     "Unique",
     "Unsettled",
+    "advise_vocabulary",
     "align",
     "check_shapes",
     "copy_runs",

@@ -7,6 +7,8 @@ computation, so they cannot disagree.
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +20,18 @@ from ..atoms import count
 from ..errors import MismatchError
 from .layout import Intervals, Layout, Shape, stack, whole
 
+TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
+"""Names of parameters with a row for each token."""
+
 VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab": true, and original_vocab_size'
+
+
+def advise_vocabulary(name: str) -> str:
+    """Which rule says that other rows are a vocabulary's padding; empty where the name is no vocabulary's."""
+    if not TABLE.search(name):
+        return ""
+    rule = json.dumps({"match": re.escape(name), "pattern": "shard-v", "vocab": True})
+    return f'{VOCABULARY_HINT}: "patterns": {{"original_vocab_size": <rows in use>, "rules": [{rule}]}}'
 
 
 @dataclass(frozen=True, slots=True)

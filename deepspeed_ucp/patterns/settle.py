@@ -7,7 +7,6 @@ be known. Else the first rule set that says something counts; what no set says i
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from ..errors import MismatchError, fold_names
 from .facts import Facts
 from .files import list_families
-from .kinds import VOCABULARY_HINT, Pattern, Replicate, SameShards, Unique, check_shapes
+from .kinds import TABLE, Pattern, Replicate, SameShards, Unique, advise_vocabulary, check_shapes
 from .layout import Layout, Shape
 from .rules import RuleSet, suggest_rule
 
@@ -24,7 +23,6 @@ SHAPES = "the shapes"
 EQUAL = "the same bytes on every tensor-parallel rank"
 _Sides = tuple[tuple[Pattern, str], tuple[Pattern, str]]
 """Of source and target the pattern, and what told it."""
-_TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class Unsettled:
     def suggest(self) -> dict[str, Any]:
         """A rule to be completed and pasted."""
         rule = suggest_rule(self.name, self.source, self.target)
-        return {**rule, "vocab": True} if _TABLE.search(self.name) else rule
+        return {**rule, "vocab": True} if TABLE.search(self.name) else rule
 
     @property
     def text(self) -> str:
@@ -195,7 +193,7 @@ class _Settler:
             return None
         if name in self.replicas:
             return _twice(Replicate(), EQUAL)
-        if target is None or len(source) == len(target) or _TABLE.search(name):
+        if target is None or len(source) == len(target) or TABLE.search(name):
             return None
         return _twice(Replicate(), SHAPES)
 
@@ -261,7 +259,7 @@ def _fit_whole(name: str, source: Shape, target: Shape, sides: _Sides | None) ->
     if not source or source[1:] != target[1:]:
         raise MismatchError(text)
     if vocab is None:
-        raise MismatchError(f"{text}; {VOCABULARY_HINT}" if _TABLE.search(name) else text)
+        raise MismatchError("; ".join(filter(None, (text, advise_vocabulary(name)))))
     return Unique(vocab=vocab)
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
-from ..errors import MismatchError, shorten
+from ..errors import MismatchError, fold_names, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
+from ..patterns import advise_vocabulary
 from .counts import ExpertCounts, advise_fused
 from .settling import Shapes
 
 FIRST = (0, 1)
+
+_EXTRA, _MISSING = "in the checkpoint, not in the model", "not in the checkpoint"
+_EXAMPLES = 3
 
 
 @dataclass(slots=True)
@@ -24,6 +31,7 @@ class Match:
         params: live name → the saved parameter, of several pipeline stages' the one that this stage takes.
         groups: live param group → the saved one with its parameters, where there is one.
         skipped: what a lenient load passes over.
+        untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
         hyper: live param group → the hyper-parameters that it takes over.
         notes: what is restored otherwise than it was saved, in words.
@@ -34,6 +42,7 @@ class Match:
     params: dict[str, ParamKey] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -106,7 +115,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     others: dict[str, list[str]] = {}
     for alias, name in live.aliases.items():
         others.setdefault(name, []).append(alias)
-    match, faults = Match(), []
+    match, faults, swapped = Match(), list[str](), defaultdict[bool, list[str]](list)
     missing: list[tuple[str, bool]] = []
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
         if name in live.fresh:
@@ -116,7 +125,8 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
         if found is None:
             missing += _pass_over(index, match, names, (name, wants_master), shapes[0])
             continue
-        match.notes += _tell_swap(name, wants_master, found) if with_states else []
+        if with_states and wants_master == (found.state == MODULE):
+            swapped[wants_master].append(name)
         match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shapes) == 1 and shapes[0] != found.shapes[0]:
             faults += _compare_shapes(match, name, found.shapes[0], shapes[0])
@@ -126,30 +136,98 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     saved = index.stored.atoms.list_names(compared)
     # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
-    for name in sorted(saved - set(matched.values())):
-        match.skipped.append(f"{name}: in the checkpoint, not in the model")
-    match.fault = _tell_strangers(missing, saved) if saved and not match.params else ""
-    if match.fault or not (faults or match.resized or match.skipped):
-        return match
-    experts = ExpertCounts.of(saved, live.shapes)
-    faults += experts.take_routers(match.resized, match.saved, live.shapes)
-    if strict:
-        faults += experts.fold(match.skipped)
-    if faults:
-        faults += match.resized.values()
-        hint = "" if not strict or not match.skipped else _advise(index, missing, len(match.skipped))
-        hint = f"{hint}{experts.advise()}"
-        match.fault = f"The model and the checkpoint differ: {shorten(faults, 20)}.{hint}".replace("..", ".")
+    extra = sorted(saved - set(matched.values()))
+    match.skipped += [f"{name}: {_EXTRA}" for name in extra]
+    match.notes += [_tell_swap(names, thawed) for thawed, names in swapped.items()]
+    match.fault = _tell_strangers([name for name, _ in missing], extra) if saved and not match.params else ""
+    if not match.fault and (faults or match.resized or match.skipped):
+        experts = ExpertCounts.of(saved, live.shapes)
+        faults += experts.take_routers(match.resized, match.saved, live.shapes)
+        _judge(match, index, faults, missing, extra, experts, strict=strict)
     return match
 
 
-def _tell_strangers(missing: Sequence[tuple[str, bool]], saved: Iterable[str]) -> str:
+def _tell_strangers(missing: Sequence[str], saved: Sequence[str]) -> str:
     """Refused where it is not strict as well: the run would begin from scratch."""
-    return (
-        f"Nothing of the model is in the checkpoint by name. Model: {shorten((name for name, _ in missing), 3)}. "
-        f"Checkpoint: {shorten(sorted(saved), 3)}. Build the saved model, or tell what has become of its names by "
-        '"patterns" with "rename" rules.'
+    advice = _advise_rename(missing, saved) or (
+        ' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.'
     )
+    return (
+        f"Nothing of the model is in the checkpoint by name. Model: {shorten(missing, 3)}. "
+        f"Checkpoint: {shorten(saved, 3)}.{advice}"
+    )
+
+
+def _judge(
+    match: Match,
+    index: AtomicIndex,
+    faults: list[str],
+    missing: Sequence[tuple[str, bool]],
+    extra: Sequence[str],
+    experts: ExpertCounts,
+    *,
+    strict: bool,
+) -> None:
+    """Fill in what a lenient load leaves as it is, or the fault, with what to do.
+
+    Args:
+        faults: of shapes.
+        missing: live names that the checkpoint lacks, and whether they are trained.
+        extra: saved names that the model lacks.
+    """
+    if strict:
+        faults += experts.fold(match.skipped)
+    else:
+        match.untouched = [name for name, trained in missing if not trained]
+        match.skipped = [text for text in match.skipped if text.partition(" ")[0] not in match.untouched]
+    if not faults:
+        return
+    hint = _advise_rows(match.resized)
+    faults += match.resized.values()
+    match.resized.clear()  # told: no pattern need be asked for
+    hint += _SIZES if any("shape (" in fault for fault in faults) else ""
+    if strict and match.skipped:
+        hint += _advise_rename([name for name, _ in missing], extra) + _advise(index, missing, len(match.skipped))
+    hint += experts.advise()
+    match.fault = f"The model and the checkpoint differ: {_list_faults(faults)}.{hint}".replace("..", ".")
+
+
+def _list_faults(faults: Iterable[str]) -> str:
+    """Faults, each a parameter's by the name that it begins with: of each kind some, and how many there are."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for fault in faults:
+        kinds[next((kind for kind in (_EXTRA, _MISSING) if fault.endswith(kind)), "")].append(fault)
+    return ", ".join(map(_list_kind, kinds.values()))
+
+
+def _list_kind(faults: Sequence[str]) -> str:
+    if len(faults) <= _EXAMPLES:
+        return ", ".join(faults)
+    parts = [re.split("(?=[ :])", fault, maxsplit=1) for fault in faults]
+    folded = [f"{name}{rest[0]}" for name, rest in fold_names(((name, rest) for name, rest in parts), str)]
+    return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
+
+
+_SIZES = " Build the model with the sizes of the saved one."
+
+
+def _advise_rows(resized: Iterable[str]) -> str:
+    """What to do where a vocabulary has another number of rows; empty where none has."""
+    told = next(filter(None, map(advise_vocabulary, resized)), "")
+    return f" {told[:1].upper()}{told[1:]}." if told else ""
+
+
+def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
+    """Which rename rule would bring together what each side lacks; empty where none is seen."""
+    for name in missing[:1]:
+        old = next((old for old in extra if name.endswith(f".{old}") or old.endswith(f".{name}")), "")
+        cut, put = old[: max(len(old) - len(name), 0)], name[: max(len(name) - len(old), 0)]
+        if old and all(put + each.removeprefix(cut) in missing for each in extra):
+            rule = {"from": rf"{re.escape(cut)}(?P<rest>.*)", "to": f"{put}{{rest}}"}
+            return f' They have the same names but for "{cut or put}": "patterns": {{"rename": [{json.dumps(rule)}]}}.'
+        near = suggest(name, extra)
+        return f" {name}: {near} Rename rules bring other names together (docs/patterns.md)." if near else ""
+    return ""
 
 
 def _pass_over(
@@ -162,25 +240,24 @@ def _pass_over(
     elif names[0] in index.model.buffers:
         match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
     else:
-        match.skipped.append(f"{name} {shape}: not in the checkpoint")
+        match.skipped.append(f"{name} {shape}: {_MISSING}")
         return [wanted]
     return []
 
 
-def _tell_swap(name: str, wants_master: bool, found: _Found) -> list[str]:
-    """A parameter that was frozen or thawed between the runs."""
-    if wants_master and found.state == MODULE:
-        return [f"{name} is trained here and was not in the saved run: its weight is restored, its states begin anew"]
-    if not wants_master and found.state in (COPY, MASTER):
-        return [f"{name} was trained in the saved run and is not here: its weight is restored, its states are left out"]
-    return []
+def _tell_swap(names: Sequence[str], thawed: bool) -> str:
+    """Parameters that were thawed, or frozen, between the runs."""
+    told, one = shorten(names, _EXAMPLES), len(names) == 1
+    is_, was, rest = ("is", "was", "its weight is restored, its") if one else ("are", "were", "weights are restored,")
+    if thawed:
+        return f"{told} {is_} trained here and {was} not in the saved run: {rest} states begin anew"
+    return f"{told} {was} trained in the saved run and {is_} not here: {rest} states are left out"
 
 
 def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: int) -> str:
     """What to do where one side lacks names."""
     lenient = " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's value."
-    lacks_frozen = not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
-    if not lacks_frozen or not missing or skipped > len(missing) or any(trained for _, trained in missing):
+    if not lacks_frozen(index) or not missing or skipped > len(missing) or any(trained for _, trained in missing):
         return lenient
     return (
         " All that are missing are frozen here or buffers: the checkpoint was saved without them "
@@ -188,6 +265,11 @@ def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: in
         "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: strict_loading "
         "= False in the module)."
     )
+
+
+def lacks_frozen(index: AtomicIndex) -> bool:
+    """Whether a checkpoint holds no frozen parameters at all, as saves of adapters."""
+    return not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
 
 
 def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[str]:

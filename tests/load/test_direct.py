@@ -64,6 +64,13 @@ class Scheduler:
         self.loaded = state
 
 
+class Restored(Scheduler):
+    """Of which code runs when a pickle restores it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 class FakeEngine:
     """As much of an engine as the end of a load touches."""
 
@@ -345,7 +352,9 @@ def test_a_lenient_load_passes_parameters_over_and_says_so(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("source", [Topology(1, 2, "bf16"), Topology(2, 3), Topology(3, 2)], ids=lambda t: t.label)
-def test_a_save_without_frozen_parameters_leaves_them_as_they_are(source: Topology, tmp_path: Path) -> None:
+def test_a_save_without_frozen_parameters_leaves_them_as_they_are(
+    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """``save_checkpoint(exclude_frozen_parameters=True)``, as for adapters."""
     state = random_state(PLAIN, 0, precision=source.precision)
     files = build_files(PLAIN, state, source)
@@ -358,7 +367,11 @@ def test_a_save_without_frozen_parameters_leaves_them_as_they_are(source: Topolo
     with pytest.raises(MismatchError, match=r"frozen \(9,\): not in the checkpoint.*load_module_strict=False"):
         run_load(open_for(tmp_path, rank), rank)
     check_untouched(rank)
-    run_load(open_for(tmp_path, rank), rank, load_module_strict=False)
+    with caplog.at_level(logging.INFO, "deepspeed_ucp"):
+        run_load(open_for(tmp_path, rank), rank, load_module_strict=False)
+    told = [(each.levelname, each.getMessage()) for each in caplog.records if "frozen tensor" in each.getMessage()]
+    kept = "1 frozen tensor not in the checkpoint, the live values stay: frozen"
+    assert told == [("INFO", f"load_module_strict=False: {kept}")]
     assert rank.extras()[0].data.eq(SENTINEL).all()
     masters = torch.cat([state.atoms[name]["fp32"].view(-1) for name in ("a", "b")])
     held = torch.cat([flat.data[: sum(cut.numel for cut in flat.buffer.cuts(flat.part))] for flat in rank.flats])
@@ -473,9 +486,9 @@ def test_a_foreign_shard_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Scheduler()}))
+    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
     rank = FakeTarget(PLAIN, Topology(2), 0)
-    with pytest.raises(UnsupportedError, match="Scheduler"):
+    with pytest.raises(UnsupportedError, match="Restored"):
         run_load(open_for(path, rank), rank)
     check_untouched(rank)
     run_load(open_for(path, rank), rank, config=UniversalConfig(trust_pickle=True))
@@ -484,7 +497,7 @@ def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Pa
 
 def test_all_objections_are_one_message(tmp_path: Path) -> None:
     """Else each would cost a launch: the client state, the parameters, and the param groups."""
-    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Scheduler()}))
+    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
     params = (*PLAIN.params[:-1], replace(PLAIN.params[-1], name="other"))
     rank = FakeTarget(replace(PLAIN, params=params), Topology(2), 0)
     rank.group_members = lambda: {0: ("a", "b")}  # type: ignore[method-assign]
@@ -492,7 +505,7 @@ def test_all_objections_are_one_message(tmp_path: Path) -> None:
         run_load(open_for(path, rank), rank)
     lines = str(told.value).splitlines()
     assert len(lines) == 3, lines
-    for line, text in zip(lines, ("Scheduler", "other", "param groups"), strict=True):
+    for line, text in zip(lines, ("Restored", "other", "param groups"), strict=True):
         assert text in line
     check_untouched(rank)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, GroupInfo, ParamKey, Shard
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.patterns import parse_renames, rename_names
 from deepspeed_ucp.plan.match import Live, Match, match_groups, match_parameters, pick_instance, pick_weight
 from tests.plan import planning
 
@@ -287,3 +289,57 @@ def test_a_group_is_found_by_a_stages_own_copy() -> None:
     found = match(index, {"a": (2,), "t": (2,)}, ordinals={"t": (1, 2)})
     match_groups(index, {0: ("t",)}, found)
     assert found.groups == {0: 1}
+
+
+def test_many_differences_are_counted_and_shown_by_example() -> None:
+    saved = {f"h.{layer}.{part}": (4, width) for layer in range(12) for width, part in enumerate("abcde", 2)}
+    with pytest.raises(MismatchError) as told:
+        match(make_index(saved), {name: (8, 2 * width) for name, (_, width) in saved.items()})
+    assert "h.{0-11}.a: shape (4, 2) in the checkpoint, (8, 4) in the model" in str(told.value)
+    assert "… (60 in all)" in str(told.value)
+    assert "Build the model with the sizes of the saved one" in str(told.value)
+    assert len(str(told.value)) < 400
+
+
+def test_another_vocabulary_is_told_with_the_rule_for_it() -> None:
+    index = make_index({"wte.weight": (50257, 4), "h": (3, 4)})
+    with pytest.raises(MismatchError) as told:
+        match(index, {"wte.weight": (50304, 4), "h": (3, 5)})
+    assert '{"match": "wte\\\\.weight", "pattern": "shard-v", "vocab": true}' in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "rule"),
+    [
+        ("{}", "base.{}", '{"from": "(?P<rest>.*)", "to": "base.{rest}"}'),
+        ("net.{}", "{}", '{"from": "net\\\\.(?P<rest>.*)", "to": "{rest}"}'),
+    ],
+)
+def test_names_that_differ_by_a_prefix_are_told_with_the_rename_rule(saved: str, live: str, rule: str) -> None:
+    index = make_index({saved.format(name): (2,) for name in "ab"})
+    with pytest.raises(MismatchError) as told:
+        match(index, {live.format(name): (2,) for name in "ab"})
+    assert f'"patterns": {{"rename": [{rule}]}}' in str(told.value)
+    (rename,) = parse_renames([json.loads(rule)])
+    assert set(rename_names([saved.format("a")], [rename]).values()) == {live.format("a")}
+
+
+def test_a_misspelt_name_is_told_with_what_it_may_mean() -> None:
+    with pytest.raises(MismatchError, match=r"head\.weigth: did you mean 'head\.weight'\? Rename rules"):
+        match(make_index({"head.weight": (2,), "a": (2,)}), {"head.weigth": (2,), "a": (2,)})
+
+
+def test_frozen_tensors_of_an_adapters_save_stay_as_they_are() -> None:
+    live = {f"base.{number}": (2,) for number in range(40)}
+    found = match(make_index({"lora": (2,)}), {"lora": (2,), "new": (2,)}, live, strict=False)
+    assert found.untouched == list(live)
+    assert found.skipped == ["new (2,): not in the checkpoint"]
+
+
+def test_thawed_parameters_are_told_in_one_line() -> None:
+    frozen = {f"h.{number}": (2,) for number in range(40)}
+    found = match(make_index({"a": (2,)}, frozen), {"a": (2,), **frozen}, {})
+    assert found.notes == [
+        "h.0, h.1, h.2, … (40 in all) are trained here and were not in the saved run: weights are restored, states "
+        "begin anew"
+    ]
