@@ -84,6 +84,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
     text = "keep the rows that pad a vocabulary (cut where patterns tell it)"
     parser.add_argument("--keep-padding", action="store_true", help=text)
+    text = "leave out what the saved run did not train, buffers aside, as zero_to_fp32.py does by this name"
+    parser.add_argument("--exclude-frozen-parameters", action="store_true", help=text)
     parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
     text = "dcp: the optimizer as StateDictOptions(flatten_optimizer_state_dict=True) has it"
     parser.add_argument("--flatten-optimizer", action="store_true", help=text)
@@ -149,6 +151,7 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
         dtype=DTYPES[options.dtype],
         tied=options.tied,
         keep_padding=options.keep_padding,
+        frozen=not options.exclude_frozen_parameters,
         strip_prefix=options.strip_prefix,
         experts=options.experts,
         renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),

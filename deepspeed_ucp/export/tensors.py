@@ -31,6 +31,7 @@ class ExportOptions(WorkOptions):
         tied: names that are tied to another one: "drop" them, or write each as a "copy"; None does what the format's
             own libraries do.
         keep_padding: keep the padding rows of vocabularies.
+        frozen: write frozen parameters too.
         strip_prefix: cut off names that begin with it, after renaming.
         renames: saved names → names to be written; the first that matches counts.
         experts: of a layer, where renames make another number of them.
@@ -40,6 +41,7 @@ class ExportOptions(WorkOptions):
     dtype: str | None = "float32"
     tied: str | None = None
     keep_padding: bool = False
+    frozen: bool = True
     strip_prefix: str = ""
     renames: tuple[Rename, ...] = ()
     experts: int | None = None
@@ -122,7 +124,8 @@ def select_tensors(
         states: which states are wanted.
 
     Raises:
-        ConfigError: unknown element type, or a rule that asks for what is not there.
+        ConfigError: unknown element type, a rule that asks for what is not there, or which parameters are frozen is
+            not known.
         MismatchError: parameters whose pattern nothing settles; names that become one; rules that do not fit.
         UnsupportedError: tensors that cannot be read.
     """
@@ -134,7 +137,8 @@ def select_tensors(
     made = feed_foreseen(index, renames, options.experts)
     index = made.index
     united = unite_atoms(index, rules, states=states)
-    kept = {key: atom for key, atom in united.atoms.items() if not key.instance}
+    left_out = set() if options.frozen else _find_frozen(index)
+    kept = {key: atom for key, atom in united.atoms.items() if not key.instance and key.name not in left_out}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
     names = name_tensors(listed, renames, options.strip_prefix, made.made)
     copies: dict[str, list[str]] = defaultdict(list)
@@ -159,6 +163,22 @@ def select_tensors(
         names=names,
         unused=united.unused,
     )
+
+
+def _find_frozen(index: AtomicIndex) -> set[str]:
+    """Parameters that the saved run did not train.
+
+    Raises:
+        ConfigError: the files do not tell.
+    """
+    atoms = index.stored.atoms
+    trained = atoms.list_names((MASTER, COPY))
+    if not trained:
+        raise ConfigError(
+            f"{index.run.state_file}: does not tell which parameters were trained: stage 0 saves no names. Give "
+            "them (--groups), or export all."
+        )
+    return atoms.list_names((MODULE,)) - trained - index.model.buffers
 
 
 def _order_weights(index: AtomicIndex) -> list[AtomKey]:

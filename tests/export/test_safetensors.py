@@ -99,6 +99,21 @@ def test_the_bytes_are_those_of_the_library(tmp_path: Path, topology: Topology, 
     assert (report.tensors, report.parameters) == (7, 15 + 7700 + 4 + 1)
 
 
+@pytest.mark.parametrize("source", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
+def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> None:
+    index = open_model(tmp_path, source)
+    export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(frozen=False))
+    everything = {*expect_weights(MODEL, 0, source, torch.float32)}
+    assert set(load_all(tmp_path / "out")) == everything - {param.name for param in MODEL.params if param.frozen}
+
+
+def test_frozen_parameters_that_no_file_tells(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0))
+    index = open_checkpoint(str(path), Comm(), weights_only=True)
+    with pytest.raises(ConfigError, match="does not tell which parameters were trained.*--groups"):
+        export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(frozen=False))
+
+
 def test_16_bit_weights_are_the_models_own(tmp_path: Path) -> None:
     topology = Topology(1, 3, "bf16")
     index = open_model(tmp_path, topology)
