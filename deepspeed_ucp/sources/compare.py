@@ -142,9 +142,10 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     for each in ("partition_count", "alignment"):
         yield from ((held, each, _read_optim(each), FAULT) for held in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
-    yield [header for header in files if _VERSION in header.marks], _VERSION, _read_mark(_VERSION), FAULT
+    versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
+    yield versions, _VERSION, _read_mark(_VERSION), FAULT  # of experts' model states older releases tell neither
     yield shards, _WRITER, _read_mark(_WRITER), FAULT  # model states are rewritten by hand now and then
-    yield files, _CONFIG, _read_mark(_CONFIG), WARNING
+    yield configs, _CONFIG, _read_mark(_CONFIG), WARNING
     for mark in (_SCHEDULER, _CLIENT):  # a client may well give each rank strings of its own
         yield models, mark, _read_mark(mark), WARNING
 

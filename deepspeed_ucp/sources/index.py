@@ -70,7 +70,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         tp=save.tp,
         pp=save.pp,
         ep=count_degree(flats),
-        undeclared=precision != "float32" and not enabled(save.main.config, "bf16", "bfloat16", "fp16"),
+        undeclared=precision != "float32" and _is_undeclared(save.main.config),
         master=optim.masters[0].dtype if optim and optim.masters else _find_master(atoms, groups),
         elastic=bool(optim and optim.elastic),
         offload=describe_offload(save.zero),
@@ -169,6 +169,8 @@ def make_index(
 def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
     writers = builder.save.main.config.get(WRITERS, ())
     yield from (f"files of another writer than torch.save ({name})" for name in writers)
+    if builder.save.expert_optims and not builder.save.main.config and topology.precision == "float32":
+        yield "states of experts' optimizers, which DeepSpeed looks for in the model states, and to 0.19.2 has not there"
     if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
     if any(map(is_expert, builder.aliases)):
@@ -224,6 +226,11 @@ def find_precision(
 def enabled(config: Mapping[str, Any], *names: str) -> bool:
     """Whether a precision is switched on in a ds_config, under one of its names."""
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
+
+
+def _is_undeclared(config: Mapping[str, Any]) -> bool:
+    """Whether a ds_config switches no precision on; where the files have none, nothing says so."""
+    return bool(config) and not enabled(config, "bf16", "bfloat16", "fp16")
 
 
 def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:

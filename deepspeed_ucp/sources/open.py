@@ -27,7 +27,7 @@ from .module import call_by_name
 from .naming import GroupNames, NamedGroups, Naming, Rename
 from .places import Whereabouts, find_files, list_files
 from .reading import read_file
-from .save import Save, arrange, count_ranks, expect_files, find_degrees, name_unsaved
+from .save import Save, arrange, complete_experts, count_ranks, expect_files, find_degrees, name_unsaved
 from .swapped import add_swapped, adopt_sums
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -484,12 +484,21 @@ def _find_save(
 
     try:
         first = _choose(listing, find_first)
-        first[0] = _infer_degrees(listing, first[0], find_first)
+        first[0] = _infer_degrees(listing, _complete(listing, first, find_first), find_first)
         expected = expect_files(listing, first, _look_at_stages(listing, first[0], find_first))
     except (CheckpointError, UnsupportedError) as error:
         faults = [look for look in looks.values() if isinstance(look, Finding)]
         return [], [], faults or _tell_none(listing.folder, error)
     return first, expected, [look for name in expected if isinstance(look := looks.get(name), Finding)]
+
+
+def _complete(listing: Listing, first: Sequence[FileHeader], find_first: FindFirst) -> FileHeader:
+    """The first rank's model states, with what older releases leave out of them where there are experts."""
+    header, others = first[0], first[1:]
+    if not others and header.model and header.model.experts:
+        held = find_first(name for (mp, _), name in sorted(listing.expert_optim.items()) if mp == 0)
+        others = [held] if held else []
+    return complete_experts(header, *others[:1])
 
 
 def _infer_degrees(listing: Listing, first: FileHeader, find_first: FindFirst) -> FileHeader:

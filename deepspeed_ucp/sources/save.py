@@ -340,8 +340,21 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     save.experts.update({key: by_name[name] for key, name in sorted(listing.experts.items()) if name in by_name})
     optims = sorted(listing.expert_optim.items())
     save.expert_optims.update({key: by_name[name] for key, name in optims if name in by_name})
+    for mp, models in enumerate(save.models):
+        beside = [*save.shards[mp], *(held for (each, _), held in save.expert_optims.items() if each == mp)]
+        models[:1] = [complete_experts(header, *beside[:1]) for header in models[:1]]
     save.expert_lanes = count_expert_lanes(listing, [headers[0], *save.shards[0][:1]], tp)
     return save
+
+
+def complete_experts(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
+    """Model states with experts that tell neither their ds_config nor, at stage 0, their optimizer, as DeepSpeed to
+    0.19.2 writes them (engine.py ``_save_moe_checkpoint``): by what the optimizer states beside them tell."""
+    model = header.model
+    if beside is None or header.config or model is None or not model.experts:
+        return header
+    optim = model.optim if beside.config else model.optim or beside.optim  # of stage 0 no file has the ds_config
+    return replace(header, config=beside.config, model=replace(model, optim=optim))
 
 
 def align_save(save: Save) -> None:

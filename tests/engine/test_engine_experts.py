@@ -90,11 +90,13 @@ def test_experts_among_all_parameters_in_one_group(
     world, source = ucp_worlds.get(2), Spread(2, 0, precision, (2, 2), together=True)
     expected = join([states for states, _ in world.run(engine_experts.save, source, str(tmp_path), 1)])
     targets = [source, Spread(2, 0, precision, (1, 1), together=True), Spread(2, 1, "bf16", (2, 2))]
+    told = "ds_config" in torch.load(next(tmp_path.rglob("mp_rank_00_model_states.pt")), weights_only=False)
     for target in targets if precision == "fp32" else targets[:2]:
         with subtests.test(target=str(target)):
             parts = [part for (part,) in world.run(engine_experts.load_each, target, [str(tmp_path)])]
             assert not isinstance(parts[0], str), parts[0]
-            assert all(direct == (source != target) for direct, _, _ in parts)
+            ours = source != target or not (told or precision == "bf16")  # to 0.19.2 DeepSpeed's own load fails in fp32
+            assert all(direct == ours for direct, _, _ in parts)
             states = join([states for _, states, _ in parts])
             assert states.keys() == expected.keys()
             assert all(torch.equal(states[key], expected[key]) for key in expected if key[1] != "copy")

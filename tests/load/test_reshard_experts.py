@@ -32,9 +32,9 @@ from tests.reshard import (
     open_for,
     temporary_folder,
 )
-from tests.reshard3d import draw_state, load_all, make_config
+from tests.reshard3d import draw_state, expect, load_all, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, read_state, write_checkpoint
-from tests.synth.expertfiles import expert_file
+from tests.synth.expertfiles import expert_file, expert_optim_file
 from tests.synth.files import optim_file
 
 
@@ -138,6 +138,55 @@ def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) 
     path = write_checkpoint(tmp_path, model, state, topology, run=run)
     told = "its fp32 weights are not those of the model states" if round_robin else "belongs to another rank, run or"
     with pytest.raises(CheckpointError, match=told):
+        open_and_compare(path)
+
+
+# What DeepSpeed to 0.19.2 writes into the model states where there are experts (engine.py ``_save_moe_checkpoint``).
+OLD_KEYS = {
+    *("module", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"),
+}
+NATIVES = Model(
+    (Param("0.column", (12, 5)), *(Param(f"body{NATIVE}{n}.w", (4, 3)) for n in range(4))),
+    experts=(ExpertLayer("body", 4),),
+)
+
+
+def make_older(path: Path) -> None:
+    for file in path.glob("mp_rank_*"):
+        content = torch.load(file, weights_only=False)
+        torch.save({key: content[key] for key in OLD_KEYS & content.keys()}, file)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        *(Topology(0, 4, precision, ep=(2,)) for precision in ("fp32", "bf16")),
+        *(Topology(stage, 4, "bf16", ep=(2,)) for stage in (1, 2)),
+        *(Topology(stage, 4, tp=2, ep=(2,)) for stage in (0, 1)),
+    ],
+    ids=lambda topology: topology.label,
+)
+def test_model_states_of_older_releases(topology: Topology, tmp_path: Path) -> None:
+    """They tell neither the ds_config nor the shapes, and at stage 0 not the optimizer: all of its states come back."""
+    source = draw_state(NATIVES, topology)
+    path, wanted = source.write(tmp_path), expect(source, replace(topology, stage=1))
+    told, _ = load_all(path, wanted.make_targets(), make_config(NATIVES))
+    make_older(path)
+    index, ranks = load_all(path, wanted.make_targets(), make_config(NATIVES))
+    check_content(ranks, wanted.state, wanted.locals)
+    assert index.stored.atoms.keys() == told.stored.atoms.keys()
+    assert (index.run.topology, index.run.groups) == (told.run.topology, told.run.groups)
+    missed = [why for why in index.limits.unnoticed if "DeepSpeed looks for in the model states" in why]
+    assert bool(missed) == (topology.stage == 0 and topology.precision == "fp32")  # where its own load fails
+
+
+def test_a_missing_optimizer_of_older_releases_is_named(tmp_path: Path) -> None:
+    """Their model states do not tell how many there were, the optimizers' param groups do."""
+    path = draw_state(NATIVES, Topology(0, 2, ep=(2,))).write(tmp_path)
+    make_older(path)
+    (path / expert_optim_file(1)).unlink()
+    with pytest.raises(CheckpointError, match=f"{expert_optim_file(1)} is missing"):
         open_and_compare(path)
 
 
