@@ -45,7 +45,7 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo figures proofs test test-all fuzz mutants bench lint pytest test-oldest clean
+.PHONY: help demo figures proofs test test-all fuzz mutants bench lint pytest test-oldest test-releases clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
@@ -54,6 +54,8 @@ help:
 	@echo 'make proofs  where plain DeepSpeed resumes wrongly in an unchanged topology (examples/unchanged_topology)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
 	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
+	@echo 'make test-releases   the engine matrix on several releases, and what each saves in all others (an hour or two);'
+	@echo '             writes docs/releases.md. RELEASES="0.16.0 newest" runs these rows again'
 	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
 	@echo 'make mutants make sure that the tests notice mistakes in the code (tests/mutants)'
 	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
@@ -102,6 +104,11 @@ SMOKE = $(shell grep -rl engine_smoke tests --include='test_*.py')
 test-oldest: $(OLDEST_STAMP)
 	$(call IN_ENV,$(OLDEST)) $(TIDY) $(OLDEST)/bin/python -m pytest -m engine_smoke $(SMOKE) $(PYTEST_ARGS)
 
+# Each release in a layer of its own over this environment; those that were run are not run again unless RELEASES names them.
+RELEASES ?=
+test-releases: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.releases $(RELEASES) $(RELEASES_ARGS)
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -128,4 +135,4 @@ $(OLDEST_STAMP): $(REQUIREMENTS)
 	echo $(CURDIR) > $@
 
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-releases build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

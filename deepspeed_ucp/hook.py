@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -46,6 +47,11 @@ _HEAD_START = 0.5
 """Seconds that these wait before they end: a launcher then ends the others, of which the first is to have its say."""
 
 
+FIRST_RELEASE, END_OF_RELEASES = (0, 16, 0), (0, 20, 0)
+BROKEN_RELEASES = [(0, 18, 7), (0, 18, 8), (0, 18, 9)]
+"""Releases of DeepSpeed, as ``setup.cfg`` has them."""
+
+
 def get_config(engine: Any) -> UniversalConfig | None:
     """The plugin's options for an engine; None where it is off."""
     return getattr(engine._config, "ucp_config", None)
@@ -73,6 +79,8 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     config.ucp_config = options
     if options is not None:
         show_decisions()
+        if config.global_rank == 0:
+            tell_untested(sys.modules["deepspeed"].__version__)
         shorten_uncaught()
         connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
@@ -81,6 +89,19 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
         begin_reading(options.also)
         _fit_batch_sizes(config, options)
     original(config)
+
+
+@cache
+def tell_untested(release: str) -> None:
+    """Warn, once in a process, of a release of DeepSpeed outside of those that we are for."""
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
+    if not FIRST_RELEASE <= numbers < END_OF_RELEASES:
+        fit = "is none that deepspeed_ucp is made for (0.16.0 to 0.19.x): loads may fail or lack state"
+    elif numbers in BROKEN_RELEASES:
+        fit = "cannot take a step at ZeRO 1 and 2: its flat buffers are still part of autograd's graph"
+    else:
+        return
+    logger.warning("DeepSpeed %s %s. Take another release, or test yours with assert_resume_equivalent.", release, fit)
 
 
 def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:

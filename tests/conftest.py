@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.testing.world import PRELOAD
+from tests.releases import find_reason
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
@@ -43,6 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out and EXHAUSTIVE not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if reason := find_reason(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=reason))
     stray = [item.nodeid for item in items if uses_worlds(item) and not find_worlds(item.nodeid)]
     if stray:
         raise pytest.UsageError(f"tests with worlds are where tests/conftest.py's WORLDS says: {stray[0]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import logging
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from deepspeed_ucp import hook
 from deepspeed_ucp.carry import KEY, Carried, carry
@@ -380,3 +382,18 @@ def test_other_errors_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch, capsy
     except CheckpointError as error:
         sys.excepthook(type(error), error, error.__traceback__)
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "release", ["0.15.4", "0.16.0", "0.18.6", "0.18.7", "0.18.9", "0.19.0", "0.19.8+cu124", "0.20.0", "0.20.0rc1"]
+)
+def test_a_release_that_setup_cfg_does_not_admit_is_told_once(release: str, caplog: pytest.LogCaptureFixture) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    requirements = map(Requirement, filter(None, setup["options"]["install_requires"].splitlines()))
+    (admitted,) = (each.specifier for each in requirements if each.name == "deepspeed")
+    hook.tell_untested.cache_clear()
+    for _ in range(2):
+        hook.tell_untested(release)
+    assert len(caplog.messages) == (0 if admitted.contains(release) else 1)
+    assert all(text.startswith(f"DeepSpeed {release} ") for text in caplog.messages)

@@ -170,7 +170,7 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
     writers = builder.save.main.config.get(WRITERS, ())
     yield from (f"files of another writer than torch.save ({name})" for name in writers)
     if builder.save.expert_optims and not builder.save.main.config and topology.precision == "float32":
-        yield "states of experts' optimizers, which DeepSpeed looks for in the model states, and to 0.19.2 has not there"
+        yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
     if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
     if any(map(is_expert, builder.aliases)):

@@ -205,10 +205,9 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
             group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."
             first = groups._get_expert_parallel_rank(group) * module.num_local_experts
             numbers: Sequence[int] = range(first, first + module.num_local_experts)
-        elif hasattr(module, PLACEMENT):
+        elif getattr(module, "_is_autoep_layer", False):
             group, end = module.ep_group_name, "experts."
-            ranks = {each["rank"]: each["experts"] for each in getattr(module, PLACEMENT)["ranks"]}
-            numbers = tuple(ranks[module.ep_rank])
+            numbers = _list_fused(module)
         else:
             continue
         lane = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
@@ -220,6 +219,15 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
         is_first = replicas[0] == ds_comm.get_rank()
         found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), named, folded, is_first)
     return found
+
+
+def _list_fused(layer: Any) -> Sequence[int]:
+    """The experts that this rank holds of one of AutoEP's layers; to 0.19.5 these tell no placement and are in order."""
+    placement = getattr(layer, PLACEMENT, None)
+    if placement is None:
+        first = layer.ep_rank * layer.num_local_experts
+        return range(first, first + layer.num_local_experts)
+    return tuple({each["rank"]: each["experts"] for each in placement["ranks"]}[layer.ep_rank])
 
 
 def _number_ranks(ranks: Sequence[int], lane: Sequence[int], place: Place, *, folded: bool) -> range:

@@ -237,7 +237,8 @@ def _copy_buffers(engine: Any) -> dict[str, Tensor]:
 def _read_loss_scale(engine: Any) -> float | None:
     if not engine.fp16_enabled() or engine.optimizer is None:
         return None
-    scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config
+    wrapped = engine.optimizer  # releases to 0.17 have the scale in the wrapper itself
+    scaler = getattr(wrapped, "loss_scaler", None) or getattr(wrapped, "loss_scale_config", None) or wrapped
     return float(scaler.cur_scale)
 
 

@@ -43,7 +43,7 @@ import json, sys, types
 from deepspeed_ucp import attach, hook
 import neighbour
 silent = types.SimpleNamespace(_param_dict={}, train_batch_size=None, train_micro_batch_size_per_gpu=None,
-                               gradient_accumulation_steps=None, world_size=1)
+                               gradient_accumulation_steps=None, world_size=1, global_rank=1)
 hook._configure_train_batch_size(lambda config: None, silent)
 with open(sys.argv[-1], "w") as out:
     json.dump([__name__, sys.argv, sys.path[0], bool(silent.ucp_config), bool(attach._originals), neighbour.VALUE], out)
@@ -180,7 +180,7 @@ class FakeConfig:
     ) -> None:
         self._param_dict = {"checkpoint": {"universal": section}} if section != "silent" else {}
         self.train_batch_size, self.train_micro_batch_size_per_gpu = train, micro
-        self.gradient_accumulation_steps, self.world_size = gas, 4
+        self.gradient_accumulation_steps, self.world_size, self.global_rank = gas, 4, 1
         self.ucp_config: UniversalConfig | None = None
         self.configured = False
 

@@ -101,6 +101,7 @@ def some(chosen: list[Route], more: list[Route]) -> list[Any]:
     return params([(each,) for each in chosen], [(each,) for each in more], lambda row: str(row[0]))
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("route", some(ROUTES, MORE))
 def test_resumes(route: Route, runs: Runs) -> None:
     saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)

@@ -53,6 +53,7 @@ ROUTES, MORE = (
 )
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "route", params([(each,) for each in ROUTES], [(each,) for each in MORE], lambda row: str(row[0]))
 )

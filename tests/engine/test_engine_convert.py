@@ -115,6 +115,7 @@ def test_upstream_loads_other_optimizers(optimizer: str, converted: Any, resume_
 # --- upstream's converter
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "target",
     params(

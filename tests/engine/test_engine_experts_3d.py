@@ -81,6 +81,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Sa
     return Saves(save)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, name_row))
 def test_every_expert_comes_back(
     target: Spread, sources: tuple[Spread, ...], saved: Saves, ucp_worlds: WorldPool, subtests: pytest.Subtests

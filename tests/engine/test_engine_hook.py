@@ -32,6 +32,7 @@ OFFLOADED = [
 ]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("case", [*SAME, *(Case(stage, 2, "fp16") for stage in (0, 1, 2, 3)), *OFFLOADED], ids=str)
 def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """Its own load runs exactly once, one INFO line says why, and what is there is what was saved."""

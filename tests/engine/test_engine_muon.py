@@ -68,6 +68,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Sa
     }
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, name_row))
 def test_momentum_comes_back(
     target: Kind, sources: tuple[Kind, ...], saved: Saved, ucp_worlds: WorldPool, subtests: pytest.Subtests

@@ -72,6 +72,7 @@ def name_row(row: tuple[Kind, tuple[Kind, ...]]) -> str:
     return f"{row[0]}-from-{len(row[1])}"
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("target", "sources"), params(CHOSEN, [*CHOSEN, *((target, SOURCES) for target in TARGETS)], name_row)
 )

@@ -148,6 +148,7 @@ AUTOCAST_TARGETS = [
 ]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("target", params([(AUTOCAST_TARGETS[0],)], [(each,) for each in AUTOCAST_TARGETS]), ids=str)
 def test_torch_autocast(target: Case, resume_each: ResumeEach) -> None:
     """The weights are in fp32; what is cast when is told by this run's configuration."""

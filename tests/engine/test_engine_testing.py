@@ -29,6 +29,7 @@ from deepspeed_ucp.testing import (
 SOURCE, TARGET = Case(1, 2), Case(3, 1)
 
 
+@pytest.mark.releases
 @pytest.mark.engine_smoke
 def test_fixture(resume_equivalence: Callable[..., ResumeReport]) -> None:
     report = resume_equivalence(training("plain"), source=SOURCE.launch, target=TARGET.launch, steps=(2, 2))

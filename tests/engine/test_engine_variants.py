@@ -99,6 +99,7 @@ def test_fused_stage_0(
     resume_each(saved, target, model="mixed", optimizer="fused_adam")
 
 
+@pytest.mark.releases
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("source", "target"), [(Case(0, 2, "fp16"), Case(0, 2, "fp16")), (Case(0, 2, "bf16"), Case(0, 3, "bf16"))], ids=str
@@ -121,11 +122,13 @@ BF16_SOURCES = [Case(stage, 2, precision) for stage in STAGES for precision in (
 BF16_TARGETS = [Case(stage, 2, precision) for stage in STAGES for precision in ("bf16", "fp32")]
 
 
+@pytest.mark.releases
 def test_to_the_bf16_optimizer(resume_each: ResumeEach) -> None:
     sources = [*BF16_SOURCES, BF16_OPTIMIZER.but(dp=4), Case(1, 3, "bf16")]
     resume_each(sources, BF16_OPTIMIZER, model="mixed", scheduler=True)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "target",
     [
@@ -139,6 +142,7 @@ def test_from_the_bf16_optimizer(target: Case, resume_each: ResumeEach) -> None:
     resume_each([BF16_OPTIMIZER, BF16_OPTIMIZER.but(dp=4)], target, model="mixed", scheduler=True)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("target", params([(Case(3, 2, "bf16"),)],
                                           [(Case(stage, 2, "bf16"),) for stage in STAGES]), ids=str)  # fmt: skip
 def test_lora(target: Case, resume_each: ResumeEach) -> None:

@@ -74,6 +74,7 @@ def shrunk(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> t
     return folder, ucp_worlds.get(2).run(trainers_hf.train, str(folder), make_config(2), **options)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("stage", "config", "options"),
     [(3, {}, {}), (1, {"train_batch_size": 8}, {}), (2, {}, {"auto_find_batch_size": True})],

@@ -85,6 +85,7 @@ PAIRS = [(2, 1), (1, 2)]
 STAGES = [1, 2, 3]
 
 
+@pytest.mark.releases
 @pytest.mark.timeout(600)
 def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Cut in mid-epoch: shrunk, as it was, and grown, with other accumulations and stages; then what is told."""

@@ -1,0 +1,226 @@
+"""`python -m tests.releases`: an environment per row, the tests marked `releases` in each, each one's saves in all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MARKS = ("<!-- releases: written by make test-releases -->", "<!-- end of releases -->")
+NAMED = ("deepspeed", "torch", "transformers", "accelerate", "lightning")
+SAVES = "tests/engine/test_engine_releases.py"
+
+ROWS: dict[str, tuple[str, ...]] = {
+    **{name: (f"deepspeed=={name}",) for name in ("0.16.0", "0.16.5", "0.16.9", "0.17.6", "0.18.6")},
+    **{name: (f"deepspeed=={name}",) for name in ("0.19.2", "0.19.5", "0.19.8")},
+    "oldest": ("torch==2.5.1", "transformers==4.57.1", "lightning==2.6.0"),
+    "newest": ("torch", "transformers", "accelerate", "lightning"),
+}
+"""By name what is installed over the main environment: releases of DeepSpeed, then of what is around it."""
+
+
+@dataclass
+class Result:
+    """What one row's tests said.
+
+    Attributes:
+        versions: of `NAMED`.
+        matrix, loads: counts of passed, failed and skipped tests; of other rows' saves the loads.
+        failed: names of tests that failed twice, with what they said first.
+        again: tests that passed the second time: old releases gather at ZeRO 3 into memory that at times is not filled.
+        reasons: why tests were skipped, with how many.
+    """
+
+    day: str
+    versions: dict[str, str]
+    matrix: dict[str, int] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    again: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One environment: a layer with a few packages over the environment that runs this."""
+
+    name: str
+    folder: Path
+    packages: tuple[str, ...]
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+    def make(self) -> None:
+        """Make it, once; `pip` is the main environment's, whose packages satisfy what is not asked for."""
+        done = self.folder / "made.json"
+        if done.exists() and json.loads(done.read_text()) == list(self.packages):
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(self.folder)], check=True)
+        site = subprocess.check_output([self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+        (Path(site.decode().strip()) / "zz_main.pth").write_text(sysconfig.get_path("purelib"))
+        install = [sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--upgrade"]
+        strategy = ["--upgrade-strategy", "only-if-needed", "--no-build-isolation"]  # DeepSpeed's set-up needs torch
+        subprocess.run([*install, *strategy, *self.packages], check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        done.write_text(json.dumps(self.packages))
+
+    def read_versions(self) -> dict[str, str]:
+        code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {NAMED}}}))"
+        return json.loads(subprocess.check_output([self.python, "-c", code]))  # type: ignore[no-any-return]
+
+    def run(self, tests: list[str], saves: Path) -> ElementTree.Element:
+        """What pytest says of some tests here."""
+        report = self.folder / "report.xml"
+        report.unlink(missing_ok=True)
+        path = os.pathsep.join([str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        extensions = {"TORCH_EXTENSIONS_DIR": str(self.folder / "torch_extensions"), "PATH": path}
+        environment = {**os.environ, "UCP_RELEASE_SAVES": str(saves), "UCP_RELEASE": self.name, **extensions}
+        command = [self.python, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
+        command += ["-o", f"cache_dir={self.folder / 'cache'}"]
+        with open(self.folder / "output.txt", "a") as output:
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
+        if not report.exists():
+            raise SystemExit(f"{self.name}: pytest did not come to an end, see {self.folder / 'output.txt'}")
+        return ElementTree.parse(report).getroot()
+
+
+def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> None:
+    """Count the tests of a report; one whose subtests fail counts once."""
+    found: dict[str, str] = {}
+    for case in report.iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        bad = [*case.findall("failure"), *case.findall("error")]
+        skipped = case.find("skipped")
+        if bad:
+            result.failed.setdefault(name, (bad[0].get("message") or "")[:300])
+            found[name] = "failed"
+        elif skipped is not None:
+            reason = (skipped.get("message") or "").removeprefix("Skipped: ")
+            result.reasons[reason] = result.reasons.get(reason, 0) + 1
+            found.setdefault(name, "skipped")
+        else:
+            found.setdefault(name, "passed")
+    counts.update(Counter(found.values()))
+
+
+def run_twice(row: Row, result: Result, counts: dict[str, int], tests: list[str], saves: Path) -> None:
+    """Run tests, and those that failed again; only what fails twice has failed."""
+    first = Result(result.day, result.versions)
+    add(first, counts, row.run(tests, saves))
+    result.reasons |= first.reasons
+    if not first.failed:
+        return
+    second: dict[str, int] = {}
+    add(result, second, row.run([*tests, "--last-failed", "--last-failed-no-failures=none"], saves))
+    passed = counts["failed"] - second.get("failed", 0)
+    result.again += passed
+    counts.update(passed=counts.get("passed", 0) + passed, failed=second.get("failed", 0))
+
+
+def list_files() -> list[str]:
+    """Test files that have such tests: importing all others takes longer than these."""
+    return sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("tests/*/test_*.py") if ".releases\n" in f.read_text())
+
+
+def run_matrix(row: Row, saves: Path) -> None:
+    say(f"{row.name}: {' '.join(row.packages)}")
+    row.make()
+    result = Result(time.strftime("%Y-%m-%d"), row.read_versions())
+    begin = time.monotonic()
+    (row.folder / "output.txt").unlink(missing_ok=True)
+    run_twice(row, result, result.matrix, ["-m", "releases", *list_files()], saves)
+    row.result.write_text(json.dumps(asdict(result), indent=1))
+    say(f"{row.name}: {tell(result.matrix)} in {time.monotonic() - begin:.0f} s")
+
+
+def run_loads(row: Row, saves: Path) -> None:
+    result = Result(**json.loads(row.result.read_text()))
+    own = {name: text for name, text in result.failed.items() if not name.startswith("test_engine_releases::")}
+    result.loads, result.failed = {}, own | {n: t for n, t in result.failed.items() if "for_other" in n}
+    run_twice(row, result, result.loads, [SAVES, "-k", "saves_of_other"], saves)
+    row.result.write_text(json.dumps(asdict(result), indent=1))
+    say(f"{row.name}: saves of other releases: {tell(result.loads)}")
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def tell(counts: dict[str, int]) -> str:
+    return ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped") if counts.get(key)) or "not run"
+
+
+def make_table(rows: list[Row]) -> str:
+    """A row per environment that has a result; below it what failed, and why tests were skipped."""
+    results = {row.name: Result(**json.loads(row.result.read_text())) for row in rows if row.result.exists()}
+    lines = ["| " + " | ".join([*NAMED, "engine matrix", "saves of the others", "day"]) + " |", "|---" * 8 + "|"]
+    for found in results.values():
+        versions = [found.versions[name] for name in NAMED]
+        lines.append("| " + " | ".join([*versions, tell(found.matrix), tell(found.loads), found.day]) + " |")
+    notes: dict[str, list[str]] = {}
+    for found in results.values():
+        for reason in found.reasons:
+            notes.setdefault(f"skipped: {reason}", []).append(found.versions["deepspeed"])
+        for name, message in found.failed.items():
+            notes.setdefault(f"failed: `{name}`: {tidy(message)}", []).append(found.versions["deepspeed"])
+    told = [f"* {', '.join(dict.fromkeys(releases))}: {note}" for note, releases in notes.items()]
+    return "\n".join([*lines, "", *told])
+
+
+def tidy(message: str) -> str:
+    """The first line of a failure, without what differs from run to run."""
+    return re.sub(r"/\S+/", "…/", message.strip().partition("\n")[0])[:160]
+
+
+def write_between(path: Path, text: str) -> None:
+    head, first, rest = path.read_text().partition(MARKS[0])
+    _, last, tail = rest.partition(MARKS[1])
+    if not first or not last:
+        raise SystemExit(f"{path}: lacks {MARKS[0]} and {MARKS[1]}")
+    path.write_text(f"{head}{first}\n\n{text}\n\n{last}{tail}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.releases", description=__doc__)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; without any, those not run yet")
+    parser.add_argument("--matrix-only", action="store_true", help="leave the saves of other releases for later")
+    parser.add_argument("--envs", type=Path, default=ROOT / ".venv-releases", help="where environments are made")
+    parser.add_argument("--table", type=Path, default=ROOT / "docs" / "releases.md", help="what the table is put into")
+    parser.add_argument("--only-table", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    envs, saves = args.envs.resolve(), args.envs.resolve() / "saves"
+    rows = [Row(name, envs / name, packages) for name, packages in ROWS.items()]
+    if unknown := set(args.rows) - set(ROWS):
+        parser.error(f"{', '.join(sorted(unknown))}: no such row")
+    saves.mkdir(parents=True, exist_ok=True)
+    asked = [row for row in rows if (row.name in args.rows if args.rows else not row.result.exists())]
+    for row in [] if args.only_table else asked:
+        run_matrix(row, saves)
+    done = [row for row in rows if row.result.exists()]
+    for row in [] if args.only_table or args.matrix_only else done:
+        run_loads(row, saves)
+    table = make_table(rows)
+    write_between(args.table, table)
+    print(table)
+    return int(any(json.loads(row.result.read_text())["failed"] for row in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
