@@ -222,7 +222,7 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
 
 
 def _list_fused(layer: Any) -> Sequence[int]:
-    """The experts that this rank holds of one of AutoEP's layers; to 0.19.5 these tell no placement and are in order."""
+    """The experts that this rank holds of a layer of AutoEP's, which to 0.19.5 tells no placement: in order."""
     placement = getattr(layer, PLACEMENT, None)
     if placement is None:
         first = layer.ep_rank * layer.num_local_experts

@@ -214,3 +214,11 @@ def test_parameters_of_tied_modules_that_are_in_no_layer_file(letters: str, stag
     module = Stage(letters, stage)
     assert find_unfiled(make_engine(module=module)) == {f"tied_modules.k.{name}" for name in found.split()}
     assert find_unfiled(SimpleNamespace(module=module, has_moe_layers=True)) == set()
+
+
+def test_experts_of_a_layer_that_tells_no_placement_are_in_order() -> None:
+    """AutoEP's to 0.19.5."""
+    layer = SimpleNamespace(ep_rank=1, num_local_experts=2)
+    assert [*parallel._list_fused(layer)] == [2, 3]
+    layer.expert_placement_descriptor = {"ranks": [{"rank": 1, "experts": [2, 0]}, {"rank": 0, "experts": [1, 3]}]}
+    assert [*parallel._list_fused(layer)] == [2, 0]
