@@ -213,6 +213,9 @@ class MoeTarget(Target):
     def instances(self) -> dict[str, Any]:
         return {}
 
+    def list_names(self) -> dict[str, str]:
+        return {name: name for name in self.owned_shapes()}
+
     def owned_shapes(self) -> dict[str, Shape]:
         return {n: s for flat in self.flats for n, s in zip(flat.buffer.names, flat.buffer.shapes, strict=True)}
 
@@ -252,6 +255,9 @@ class Job:
 
 class DenseTarget(FakeTarget):
     """A rank of a dense model, none of whose tensors is without optimizer."""
+
+    def list_names(self) -> dict[str, str]:
+        return {name: name for name in self.owned_shapes()}
 
     def extras(self) -> list[Any]:
         return []

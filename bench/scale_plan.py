@@ -32,7 +32,7 @@ from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.load import prepare as preparing
-from deepspeed_ucp.load.census import join_groups, take_census
+from deepspeed_ucp.load.census import join_groups, take_census, tell_groups
 from deepspeed_ucp.load.destinations import Buffer
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import negotiate, spare_engine
@@ -128,14 +128,19 @@ def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
     return foretell_target(index, job.degrees, from_config(job.patterns), stages=job.stages)
 
 
+def gather_groups(target: Any, comm: Any) -> Any:
+    """The param groups over all ranks, which a load gathers with what else ranks have to tell (`look_at_engine`)."""
+    return join_groups(comm.each(lambda: tell_groups(target)))
+
+
 def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
     """What the ranks say that speak for their replicas; the others say nothing."""
     census, groups = silence(job.ranks), silence(job.ranks)
     for rank in job.tellers:
         target = job.make_target(rank)
         census[rank] = overhear(rank, job.ranks, lambda comm, t=target: take_census(t, [], comm))
-        groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: join_groups(t, comm))
-    return {"census.take_census": census, "census.join_groups": groups}
+        groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: gather_groups(t, comm))
+    return {"census.take_census": census, "scale_plan.gather_groups": groups}
 
 
 @dataclass
@@ -223,7 +228,7 @@ class Planner:
         began = time.perf_counter()
         with stand_in(script.entries, self._read), pause_collection():
             with self.phase("param groups"):
-                named = join_groups(target, comm)
+                named = gather_groups(target, comm)
             with self.phase("headers, index"):
                 index = open_checkpoint(FOLDER, comm, *named)
             with self.phase("census, match, wants"):

@@ -37,10 +37,13 @@ class Quantized(torch.nn.Module):
 class Body(torch.nn.Module):
     """Its state dict calls the norm otherwise, by a hook."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, *, bytes_first: bool) -> None:
         super().__init__()
-        self.base = Quantized(blocks)
+        if bytes_first:
+            self.base = Quantized(blocks)
         self.up = torch.nn.Linear(6, 10)
+        if not bytes_first:
+            self.base = Quantized(blocks)
         self.norm = torch.nn.BatchNorm1d(10)
         self.frozen = torch.nn.Linear(10, 6)
         self.frozen.requires_grad_(False)
@@ -58,9 +61,9 @@ def _rename(module: Any, state: Any, prefix: str, metadata: Any) -> None:
 class WithHead(torch.nn.Module):
     """A value head around a model, whose names stand in the state dict without a prefix."""
 
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 4, *, bytes_first: bool = True) -> None:
         super().__init__()
-        self.pretrained = Body(blocks)
+        self.pretrained = Body(blocks, bytes_first=bytes_first)
         self.v_head = torch.nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,7 @@ class WithHead(torch.nn.Module):
 def make(stage: int, seed: int, options: Any = None, blocks: int = 4, *, persist: bool = False) -> Any:
     forget_autocast()
     torch.manual_seed(seed)
-    module = WithHead(blocks)
+    module = WithHead(blocks, bytes_first=stage < 3)  # ZeRO 3 takes the first parameter's dtype for the model's
     with torch.no_grad():
         module.pretrained.base.absmax.copy_(torch.rand(blocks) + seed)
         module.pretrained.base.weight.copy_(torch.randint(256, (8 * blocks, 1)))
