@@ -113,9 +113,11 @@ def look_at_engine(job: LoadJob) -> LiveEngine:
     told = job.comm.each(look)
     target = opened[0]
     keys = {key: name for _, held, _ in told for key, name in held.items()}
-    groups = join_groups(groups for *_, groups in told) if any(groups for *_, groups in told) else None
-    own = target.live_groups(), target.live_hyper(), target.list_names()
-    return LiveEngine(target, any(has for has, *_ in told), keys, groups or own)
+    if any(groups for *_, groups in told):
+        joined = join_groups(groups for *_, groups in told)
+    else:
+        joined = target.live_groups(), target.live_hyper(), target.list_names()
+    return LiveEngine(target, any(has for has, *_ in told), keys, joined)
 
 
 def has_atoms(folder: str) -> bool:

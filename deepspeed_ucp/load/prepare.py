@@ -85,7 +85,7 @@ def prepare(
     """
     comm.run(lambda: refuse_unreadable(saved))
     if with_states:
-        comm.run(lambda: refuse_stateless(saved))
+        comm.alike(lambda: refuse_stateless(saved))
     if not with_extras and not with_states:
         return Work(saved)
     extras = comm.run(target.extras) if with_extras else []

@@ -57,7 +57,7 @@ def find_tag(
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
     asked = comm.gather(wanted)
     if len({*asked}) > 1:
-        comm.run(lambda: _refuse_asked(load_dir, asked))
+        comm.alike(lambda: _refuse_asked(load_dir, asked))
     every: list[Look] = []
     found = None
     for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail

@@ -172,23 +172,10 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     return SavedJob.read({**model.counters, **model.batch})
 
 
-def find_fault(folder: str, also: Sequence[str] = ()) -> UcpError | None:
-    """What keeps a checkpoint from being loaded, as far as its headers tell; None where nothing does.
-
-    Args:
-        folder: the tag's folder.
-        also: the same in further places.
-    """
-    try:
-        return survey_checkpoint(folder, Comm(), Naming(groups="module"), also=also).fault
-    except CheckpointError as error:
-        return error
-
-
 def lacks_states(folder: str) -> bool:
     """Whether a folder on this node is a save at stage 0 without any optimizer states, as far as it can be read."""
     try:
-        if any(name.endswith("optim_states.pt") for name in os.listdir(folder)):
+        if any(map(_holds_states, os.listdir(folder))):
             return False
         model = read_file(folder, "mp_rank_00_model_states.pt").model
     except (UcpError, OSError):

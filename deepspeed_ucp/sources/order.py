@@ -50,7 +50,7 @@ def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ModuleOrder:
     """The order of a live module's parameters beside that of the saved one.
 
     Attributes:
@@ -152,7 +152,7 @@ def _sort(names: Iterable[str], places: Places) -> list[str]:
     return sorted(names, key=lambda name: places.get(name, _NOWHERE))
 
 
-def compare_modules(save: Save, naming: Naming) -> Order:
+def compare_modules(save: Save, naming: Naming) -> ModuleOrder:
     """The live module's order beside that of the saved module, and of its experts' files."""
     tensors = dict(read_module(save, save.main, naming.order))
     layers = {layer: file.layer or {} for (layer, *_), file in save.experts.items()}
@@ -165,7 +165,7 @@ def compare_modules(save: Save, naming: Naming) -> Order:
     shapes = {_name_form(name): piece.shape for name, piece in tensors.items()}
     shapes |= {_name_form(first): shapes[name] for name, first in naming.order.items() if name in shapes}
     record = partial(_read_record, naming, nested=save.model(0).nested) if naming.record else None
-    return Order(save.path(save.main), number_names(naming.order.values()), before, shapes, record=record)
+    return ModuleOrder(save.path(save.main), number_names(naming.order.values()), before, shapes, record=record)
 
 
 def _read_record(naming: Naming, *, nested: bool) -> Places:
@@ -174,9 +174,9 @@ def _read_record(naming: Naming, *, nested: bool) -> Places:
     return number_names(found.get(name, name) for name in names)
 
 
-def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> Order:
+def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:
     """The same of a pipeline, of whose parameters there are shapes in the order of the layers' files."""
     owners: dict[str, int] = {}
     before = number_names(shapes, lambda name: owners.setdefault(find_owner(name), len(owners)))
     now = number_names(naming.order.values(), lambda name: owners.get(find_owner(name), -1))
-    return Order(save.path(save.main), now, before, shapes, pipeline=True)
+    return ModuleOrder(save.path(save.main), now, before, shapes, pipeline=True)

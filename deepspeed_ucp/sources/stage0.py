@@ -20,7 +20,7 @@ from .builder import Builder
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
-from .order import Order, compare_modules
+from .order import ModuleOrder, compare_modules
 from .placement import place_layers
 from .ranks import TIED, SavedRank, list_ranks
 from .save import Save
@@ -237,7 +237,7 @@ def _pick_live(
     return picked if len(picked) == saved else [group for group in picked if group]
 
 
-def _deal_experts(save: Save, live: GroupNames, ep: int, order: Order | None) -> list[GroupNames]:
+def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
     """What each expert-parallel rank of the saved run had in the groups of a live one of so many of them.
 
     Raises:

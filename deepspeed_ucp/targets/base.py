@@ -344,13 +344,14 @@ class Target(ABC):
 
     def list_recorded(self) -> Iterator[str]:
         """Names in the module's state dict, in its order, which may be one of the client's own."""
+        keys = self.list_keys()
         todo: list[tuple[str, Any]] = [("", self.engine.module.state_dict())]
         while todo:
             name, value = todo.pop()
             if isinstance(value, Mapping):
                 todo += [(f"{name}.{key}" if name else key, part) for key, part in reversed([*value.items()])]
             elif isinstance(value, torch.Tensor):
-                yield self.list_keys().get(strip_compiled(name), strip_compiled(name))
+                yield keys.get(strip_compiled(name), strip_compiled(name))
 
     def live_hyper(self) -> list[dict[str, Any]]:
         """Hyper-parameters of these groups; of what is no plain data the type alone."""

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.sources.findings import WARNING, Finding, fold_findings, make_error
-from deepspeed_ucp.sources.open import find_fault
+from deepspeed_ucp.sources.naming import Naming
+from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.sources.reading import read_file
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -58,16 +60,21 @@ def test_a_file_without_optimizer_states_is_refused(tmp_path: Path, content: obj
         read_file(str(tmp_path), NAMES[1])
 
 
+def survey(folder: Path, *also: str) -> UcpError | None:
+    return survey_checkpoint(str(folder), Comm(), Naming(groups="module"), also=also).fault
+
+
 def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_path: Path) -> None:
     """Not what only the engine can tell: whose states those of stage 0 are."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0, 2))
-    assert find_fault(str(path)) is None
+    assert survey(path) is None
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="other")
-    assert find_fault(str(path)) is None
+    assert survey(path) is None
     os.rename(path / NAMES[1], tmp_path / NAMES[1])
-    assert "is missing" in str(find_fault(str(path)))
-    assert find_fault(str(path), [str(tmp_path)]) is None
-    assert "cannot be listed" in str(find_fault(str(tmp_path / "absent")))
+    assert "is missing" in str(survey(path))
+    assert survey(path, str(tmp_path)) is None
+    with pytest.raises(CheckpointError, match="cannot be listed"):
+        survey(tmp_path / "absent")
 
 
 def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:

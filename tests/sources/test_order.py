@@ -14,7 +14,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.experts import is_expert
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.order import Order, number_names
+from deepspeed_ucp.sources.order import ModuleOrder, number_names
 from deepspeed_ucp.topology import find_differences
 from tests.reshard import FakeTarget, check_content, load, make_targets, open_for
 from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
@@ -144,7 +144,7 @@ def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_p
 def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
     """What an optimizer of all parameters in one group had, by the modules' orders alone."""
     places = [number_names(names, lambda name: int(name[0]) if options else is_expert(name)) for names in (now, before)]
-    order = Order("path", *places, dict.fromkeys(places[1], ()), **options)
+    order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), **options)
     return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
 
 
