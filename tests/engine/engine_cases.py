@@ -15,8 +15,6 @@ from tests.releases import DEEPSPEED, find_reason
 
 BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
 FEATURES = 13
-SCATTERED: dict[str, Any] = {"stage3_param_persistence_threshold": 0} if find_reason("persistent") else {}
-"""ZeRO 3 by whose losses two runs can be compared."""
 BF16_WITHOUT_ZERO = Version("0.17.6") > DEEPSPEED
 
 
@@ -51,7 +49,7 @@ class Case:
         config: dict[str, Any] = {
             "train_batch_size": BATCH,
             "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": self.stage, **(SCATTERED if self.stage == 3 else {}), **self.zero},
+            "zero_optimization": {"stage": self.stage, **self.zero},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1000000,

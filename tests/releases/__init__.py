@@ -33,7 +33,7 @@ class Known(NamedTuple):
 ENGINE = "engine/test_engine_"
 KNOWN = [
     Known("0.16", "0.19.8", ("DualPipeV",), "no DualPipeV"),
-    Known("0.16", "0.19.8", ("persistent",), "ZeRO 3 waits for the last one of its gathers alone"),
+    Known("0.16", "0.19.8", ("gathers",), "ZeRO 3 waits for the last one of its gathers alone"),
     Known("0.17.6", "0.18.5", ("saves/zero0-bf16",), "bf16 without ZeRO saves no optimizer states"),
     Known(
         *("0.16", "0.17.6"),
