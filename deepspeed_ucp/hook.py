@@ -168,8 +168,8 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     comm, folder = connect(), os.path.join(str(save_dir), str(tag))
     if comm.rank == 0 and not is_url(str(save_dir)) and writes_states(engine) and lacks_states(folder):
         logger.warning(
-            "%s: this DeepSpeed has saved no optimizer states, as releases 0.17.6 to 0.18.4 do in bf16 without ZeRO: "
-            "training cannot go on from it. Save at ZeRO stage 1, or with another release",
+            "%s: this DeepSpeed has saved no optimizer states, as releases 0.17.6 to 0.18.4 do in bf16 without "
+            "ZeRO or with fp32 gradients: training cannot go on from it. Save at ZeRO stage 1, or with another release",
             folder,
         )
     if is_url(str(save_dir)):  # what lies behind it is another save

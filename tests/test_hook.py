@@ -310,9 +310,9 @@ def test_a_save_to_a_url_is_told_and_touches_nothing_behind_it(
     assert "s3://bucket/run: DeepSpeed saves to local folders alone" in caplog.text
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("kept", "stage"), [(False, 0), (True, 0), (False, 1)])
 def test_a_release_that_drops_the_states_is_told_of_at_the_save(
-    kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kept: bool, stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By what it has written: 0.17.6 to 0.18.4 take every engine in bf16 for one with files of optimizer states."""
     wrapper = type("FP16_UnfusedOptimizer", (), {})
@@ -325,7 +325,7 @@ def test_a_release_that_drops_the_states_is_told_of_at_the_save(
         return True
 
     engine = make_engine()
-    engine.optimizer, engine.zero_optimization_stage = wrapper(), lambda: 0
+    engine.optimizer, engine.zero_optimization_stage = wrapper(), lambda: stage
     assert hook._save_checkpoint(original, engine, str(tmp_path), "tag")
     assert ("has saved no optimizer states" in caplog.text) == (not kept)
 

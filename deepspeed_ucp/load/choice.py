@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ..atoms import AtomicIndex
 from ..comm import Comm
@@ -17,12 +16,14 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..patterns import from_config, list_renames
 from ..plan.feeds import find_renamed
-from ..sources import open_checkpoint
 from ..sources.files import holds_atoms, list_entries
+from ..sources.naming import Naming
+from ..sources.open import survey_checkpoint
 from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.checks import Checks
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
+from ..targets.guard import check_states
 from ..targets.known import list_unknown
 from ..topology import ATOMIC, find_differences
 from .census import JoinedGroups, StageGroups, join_groups, tell_groups
@@ -99,11 +100,12 @@ def look_at_engine(job: LoadJob) -> LiveEngine:
     """The engine, and what ranks have to tell of theirs; collective, once.
 
     Raises:
-        UcpError: it is not covered.
+        UcpError: it is not covered, or must not be loaded in this way.
     """
     opened: list[Target] = []
 
     def look() -> tuple[bool, dict[str, str], StageGroups | None]:
+        check_states(job.engine, with_states=job.arguments.with_states)
         target = open_target(job.engine)
         opened.append(target)
         # Without pipeline and experts all ranks have the same, which need not travel.
@@ -218,20 +220,25 @@ def _compare(
     """
     comm, target = job.comm, live.target
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
-    options: dict[str, Any] = {"dual": target.is_dual, "keys": live.keys, "rename": rename, "also": also}
-    options |= {"record": target.list_recorded, "ep": target.ep}
-    options["weights_only"] = not (job.arguments.with_states and live.has_masters)
-    index = open_checkpoint(folder, comm, *live.groups, **options)
+    groups, hyper, order = live.groups
+    naming = Naming(groups, hyper, order=order, dual=target.is_dual, keys=live.keys, rename=rename, ep=target.ep)
+    without = not (job.arguments.with_states and live.has_masters)
+    naming = replace(naming, record=target.list_recorded, weights_only=without)
+    survey = survey_checkpoint(folder, comm, naming, also=also)
+
+    def look() -> list[str]:
+        index = survey.require()
+        return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
+
+    found = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
+    index = survey.require()
     job.report.saved = index.run.job
+    if comm.rank == 0:
+        survey.tell_warnings()
     changes = list_changes(index, target, comm.size, job.engine.train_batch_size())
     if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
         level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING
         logger.log(level, "%s: this run differs from the saved one: %s", folder, ", ".join(changes))
-
-    def look() -> list[str]:
-        return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
-
-    found = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
     if not found and job.config.fallback and job.config.verify == "crc":
         found = find_damage(index, comm, others=bool(also))
     if not found:

@@ -25,7 +25,7 @@ from ..stream.report import OutputReport
 from ..targets import Target
 from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
-from ..targets.guard import BROKEN, check_states, mark, release
+from ..targets.guard import BROKEN, mark, release
 from ..targets.rule import watch_edits
 from ..topology import ATOMIC
 from .census import list_live_rules, take_census
@@ -71,7 +71,6 @@ def resume(
     if found is None:
         tell_nothing((load_dir, *config.also), comm, require=config.require)
         return own()
-    comm.run(lambda: check_states(engine, with_states=arguments.with_states))
     job = LoadJob(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
         own = partial(own, tag=found)  # DeepSpeed writes `latest` on the first rank's node alone

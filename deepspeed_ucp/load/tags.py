@@ -26,13 +26,15 @@ class Look(NamedTuple):
     """What one rank sees in one place.
 
     Attributes:
+        asked: the tag that the rank was asked for; None for that of ``latest``.
         tag: that is asked for, or that ``latest`` names; None where nothing names any.
         there: the place has it.
         error: why there is no tag, or not that one.
         newest: the tag that was saved last, where that is wanted.
     """
 
-    tag: str | None
+    asked: str | None
+    tag: str | None = None
     there: bool = False
     error: str = ""
     newest: str | None = None
@@ -55,13 +57,11 @@ def find_tag(
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
-    asked = comm.gather(wanted)
-    if len({*asked}) > 1:
-        comm.alike(lambda: _refuse_asked(load_dir, asked))
     every: list[Look] = []
     found = None
     for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
-        told = _look(place, wanted, comm, universal=universal, fallback=fallback)
+        told = comm.each(partial(_look, place, wanted, comm.rank, universal=universal, fallback=fallback))
+        comm.alike(partial(_compare_asked, load_dir, [look.asked for look in told]))
         every += told
         found = found or comm.alike(partial(_choose, load_dir, told))
         if any(look.tag == found and look.there for look in told):
@@ -80,26 +80,24 @@ def find_tag(
     return newest
 
 
-def _look(place: str, tag: str | None, comm: Comm, *, universal: bool, fallback: bool) -> list[Look]:
-    """What every rank sees in a place; of a store one rank asks, for all; collective."""
-    return _ask(place, partial(_look_here, place, tag, universal=universal, fallback=fallback), comm)
-
-
-def _look_here(place: str, tag: str | None, *, universal: bool, fallback: bool) -> Look:
+def _look(place: str, tag: str | None, rank: int, *, universal: bool, fallback: bool) -> Look:
+    """What a rank sees in a place; of a store the first one looks, for all."""
     named = tag
+    if rank and is_url(place):
+        return Look(tag)
     try:
         if named is None:
             named = read_latest(place, universal=universal)
         if named is None:
-            return Look(None)
+            return Look(tag)
         check_tag(place, named)
     except CheckpointError as error:
         newest = None
         if fallback and tag is None:
             with suppress(CheckpointError):  # told by the error, unless another rank sees more
                 newest = find_newest(place)
-        return Look(named, error=str(error), newest=newest)
-    return Look(named, there=True)
+        return Look(tag, named, error=str(error), newest=newest)
+    return Look(tag, named, there=True)
 
 
 def _choose(load_dir: str, looks: list[Look]) -> str | None:
@@ -117,7 +115,9 @@ def _choose(load_dir: str, looks: list[Look]) -> str | None:
     return next((tag for tag in named if tag is not None), None)
 
 
-def _refuse_asked(load_dir: str, asked: Sequence[str | None]) -> None:
+def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
+    if len({*asked}) == 1:
+        return
     named = _tell_named([tag or "none, so that of `latest`" for tag in asked])
     raise CheckpointError(
         f"{load_dir}: ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag on "

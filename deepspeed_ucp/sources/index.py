@@ -90,15 +90,20 @@ def _tell_stateless(save: Save) -> str:
     folder, way = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
     if not _has_trained(save):
         return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {way}."
-    if not save.zero.get("stage"):  # its engine took BF16_Optimizer's place for granted (``zero_optimizer_state``)
+    if not save.zero.get("stage") or _accumulates_in_fp32(save):  # where BF16_Optimizer is due, and they take none
         return (
-            f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 write none in bf16 without ZeRO, and "
-            f"what they were is lost. {way}, or load a tag that another release saved."
+            f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 write none in bf16 without ZeRO or with "
+            f"fp32 gradients, and what they were is lost. {way}, or load a tag that another release saved."
         )
     prefix = "bf16_" if enabled(save.main.config, "bf16", "bfloat16") else ""
     names = [(name, None) for name in name_shards(save.listing, prefix, len(save.models), save.dp)]
     told = shorten(name for name, _ in fold_names(names, lambda _: None))
     return f"{folder}: {told} missing: all files of optimizer states. Copy them here or load another tag. {way}."
+
+
+def _accumulates_in_fp32(save: Save) -> bool:
+    config, dtypes = save.main.config, save.main.config.get("data_types") or {}
+    return enabled(config, "bf16", "bfloat16") and dtypes.get("grad_accum_dtype") == "fp32"
 
 
 def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:

@@ -77,6 +77,15 @@ class FolderReport:
             raise UcpError(f"{self.folder}: was not read.")
         return self.index
 
+    def tell_warnings(self) -> None:
+        """Log what is odd."""
+        warnings = [finding for finding in self.findings if finding.severity == WARNING]
+        if left := _list_left(warnings):
+            logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(left))
+        for finding in fold_findings(warnings):
+            if finding.kind != "leftover":
+                logger.warning("%s", finding.text)
+
 
 def open_checkpoint(
     folder: str,
@@ -115,7 +124,7 @@ def open_checkpoint(
     report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
-        _tell_warnings(report)
+        report.tell_warnings()
     return index
 
 
@@ -221,15 +230,6 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
 def _sum_file(folder: str, name: str, size: int) -> int:
     with open_stored(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
         return sum_range(file, 0, size)
-
-
-def _tell_warnings(report: FolderReport) -> None:
-    warnings = [finding for finding in report.findings if finding.severity == WARNING]
-    if left := _list_left(warnings):
-        logger.warning("%s: ignoring files of an earlier save: %s", report.folder, shorten(left))
-    for finding in fold_findings(warnings):
-        if finding.kind != "leftover":
-            logger.warning("%s", finding.text)
 
 
 def _list_left(findings: Iterable[Finding]) -> list[str]:

@@ -104,12 +104,18 @@ WRITERS = "writers"
 """Key for the sections of a ds_config that have something else than ``torch.save`` write."""
 
 
+_SECTIONS = (
+    *("zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "torch_autocast"),
+    *("optimizer", "expert_parallel", "aio"),
+)
+"""Sections of a ds_config that the index looks at."""
+
+
 def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
-    kept = ("zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "expert_parallel", "aio")
-    found = {key: config[key] for key in kept if isinstance(config.get(key), dict) and _is_plain(config[key])}
+    found = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict) and _is_plain(config[key])}
     stage = found.get("zero_optimization", {}).get("stage")
     if stage is not None and stage not in (0, 1, 2, 3):
         raise ValueError(f"ZeRO stage {stage!r:.40} in its ds_config")

@@ -115,9 +115,11 @@ def has_drawn(engine: Any) -> bool:
 
 
 def writes_states(engine: Any) -> bool:
-    """Whether the model states of a save are to hold the optimizer's: in 16 bits without ZeRO."""
-    is_wrapped = type(engine.optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer")
-    return is_wrapped and engine.zero_optimization_stage() == 0
+    """Whether the model states of a save are to hold the optimizer's: in 16 bits without ZeRO.
+
+    DeepSpeed 0.17.6 to 0.18.4 take these wrappers at ZeRO 1 too, with bf16 weights and fp32 gradients.
+    """
+    return type(engine.optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer")
 
 
 def list_unsaved(engine: Any) -> list[str]:

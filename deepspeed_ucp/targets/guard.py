@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError, UcpError
+from ..errors import CheckpointError, UcpError, UnsupportedError
 
 BROKEN = "_ucp_broken"
 """Attribute of an engine that holds a part of a checkpoint: why it must not be used."""
@@ -26,10 +26,10 @@ def check_states(engine: Any, *, with_states: bool) -> None:
         with_states: the load restores them.
 
     Raises:
-        CheckpointError: it does not, and they are.
+        UnsupportedError: it does not, and they are.
     """
     if getattr(engine, HALF_STATES, False) and not with_states:
-        raise CheckpointError(
+        raise UnsupportedError(
             "An earlier load has failed while the engine was being filled, so that its optimizer states are a mixture, "
             "which a load of the weights alone would leave. Load with the optimizer states, or build the engine anew."
         )

@@ -59,6 +59,17 @@ def test_states_are_asked_for(source: Topology, target: Topology | None, strict:
     assert all(torch.equal(flat.data, old) for flat, old in zip(rank.flats, before, strict=True))
 
 
+def test_what_bf16_with_fp32_gradients_has_lost_is_nowhere_to_be_copied_from(tmp_path: Path) -> None:
+    """DeepSpeed 0.17.6 to 0.18.4 take FP16_UnfusedOptimizer there, at ZeRO 1."""
+    topology = Topology(1, 2, "bf16")
+    tree = build_files(MODEL, random_state(MODEL, 0, precision="bf16"), topology)["mp_rank_00_model_states.pt"]
+    tree["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
+    write_files(tmp_path, {"mp_rank_00_model_states.pt": tree})
+    rank = FakeTarget(MODEL, topology, 0)
+    with pytest.raises(CheckpointError, match=r"write none .* or with fp32 gradients, and what"):
+        run_load(open_for(tmp_path, rank), rank)
+
+
 @pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
 def test_the_weights_alone_load(source: Topology, tmp_path: Path) -> None:
     path = lose(tmp_path, source)
