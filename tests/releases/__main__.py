@@ -37,8 +37,7 @@ class Result:
     Attributes:
         versions: of `NAMED`.
         matrix, loads: counts of passed, failed and skipped tests; of other rows' saves the loads.
-        failed: names of tests that failed twice, with what they said first.
-        again: tests that passed the second time: old releases gather at ZeRO 3 into memory that at times is not filled.
+        failed: names of tests that failed, with what they said.
         reasons: why tests were skipped, with how many.
     """
 
@@ -47,7 +46,6 @@ class Result:
     matrix: dict[str, int] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    again: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,20 +118,6 @@ def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> 
     counts.update(Counter(found.values()))
 
 
-def run_twice(row: Row, result: Result, counts: dict[str, int], tests: list[str], saves: Path) -> None:
-    """Run tests, and those that failed again; only what fails twice has failed."""
-    first = Result(result.day, result.versions)
-    add(first, counts, row.run(tests, saves))
-    result.reasons |= first.reasons
-    if not first.failed:
-        return
-    second: dict[str, int] = {}
-    add(result, second, row.run([*tests, "--last-failed", "--last-failed-no-failures=none"], saves))
-    passed = counts["failed"] - second.get("failed", 0)
-    result.again += passed
-    counts.update(passed=counts.get("passed", 0) + passed, failed=second.get("failed", 0))
-
-
 def list_files() -> list[str]:
     """Test files that have such tests: importing all others takes longer than these."""
     return sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("tests/*/test_*.py") if ".releases\n" in f.read_text())
@@ -145,7 +129,7 @@ def run_matrix(row: Row, saves: Path) -> None:
     result = Result(time.strftime("%Y-%m-%d"), row.read_versions())
     begin = time.monotonic()
     (row.folder / "output.txt").unlink(missing_ok=True)
-    run_twice(row, result, result.matrix, ["-m", "releases", *list_files()], saves)
+    add(result, result.matrix, row.run(["-m", "releases", *list_files()], saves))
     row.result.write_text(json.dumps(asdict(result), indent=1))
     say(f"{row.name}: {tell(result.matrix)} in {time.monotonic() - begin:.0f} s")
 
@@ -154,7 +138,7 @@ def run_loads(row: Row, saves: Path) -> None:
     result = Result(**json.loads(row.result.read_text()))
     own = {name: text for name, text in result.failed.items() if not name.startswith("test_engine_releases::")}
     result.loads, result.failed = {}, own | {n: t for n, t in result.failed.items() if "for_other" in n}
-    run_twice(row, result, result.loads, [SAVES, "-k", "saves_of_other"], saves)
+    add(result, result.loads, row.run([SAVES, "-k", "saves_of_other"], saves))
     row.result.write_text(json.dumps(asdict(result), indent=1))
     say(f"{row.name}: saves of other releases: {tell(result.loads)}")
 
