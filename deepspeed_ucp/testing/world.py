@@ -374,9 +374,11 @@ def _share_device() -> None:
     device, made = gloo.create_default_device(), list[Any]()
 
     class SharedGloo(gloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any):
             options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
+            for name, value in more.items():  # those of later releases
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
             made.append(self)  # as long as it lives torch gives this object back, which knows its class
 
