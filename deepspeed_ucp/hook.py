@@ -112,11 +112,14 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     fit = choose_batch(train, micro, gas, world, preserve=options.preserve_batch_size)
     if fit is not None:
         config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
-        logger.info(
-            "train_batch_size %d kept on %s: %s",
-            *(train, count_of(world, "rank")),
-            describe_changes(("micro batch", micro, fit[0]), ("gradient accumulation", gas, fit[1])),
-        )
+        changes = describe_changes(("micro batch", micro, fit[0]), ("gradient accumulation", gas, fit[1]))
+        _tell_once(f"train_batch_size {train} kept on {count_of(world, 'rank')}: {changes}")
+
+
+@cache
+def _tell_once(text: str) -> None:
+    """Once in a process: trainers make DeepSpeed's configuration several times."""
+    logger.info("%s", text)
 
 
 def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
@@ -331,12 +334,15 @@ def _load(
     if config is None:
         path, client_state = load_switched_off(engine, load_dir, tag, own)
     else:
-        arguments = LoadArguments(**wanted)
+        arguments, begin = LoadArguments(**wanted), time.monotonic()
         try:
             with connect():
                 path, client_state = resume(engine, load_dir, tag, arguments, config, own, unknown=unknown)
         finally:
             end_reading()
+        if path is not None and engine.global_rank == 0:
+            seconds = time.monotonic() - begin
+            logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)
     if client_state is not None:
         with guard_engine(engine, with_states=False):
             hand_out(engine, client_state, wanted=not wanted["load_module_only"], together=config is not None)

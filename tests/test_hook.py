@@ -30,6 +30,7 @@ class FakeEngine(SimpleNamespace):
     """An engine that only has its configuration."""
 
     optimizer = None
+    global_rank, global_steps = 0, 3
 
     def use_node_local_storage(self) -> bool:
         return False

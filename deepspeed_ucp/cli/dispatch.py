@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ours[:1] == ["torchrun"] and ours[1:2] not in (["-h"], ["--help"]):  # all options are torchrun's
         return int(load_command("torchrun").run(argparse.Namespace(args=ours[1:])))
     prepare_streams()
+    if not ours:
+        build_parser().print_help(sys.stderr)
+        raise SystemExit(ERROR)
     try:
         return _run_command(_parse(ours))
     except KeyboardInterrupt:

@@ -89,8 +89,10 @@ def run(options: argparse.Namespace) -> int:
     data["error"] = _read_error(options.error) if options.error else []
     if not find_rank():
         _write(options.out, data)
-    told = f"wrote {options.out}: read it before you send it"
-    emit(options, {"file": options.out, **data}, [told, *([] if data["opens"] else ["the checkpoint does not open"])])
+    told = [f"wrote {options.out}: read it before you send it"]
+    if not data["opens"]:
+        told.append(f"the checkpoint does not open: {data['fault']}")
+    emit(options, {"file": options.out, **data}, told)
     return OK if data["opens"] else FAULT
 
 
@@ -130,16 +132,21 @@ def _tell_variable(name: str) -> str:
 
 def _examine(options: argparse.Namespace) -> dict[str, Any]:
     """What a checkpoint tells: whether it opens, its topology, its ds_config, and ``inspect``'s lines."""
-    found: dict[str, Any] = {"opens": True, "topology": None, "ds_config": None, "checkpoint": []}
+    found: dict[str, Any] = {"opens": True, "fault": None, "topology": None, "ds_config": None, "checkpoint": []}
     if options.checkpoint is None:
         return found
     try:
         return found | _inspect(options)
     except UcpError as error:
-        lines = str(error).split("\n")
-    except Exception:  # noqa: BLE001  whatever is wrong is what the file is to tell
-        lines = traceback.format_exc().rstrip().split("\n")
-    return found | {"opens": False, "checkpoint": list(map(hide_text, lines))}
+        return found | _tell_fault(str(error), [])
+    except Exception as error:  # noqa: BLE001  whatever is wrong is what the file is to tell
+        return found | _tell_fault(f"{type(error).__name__}: {error}", traceback.format_exc().rstrip().split("\n"))
+
+
+def _tell_fault(text: str, lines: Sequence[str]) -> dict[str, Any]:
+    """Why a checkpoint does not open; ``lines`` are what the file tells of it, else the text."""
+    first, *more = map(hide_text, text.split("\n"))
+    return {"opens": False, "fault": first, "checkpoint": list(map(hide_text, lines)) or [first, *more]}
 
 
 def _inspect(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
     if report.index is None or not opens(options, report):
         error = make_error(report.findings)
         lines = write_damage(examine_folder(report, error))
-        return {"opens": False, "checkpoint": [*lines, "", *str(error).split("\n")]}
+        return _tell_fault(str(error), [*lines, "", *str(error).split("\n")])
     return {
         "topology": report.index.run.topology.describe(),
         "ds_config": hide_values(read_saved_config(report.index)),

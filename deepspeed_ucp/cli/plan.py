@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, count_of
 from .bandwidths import add_bandwidths, positive, read_bandwidths, tell_both, tell_seconds
 from .common import add_checkpoint_options, add_command, add_place_option, open_index, read_rules
 from .outline import OUTLINE, add_outline_options, refuse_options, run_outline
@@ -165,7 +165,7 @@ def _to_text(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
     lines = [f"from   {index.run.topology.describe()}", f"to     {found.degrees.describe()}", f"loads  {loader}"]
     if found.batch.train is not None:
         fits = (found.batch.text or "fits") if found.batch.fits else "does not fit"
-        ranks = f"{found.degrees.dp} data-parallel ranks"
+        ranks = count_of(found.degrees.dp, "data-parallel rank")
         lines.append(f"batch  train_batch_size {found.batch.train} on {ranks}: {fits}")
     if found.obstacles:
         lines += ["", "NOT POSSIBLE:"] + [f"  - {text}" for text in found.obstacles]
@@ -194,7 +194,9 @@ def _tell_ranks(found: DryRun, totals: LoadTotals) -> list[str]:
     from ..forecast.estimate import spread
 
     world = found.degrees.world
-    title = f"each of {world} ranks" if found.exact else f"{len(found.ranks)} of {world} ranks, exactly"
+    title = f"{len(found.ranks)} of {world} ranks, exactly"
+    if found.exact:
+        title = f"each of {world} ranks" if world > 1 else "one rank"
     rows = [[_TITLES[key], *(_format(key, each) for each in spread(found.ranks, key).values())] for key in _TITLES]
     lines = format_table(rows, [title, "least", "mean", "most"], right=(1, 2, 3))
     if not found.exact:

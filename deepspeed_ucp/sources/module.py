@@ -53,7 +53,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
     Raises:
         UnsupportedError: names in a nested dict that cannot be told.
     """
-    save = builder.save
+    save, is_sharded = builder.save, builder.save.is_sharded
     held = [read_module(save, models[0], optimized) for models in save.models]
     ranks, instances = list_ranks(save, [list(tensors) for tensors in held])
     builder.instances.update(instances)
@@ -62,10 +62,10 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
         ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
         for name, piece in drop_ties(held[mp], ties):
             # Parameters of ZeRO 3 have no elements here; what has some beside buffers is the state dict's own.
-            own = piece.numel and name not in model.frozen_shapes if save.is_sharded else True
+            own = piece.numel and name not in model.frozen_shapes if is_sharded else True
             if name in buffers or (own and name not in optimized):
                 builder.add(rank, name, MODULE, header, piece)
-            elif name in optimized and not save.is_sharded:
+            elif name in optimized and not is_sharded:
                 builder.add(rank, name, COPY, header, piece)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
