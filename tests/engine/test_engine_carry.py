@@ -11,8 +11,10 @@ import pytest
 import torch
 from engine_cases import BATCH, Case
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.sources.files import SEAL
+from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.testing import WorldPool
 
 
@@ -27,6 +29,9 @@ def test_a_run_goes_on_with_its_samples_and_random_states(
     again = ucp_worlds.get(2).run(engine_carry.go_on, first, folder, 2, seed=2)
     other = ucp_worlds.get(2).run(engine_carry.go_on, second, folder, 2, seed=3)
     grown = ucp_worlds.get(3).run(engine_carry.go_on, first, folder, 4, seed=4)
+    for tag in tmp_path.glob("global_step*"):  # what each rank's file carries of its own is no sign of another save
+        findings = survey_checkpoint(str(tag), Comm()).findings
+        assert [each.text for each in findings if each.kind != "unnamed"] == []  # which stage 0 has by nature
     for before, after in ((begun, again), (again, other), (other, grown)):
         assert [each.begin for each in after[:2]] == [each.end for each in before]
     assert len({tuple(each.begin) for each in grown}) == 3
