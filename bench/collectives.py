@@ -136,7 +136,7 @@ class AllRanks(Comm):
     def once(self, work: Callable[[], Any], src: int = 0) -> Any:
         return work()
 
-    def share(self, items: Sequence[Any], work: Callable[[Any], Any], *_: Any) -> list[Any]:
+    def share(self, items: Sequence[Any], work: Callable[[Any], Any], *_: Any, **__: Any) -> list[Any]:
         parts = [[work(item) for item in items[rank :: self.size]] for rank in range(self.size)]
         packed = [pickle.dumps(part, pickle.HIGHEST_PROTOCOL) for part in parts]
         self.shared[find_step()] = [pickle.dumps((part, None), pickle.HIGHEST_PROTOCOL) for part in packed]

@@ -141,17 +141,18 @@ class Comm:
         self._raise_first([report for _, report in told], error)
         return [self._unpack(each) for each, _ in told]
 
-    def share(self, items: Sequence[Item], work: Callable[[Item], T], apply: _Map = map) -> list[T]:
+    def share(self, items: Sequence[Item], work: Callable[[Item], T], apply: _Map = map, *, first: int = 0) -> list[T]:
         """Each of ``items`` is worked on by one rank; every rank gets all results (picklable), in order.
 
         Args:
             apply: has a rank's part worked on, in order, as ``map`` does.
+            first: the rank that gets the first item; the next gets the second.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
-        parts = self.each(lambda: list(apply(work, items[self.rank :: self.size])))
-        return [parts[at % self.size][at // self.size] for at in range(len(items))]
+        parts = self.each(lambda: list(apply(work, items[(self.rank - first) % self.size :: self.size])))
+        return [parts[(at + first) % self.size][at // self.size] for at in range(len(items))]
 
     def once(self, work: Callable[[], T], rank: int = 0) -> T:
         """One rank runs ``work``; every rank gets its result (picklable), or its error.

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -306,10 +307,11 @@ def read_save(where: Whereabouts, comm: Comm) -> tuple[Save | None, list[Finding
         listing = sort_files(folder, where.sizes, where)
     except (CheckpointError, UnsupportedError) as error:
         return None, _tell_none(folder, error)
-    first, expected, faults = _find_first(where, listing, comm)
+    looks = _Looks(where, comm.rank if comm.size > 1 else None)
+    first, expected, faults = _find_first(looks, listing, comm)
     if not first:
         return None, faults
-    headers, unread = _read_rest(where, listing, first, expected, comm)
+    headers, unread = _read_rest(looks, listing, first, expected, comm)
     save = arrange(listing, headers)
     findings = list(faults)
     missing = _find_missing(listing, first, expected, _tell_holders(where, comm))
@@ -331,11 +333,29 @@ def _find_late(where: Whereabouts, headers: Sequence[FileHeader]) -> list[Findin
     return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]
 
 
-def _find_first(where: Whereabouts, listing: Listing, comm: Comm) -> tuple[list[FileHeader], list[str], list[Finding]]:
+class _Looks(dict[str, FileHeader | Finding]):
+    """What this rank has looked at: the headers of files, or why they cannot be read."""
+
+    def __init__(self, where: Whereabouts, rank: int | None) -> None:
+        self.where = where
+        self._reader = "" if rank is None else f" (looked at by rank {rank})"
+
+    def __missing__(self, name: str) -> FileHeader | Finding:
+        look = self[name] = _read_header(self.where, name, self._reader)
+        return look
+
+
+def _find_first(looks: _Looks, listing: Listing, comm: Comm) -> tuple[list[FileHeader], list[str], list[Finding]]:
     """As :func:`_find_save`; one rank looks where it sees all files, else each file's own readers; collective."""
-    if where.sight is None:
-        return comm.once(lambda: _find_save(listing, lambda name: _read_header(where, name)))
-    return _find_save(listing, lambda name: where.once(name, lambda: _read_header(where, name), comm))
+    where = looks.where
+    if where.sight is not None:
+        return _find_save(listing, lambda name: where.once(name, lambda: looks[name], comm))
+    if comm.rank:  # meanwhile the others look at what they are likely to be given, one file each
+        held = (sorted(files.items()) for files in (listing.model or listing.model_zero3, listing.optim))
+        further = [name for files in held for _, name in files[1:]]
+        with suppress(Exception):  # if it is wanted after all, it fails in a collective
+            looks[further[comm.rank - 1]]
+    return comm.once(lambda: _find_save(listing, looks.__getitem__))
 
 
 def _tell_holders(where: Whereabouts, comm: Comm) -> str:
@@ -563,29 +583,29 @@ def _find_mate(
 
 
 def _read_rest(
-    where: Whereabouts, listing: Listing, first: Sequence[FileHeader], expected: Sequence[str], comm: Comm
+    looks: _Looks, listing: Listing, first: Sequence[FileHeader], expected: Sequence[str], comm: Comm
 ) -> tuple[list[FileHeader], list[Finding]]:
     """The headers of a save's files, each read by one rank, with the ``first`` in front; why others cannot be read."""
     known = {header.name for header in first}
     names = [name for name in expected if name in listing.sizes and name not in known]
     further = {name for (_, rank), name in listing.model_zero3.items() if rank}
-    reader = f" (looked at by rank {comm.rank})" if comm.size > 1 else ""
     shortening, forms = Shortening(first[-1]), ExpertForms()
 
     def read(name: str) -> FileHeader | Short | Finding:
-        look = _read_header(where, name, reader)
+        look = looks[name]
+        del looks[name]  # of thousands the short form is kept alone
         if isinstance(look, Finding):
             return look
         if look.layer is not None:
             return replace(look, layer=forms.shorten(look.layer))
         return shortening.cut(_slim(look, first[0], repeats=name in further))
 
-    looks = [
+    told = [
         shortening.restore(look) if isinstance(look, Short) else look
-        for look in where.share(names, read, comm, choose_map(listing.folder))
+        for look in looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
     ]
-    headers = [look for look in looks if isinstance(look, FileHeader)]
-    return [*first, *headers], [look for look in looks if isinstance(look, Finding)]
+    headers = [look for look in told if isinstance(look, FileHeader)]
+    return [*first, *headers], [look for look in told if isinstance(look, Finding)]
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:

@@ -133,18 +133,20 @@ class Whereabouts:
         work: Callable[[str], T],
         comm: Comm,
         apply: Callable[[Callable[[str], T], Sequence[str]], Iterable[T]] = map,
+        *,
+        first: int = 0,
     ) -> list[T]:
         """Each file is worked on by one rank that can read it; every rank gets all results; collective.
 
         Args:
-            apply: has a rank's part worked on, in order, as ``map`` does.
+            apply, first: as of :meth:`.Comm.share`; ``first`` where every rank can read all.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
         sight = self.see(names)
         if sight is None:
-            return comm.share(names, work, apply)
+            return comm.share(names, work, apply, first=first)
         ranks = sight.take_turns(range(len(names))).tolist()
         mine = [at for at, rank in enumerate(ranks) if rank == comm.rank]
         parts = comm.each(lambda: dict(zip(mine, apply(work, [names[at] for at in mine]), strict=True)))
