@@ -25,6 +25,8 @@ from deepspeed_ucp.testing import (
     WorldTimeout,
     assert_resume_equivalent,
 )
+from deepspeed_ucp.testing.capture import EngineState
+from deepspeed_ucp.testing.compare import compare
 
 SOURCE, TARGET = Case(1, 2), Case(3, 1)
 
@@ -290,3 +292,16 @@ def test_launch_is_a_frozen_value() -> None:
 def test_world_size_is_positive(world_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         World(world_size)
+
+
+def test_what_another_torch_release_keeps_of_a_scheduler_for_itself_is_no_difference() -> None:
+    def state(**scheduler: float) -> EngineState:
+        return EngineState({}, {}, {}, scheduler, None)
+
+    assert compare(state(last_epoch=3), state(last_epoch=3, _is_initial=0))[1] == []
+    for saved, loaded in (
+        ({"last_epoch": 3}, {"last_epoch": 4}),
+        ({"_last_lr": 1}, {"_last_lr": 2}),
+        ({}, {"gamma": 1}),
+    ):
+        assert len(compare(state(**saved), state(**loaded))[1]) == 1
