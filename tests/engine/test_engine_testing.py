@@ -294,14 +294,10 @@ def test_world_size_is_positive(world_size: int) -> None:
         World(world_size)
 
 
-def test_what_another_torch_release_keeps_of_a_scheduler_for_itself_is_no_difference() -> None:
+def test_a_schedulers_field_that_another_torch_release_lacks_is_no_difference() -> None:
     def state(**scheduler: float) -> EngineState:
         return EngineState({}, {}, {}, scheduler, None)
 
-    assert compare(state(last_epoch=3), state(last_epoch=3, _is_initial=0))[1] == []
-    for saved, loaded in (
-        ({"last_epoch": 3}, {"last_epoch": 4}),
-        ({"_last_lr": 1}, {"_last_lr": 2}),
-        ({}, {"gamma": 1}),
-    ):
+    assert compare(state(last_epoch=3), state(last_epoch=3, _is_initial=0, verbose=0))[1] == []
+    for saved, loaded in (({"last_epoch": 3}, {"last_epoch": 4}), ({"gamma": 1, "verbose": 0}, {"verbose": 0})):
         assert len(compare(state(**saved), state(**loaded))[1]) == 1
