@@ -63,7 +63,6 @@ TABLE = [
 _HF, _ACCELERATE = "transformers.trainer", "accelerate.accelerator"
 TABLE += [
     Wrapped(_HF, _HF, "Trainer.train", "trainers.huggingface", "train"),
-    Wrapped(_HF, _HF, "Trainer._prepare_for_training", "trainers.huggingface", "prepare_for_training"),
     Wrapped(_HF, _HF, "Trainer._load_optimizer_and_scheduler", "trainers.huggingface", "load_scheduler"),
     Wrapped(_HF, _HF, "Trainer.compute_loss", "trainers.huggingface", "compute_loss"),
     Wrapped(_HF, _HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),

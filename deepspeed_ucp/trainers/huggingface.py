@@ -12,8 +12,8 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,23 +41,35 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
-    trainer._ucp_own, trainer._ucp_begun, trainer._ucp_weights = None, None, None
+    trainer._ucp_own, trainer._ucp_begun = None, None
     if config is not None and folder:
         show_decisions()
         folder = call.arguments["resume_from_checkpoint"] = choose_folder(trainer.args, folder, config)
     if config is not None and folder and config.arguments.get("load_module_only"):
-        trainer._ucp_weights, call.arguments["resume_from_checkpoint"] = folder, None
+        call.arguments["resume_from_checkpoint"] = None
         if connect().rank == 0:
             logger.warning("%s: a new run begins with its weights alone, as load_module_only says", folder)
+        with _take_weights(trainer, folder):
+            return original(*call.args, **call.kwargs)
     return original(*call.args, **call.kwargs)
 
 
-def prepare_for_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._prepare_for_training``: a new run takes a checkpoint's weights when its engine is there."""
-    prepared = original(trainer, *args, **kwargs)
-    if (folder := getattr(trainer, "_ucp_weights", None)) is not None:
-        trainer.model_wrapped.load_checkpoint(folder, load_module_strict=not hasattr(trainer.model, "peft_config"))
-    return prepared
+@contextmanager
+def _take_weights(trainer: Any, folder: str) -> Iterator[None]:
+    """Inside, a new run takes a checkpoint's weights when its engine is there, before other callbacks look at them."""
+    from transformers import TrainerCallback
+
+    class TakeWeights(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            strict = not hasattr(trainer.model, "peft_config")
+            trainer.model_wrapped.load_checkpoint(folder, load_module_strict=strict)
+
+    callback, callbacks = TakeWeights(), trainer.callback_handler.callbacks
+    callbacks.insert(0, callback)
+    try:
+        yield
+    finally:
+        callbacks.remove(callback)
 
 
 def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +288,8 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
     if config is None or checkpoint is None or config.arguments.get("load_lr_scheduler_states", True):
         original(trainer, checkpoint)
         return
-    schedule, steps = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler), trainer.state.global_step
+    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    steps = int(read_trainer_state(checkpoint).get("global_step", 0))  # transformers 4 has not read it yet
     advance(schedule, steps)
     if connect().rank == 0:
         told = ", ".join(f"{group['lr']:g}" for group in schedule.optimizer.param_groups)

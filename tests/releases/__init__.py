@@ -52,6 +52,7 @@ KNOWN = [
         "BF16_Optimizer gathers into views, which torch 2.5 refuses",
         package="torch",
     ),
+    Known("2.5", "2.6", ("trainers_hf.py",), "transformers resumes with torch 2.6 or newer", package="torch"),
     Known("0.17.6", "0.18.6", ("test_fused_to_unfused",), "FP16_Optimizer takes no step"),
     Known("0.17.6", "0.18.6", ("eBff-pp4-dp1-zero0-uniform",), "ZeRO 1 fails on a rank without parameters"),
     Known(

@@ -24,7 +24,8 @@ SAVES = "tests/engine/test_engine_releases.py"
 ROWS: dict[str, tuple[str, ...]] = {
     **{name: (f"deepspeed=={name}",) for name in ("0.16.0", "0.16.5", "0.16.9", "0.17.6", "0.18.6")},
     **{name: (f"deepspeed=={name}",) for name in ("0.19.2", "0.19.5", "0.19.8")},
-    "oldest": ("torch==2.5.1", "transformers==4.57.1", "lightning==2.6.0"),
+    "oldest": ("torch==2.5.1", "lightning==2.6.0"),
+    "transformers-4": ("transformers==4.57.1",),
     "newest": ("torch", "transformers", "accelerate", "lightning"),
 }
 """By name what is installed over the main environment: releases of DeepSpeed, then of what is around it."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import trainers_hf
+from packaging.version import Version
 from safetensors.torch import load_file
 from trainers_hf import Trained
 
@@ -23,7 +24,7 @@ from deepspeed_ucp.torchsave.torchfile import list_records
 from deepspeed_ucp.trainers import hffolders, huggingface
 
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers", "5.0")
+V5 = Version(pytest.importorskip("transformers", "4.57").__version__) >= Version("5")
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -61,7 +62,7 @@ def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
         assert taken == expected, step
         mine, theirs = rest[0].log[step], whole[0].log[step]
         assert (mine["learning_rate"], mine["epoch"]) == (theirs["learning_rate"], theirs["epoch"]), step
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6), step
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6 if V5 else 1.1e-4), step  # 4 rounds it
     for name, weight in whole[0].weights.items():
         torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=2e-6)
 
@@ -124,16 +125,20 @@ def test_losses_keep_their_size_in_a_larger_world(model: str, told: int, tmp_pat
     options["per_device_train_batch_size"], resume = 4, str(other / "checkpoint-6")
     again = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), resume=resume, **options)
     agree(whole, again, 7)
-    for run in (rest, again):
+    for run, warnings in ((rest, told), (again, told if V5 else 0)):  # transformers 4 takes the saved micro batch
         judged = {step: loss for step, loss in run[0].judged.items() if step > 4}
         assert judged == pytest.approx({step: whole[0].judged[step] for step in judged}, abs=2e-6)
-        assert sum("does not look at num_items_in_batch" in text for text in run[0].warnings) == told
+        assert sum("does not look at num_items_in_batch" in text for text in run[0].warnings) == warnings
 
 
 @pytest.mark.parametrize(
     ("ranks", "config", "options", "told"),
     [
-        (2, {}, {"per_device_train_batch_size": 2}, "per_device_train_batch_size=2 and gradient_accumulation_steps=2"),
+        pytest.param(
+            *(2, {}, {"per_device_train_batch_size": 2}),
+            "per_device_train_batch_size=2 and gradient_accumulation_steps=2",
+            marks=pytest.mark.skipif(not V5, reason="transformers 4 takes the saved micro batch"),
+        ),
         (1, {"train_batch_size": 4}, {}, 'Write train_batch_size 8 or "auto"'),
         (1, {}, {"per_device_train_batch_size": 8, "size": 80}, "the saved run had 5 steps, this one's has 10"),
     ],
