@@ -141,6 +141,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     Raises:
         CheckpointError: the folder holds no state of an engine.
         MismatchError: the total batch is another one on purpose, or these ranks cannot make it.
+        UnsupportedError: the trainer finds its batch by itself, and is not known to make the same gradients then.
     """
     args, comm, ranks = trainer.args, connect(), _count_replicas(trainer)
     job = find_job(folder, config, comm, found=args.auto_find_batch_size)
@@ -153,6 +154,11 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     elif total != live:
         found = args.auto_find_batch_size
         fit = choose_batch(job, folder, micro, ranks, live, None if found else _read_own_total(args), found=found)
+    if fit != (micro, accumulation) and args.auto_find_batch_size and not hasattr(trainer, "_prepare_for_training"):
+        raise UnsupportedError(
+            f"{folder}: transformers 4 makes gradients of another size with auto_find_batch_size and accumulation. "
+            f"Resume without it, with per_device_train_batch_size={fit[0]}, or with transformers 5."
+        )
     if fit != (micro, accumulation) or args.auto_find_batch_size:
         _set_batch(trainer, *fit, total, asked=asked)
     _note_begun(trainer, job, (ranks, fit[1]))
