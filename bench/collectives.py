@@ -136,11 +136,12 @@ class AllRanks(Comm):
     def once(self, work: Callable[[], Any], src: int = 0) -> Any:
         return work()
 
-    def share(self, items: Sequence[Any], work: Callable[[Any], Any], *_: Any, **__: Any) -> list[Any]:
-        parts = [[work(item) for item in items[rank :: self.size]] for rank in range(self.size)]
+    def share(self, items: Sequence[Any], work: Callable[[Any], Any], *_: Any, first: int = 0) -> list[Any]:
+        starts = [(rank - first) % self.size for rank in range(self.size)]
+        parts = [[work(item) for item in items[start :: self.size]] for start in starts]
         packed = [pickle.dumps(part, pickle.HIGHEST_PROTOCOL) for part in parts]
         self.shared[find_step()] = [pickle.dumps((part, None), pickle.HIGHEST_PROTOCOL) for part in packed]
-        return [parts[at % self.size][at // self.size] for at in range(len(items))]
+        return [parts[(at + first) % self.size][at // self.size] for at in range(len(items))]
 
 
 def silence(size: int) -> list[bytes]:
