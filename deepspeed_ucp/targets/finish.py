@@ -175,7 +175,7 @@ def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> 
     (``PipelineModule.load_state_dir``). They are gathered by the data-parallel ranks of such a stage alone.
     """
     target.drop_secondary_copies()
-    if target.place.pp == 1:
+    if not hasattr(target.engine, "is_pipe_parallel"):  # of a pipeline one stage can be stale too
         return
     is_stale = with_states and bool(target.unfiled())
 

@@ -16,7 +16,7 @@ class Known(NamedTuple):
     Attributes:
         since, before: the first release that has it, and the first that has not any more.
         tests: parts of the ids of tests that would show it.
-        reason: in a few words, for the README's table.
+        reason: in a few words, for the table in docs/releases.md.
         package: whose release.
     """
 
@@ -77,6 +77,6 @@ as close as the releases that were run."""
 
 
 def find_reason(nodeid: str) -> str | None:
-    """Why a test is not for the installed DeepSpeed."""
+    """Why a test is not for what is installed."""
     found = (each for each in KNOWN if each.here and any(part in nodeid for part in each.tests))
     return next((each.reason for each in found), None)
