@@ -156,17 +156,16 @@ def tell(counts: dict[str, int]) -> str:
 def make_table(rows: list[Row]) -> str:
     """A row per environment that has a result; below it what failed, and why tests were skipped."""
     results = {row.name: Result(**json.loads(row.result.read_text())) for row in rows if row.result.exists()}
-    lines = ["| " + " | ".join([*NAMED, "engine matrix", "saves of the others", "day"]) + " |", "|---" * 8 + "|"]
-    for found in results.values():
-        versions = [found.versions[name] for name in NAMED]
-        lines.append("| " + " | ".join([*versions, tell(found.matrix), tell(found.loads), found.day]) + " |")
+    lines = ["| " + " | ".join(["row", *NAMED, "engine matrix", "saves of the others", "day"]) + " |", "|---" * 9 + "|"]
     notes: dict[str, list[str]] = {}
-    for found in results.values():
+    for row, found in results.items():
+        versions = [found.versions[name] for name in NAMED]
+        lines.append("| " + " | ".join([row, *versions, tell(found.matrix), tell(found.loads), found.day]) + " |")
         for reason in found.reasons:
-            notes.setdefault(f"skipped: {reason}", []).append(found.versions["deepspeed"])
-        for name, message in found.failed.items():
-            notes.setdefault(f"failed: `{name}`: {tidy(message)}", []).append(found.versions["deepspeed"])
-    told = [f"* {', '.join(dict.fromkeys(releases))}: {note}" for note, releases in notes.items()]
+            notes.setdefault(f"skipped: {reason}", []).append(row)
+        for test, message in found.failed.items():
+            notes.setdefault(f"failed: `{test}`: {tidy(message)}", []).append(row)
+    told = [f"* {', '.join(names)}: {note}" for note, names in notes.items()]
     return "\n".join([*lines, "", *told])
 
 
