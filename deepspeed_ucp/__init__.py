@@ -8,6 +8,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import heartbeat
 from .attach import install, install_when_imported, uninstall
 from .errors import (
     CheckpointError,
@@ -19,11 +20,10 @@ from .errors import (
     UnsupportedError,
     escape,
 )
-from .lifeline import hold
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .load.job import LoadReport
+    from .load.context import LoadReport
 
 __all__ = [
     "CheckpointError",
@@ -39,7 +39,7 @@ __all__ = [
     "uninstall",
 ]
 
-_LAZY = {"LoadReport": ".load.job"}
+_LAZY = {"LoadReport": ".load.context"}
 """Public names that are imported when they are asked for, and where they are."""
 
 
@@ -61,4 +61,4 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
-hold()
+heartbeat.connect()

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from .carry import Carried, carry
+from .engine_state import Carried, carry
 from .errors import CheckpointError, ConfigError, MismatchError
 
 logger = logging.getLogger("deepspeed_ucp")

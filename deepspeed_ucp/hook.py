@@ -20,15 +20,15 @@ from types import TracebackType
 from typing import Any
 
 from .attach import get_default
-from .carry import collect, hand_out
 from .comm import Comm, connect, is_shared
 from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
+from .engine_state import collect, hand_out
 from .errors import CheckpointError, RemoteError, UcpError, count_of, describe_changes
+from .heartbeat import report_step
 from .io.paths import is_url
 from .io.store import begin_reading, end_reading, set_storage_options
-from .lifeline import beat
-from .load.job import LoadArguments
-from .load.off import load_switched_off
+from .load.context import LoadArguments
+from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
@@ -145,7 +145,7 @@ def _save_checkpoint(
     if (unsealed := getattr(engine, _UNSEALED, None)) is not None:
         _seal(engine, unsealed, is_last=True)
     saved = original(engine, save_dir, tag, collect(engine, client_state), *args, **more)
-    beat(engine.global_steps)
+    report_step(engine.global_steps)
     if not is_decoupled(engine):
         seal_save(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
     return saved
@@ -251,7 +251,7 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
     if get_config(engine) is not None:
         finish_save(engine)  # a pipeline's step would change what is being written
     original(engine, *args, **kwargs)
-    beat(engine.global_steps)
+    report_step(engine.global_steps)
     _seal_late(engine)
     end_step(engine)
 

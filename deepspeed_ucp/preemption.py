@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .comm import connect
-from .lifeline import has_passed_on, is_held
+from .heartbeat import has_passed_on, is_connected
 from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -27,7 +27,7 @@ _FOLLOWED = "_ucp_preemption"
 _DEFAULT: Mapping[int, int | None] = {signal.SIGTERM: 0, signal.SIGUSR1: None}
 
 _ALONE = {**_DEFAULT, signal.SIGTERM: 128 + signal.SIGTERM}
-"""Where a watcher (:mod:`deepspeed_ucp.lifeline`) has not been told itself: it would take 0 for the end of the run."""
+"""Where a watcher (:mod:`deepspeed_ucp.heartbeat`) has not been told itself: it would take 0 for the end of the run."""
 
 _arrived: dict[int, bool] = {}
 """By signal that is waited for, whether it has come. A forked process waits for none."""
@@ -77,7 +77,7 @@ def follow(
         ValueError: outside of the main thread.
     """
     chosen = dict(_DEFAULT if actions is None else actions)
-    alone = _ALONE if actions is None and is_held() else chosen
+    alone = _ALONE if actions is None and is_connected() else chosen
     for number in chosen:
         _wait_for(number)
     setattr(engine, _FOLLOWED, Preemption(os.fspath(save_dir), chosen, alone, client_state))

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-from .carry import RANDOM_STATES, Carried, carry
 from .comm import connect
+from .engine_state import RANDOM_STATES, Carried, carry
 from .errors import CheckpointError
 from .targets import Place, find_place
 from .targets.coverage import find_data_sampler

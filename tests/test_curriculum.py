@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ucp import rng
-from deepspeed_ucp.carry import KEY, collect, hand_out
+from deepspeed_ucp.engine_state import KEY, collect, hand_out
 from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.targets import Place
 from deepspeed_ucp.targets.coverage import has_drawn

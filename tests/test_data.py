@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from deepspeed_ucp import carry
-from deepspeed_ucp.carry import KEY, Carried, collect, hand_out
+from deepspeed_ucp import engine_state
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
+from deepspeed_ucp.engine_state import KEY, Carried, collect, hand_out
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError
 from tests.ranks import run_ranks
 
@@ -331,13 +331,13 @@ def hand_out_on_ranks(
 ) -> None:
     """Each rank has what its engine carries, and what its file has under our key."""
     here = threading.local()
-    monkeypatch.setattr(carry, "connect", lambda: here.comm)
+    monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
 
     def work(number: int, comm: Comm) -> None:
         here.comm, (names, saved) = comm, ranks[number]
         engine = Engine(global_samples=0)
         for name in names:
-            carry.carry(engine, name, Carried(dict, lambda state: loaded.append((number, state))))
+            engine_state.carry(engine, name, Carried(dict, lambda state: loaded.append((number, state))))
         hand_out(engine, {} if saved is None else {KEY: saved})
 
     run_ranks(len(ranks), work)

@@ -15,9 +15,9 @@ import torch
 from packaging.requirements import Requirement
 
 from deepspeed_ucp import hook
-from deepspeed_ucp.carry import KEY, Carried, carry
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine_state import KEY, Carried, carry
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
 from deepspeed_ucp.io import gets
 from deepspeed_ucp.sources.files import SEAL
@@ -100,7 +100,7 @@ def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     own = lambda _, tag: (*(str(Path(tag) / name) for name in names), facts)  # noqa: E731
     with (
-        mock.patch("deepspeed_ucp.load.off.describe_own_files", own),
+        mock.patch("deepspeed_ucp.load.disabled.describe_own_files", own),
         pytest.raises(AssertionError, match="its own words") as raised,
     ):
         hook._load_checkpoint(original, engine, str(folder), "tag")
@@ -157,7 +157,7 @@ def test_an_engine_whose_data_cannot_go_on_is_not_used() -> None:
 def test_with_the_plugin_off_ranks_tell_each_other_nothing(on: bool, tmp_path: Path) -> None:
     """DeepSpeed's own load may be called on some ranks alone."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig() if on else None))
-    with mock.patch("deepspeed_ucp.carry.connect") as connect:
+    with mock.patch("deepspeed_ucp.engine_state.connect") as connect:
         connect.return_value.rank, connect.return_value.each.return_value = 0, [[]]
         call(engine, str(tmp_path))
     assert connect.return_value.each.called is on

@@ -28,7 +28,7 @@ from ..targets.known import list_unknown
 from ..topology import ATOMIC, find_differences
 from .census import JoinedGroups, StageGroups, join_groups, tell_groups
 from .client import check_trusted
-from .job import LoadJob
+from .context import LoadContext
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -48,7 +48,7 @@ class LoaderChoice:
     index: AtomicIndex | None = None
 
 
-def decide(job: LoadJob, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
+def decide(job: LoadContext, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Args:
@@ -96,7 +96,7 @@ class LiveEngine:
     groups: JoinedGroups
 
 
-def look_at_engine(job: LoadJob) -> LiveEngine:
+def look_at_engine(job: LoadContext) -> LiveEngine:
     """The engine, and what ranks have to tell of theirs; collective, once.
 
     Raises:
@@ -130,7 +130,7 @@ def has_atoms(folder: str) -> bool:
         return False
 
 
-def list_unproven(job: LoadJob, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
+def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
     """Why DeepSpeed's own load of an unchanged topology is not known to be right here, in words.
 
     Args:
@@ -148,7 +148,7 @@ def list_unproven(job: LoadJob, target: Target | None, index: AtomicIndex | None
     return [f"DeepSpeed's own load is not known to be right with: {shorten(found)}"] if found else []
 
 
-def _trust_own_files(job: LoadJob, folder: str, why: str) -> LoaderChoice:
+def _trust_own_files(job: LoadContext, folder: str, why: str) -> LoaderChoice:
     """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
 
     Raises:
@@ -165,7 +165,7 @@ def _trust_own_files(job: LoadJob, folder: str, why: str) -> LoaderChoice:
     return _leave_own_files(job, folder, why)
 
 
-def find_own_differences(job: LoadJob, folder: str, target: Target | None = None) -> list[str]:
+def find_own_differences(job: LoadContext, folder: str, target: Target | None = None) -> list[str]:
     """Why DeepSpeed's own load cannot go by each rank's own files, in words; collective, the same on every rank.
 
     Args:
@@ -184,7 +184,7 @@ def find_own_differences(job: LoadJob, folder: str, target: Target | None = None
     return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))
 
 
-def _leave_own_files(job: LoadJob, folder: str, why: str, target: Target | None = None) -> LoaderChoice:
+def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | None = None) -> LoaderChoice:
     """Leave a load to DeepSpeed, whose files tell the live topology; collective.
 
     Raises:
@@ -211,7 +211,7 @@ def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: i
 
 
 def _compare(
-    job: LoadJob, folder: str, also: Sequence[str], live: LiveEngine, own: Sequence[str], *, upstream: bool
+    job: LoadContext, folder: str, also: Sequence[str], live: LiveEngine, own: Sequence[str], *, upstream: bool
 ) -> LoaderChoice:
     """Hold the checkpoint's index against the live engine's layout; collective.
 
@@ -249,7 +249,7 @@ def _compare(
     return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
 
 
-def _list_wishes(job: LoadJob, upstream: bool) -> Iterator[str]:
+def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:
     """Why ours is to load although DeepSpeed's own would be right, in words."""
     if upstream:
         yield "load_universal is on, this is a normal checkpoint"

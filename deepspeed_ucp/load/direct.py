@@ -40,8 +40,8 @@ from ..targets.finish import (
 from ..targets.guard import guard_engine
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects, read_objects
-from .custom import assemble_module, run_custom_load
-from .job import LoadArguments, LoadJob, LoadReport
+from .context import LoadArguments, LoadContext, LoadReport
+from .custom_load import assemble_module, run_custom_load
 from .prepare import Work, prepare
 from .states import attach_states, tell_hyper
 from .transfer import Transfer
@@ -49,7 +49,7 @@ from .transfer import Transfer
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def load_direct(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, Any]:
+def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Fill a live engine from a checkpoint of any topology; collective.
 
     Args:
@@ -139,7 +139,7 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     return bool(comm.any_of(np.array([here]))[0])
 
 
-def _prepare(job: LoadJob, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
+def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
     """What there is to do, and what the state file holds; tells of hyper-parameters; collective.
 
     Raises:
@@ -197,7 +197,7 @@ def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArgum
     return {plain[key]: live[key] for key in live if key in plain}
 
 
-def _read_saved(job: LoadJob, index: AtomicIndex, target: Target) -> dict[str, Any]:
+def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Everything of the state file but the model's tensors, checked; collective.
 
     At the saved tensor- and pipeline-parallel degrees every rank gets what its own file holds (Megatron's random
@@ -270,7 +270,7 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
 
 
 def _restore_others(
-    job: LoadJob, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
+    job: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
     """Scheduler, random-ltd and data sampler, and modules' extra states."""
     if not job.arguments.load_module_only:
@@ -281,7 +281,7 @@ def _restore_others(
         module.set_extra_state(state)
 
 
-def _finish(job: LoadJob, index: AtomicIndex, saved: dict[str, Any], *, with_states: bool) -> None:
+def _finish(job: LoadContext, index: AtomicIndex, saved: dict[str, Any], *, with_states: bool) -> None:
     engine, arguments = job.engine, job.arguments
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:

@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 
 from ..errors import hide_secrets
-from .job import LoadJob
+from .context import LoadContext
 
 logger = logging.getLogger("deepspeed_ucp")
 
 VERSION = 1
 
 
-def write_report(job: LoadJob, path: str | None) -> None:
+def write_report(job: LoadContext, path: str | None) -> None:
     """Write what all ranks tell of a load into the folder that the configuration names; collective.
 
     The load is done by now: a file that cannot be written is a warning.
@@ -50,7 +50,7 @@ def write_report(job: LoadJob, path: str | None) -> None:
             os.remove(aside)
 
 
-def describe_rank(job: LoadJob) -> dict[str, Any]:
+def describe_rank(job: LoadContext) -> dict[str, Any]:
     """What this rank did, as plain data."""
     report = job.report
     return {

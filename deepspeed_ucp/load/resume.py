@@ -30,8 +30,8 @@ from ..targets.rule import watch_edits
 from ..topology import ATOMIC
 from .census import list_live_rules, take_census
 from .choice import decide
+from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
-from .job import LoadArguments, LoadJob, LoadReport
 from .report import write_report
 from .tags import find_folders, find_tag, tell_nothing
 
@@ -71,7 +71,7 @@ def resume(
     if found is None:
         tell_nothing((load_dir, *config.also), comm, require=config.require)
         return own()
-    job = LoadJob(engine, comm, config, arguments, report)
+    job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
         own = partial(own, tag=found)  # DeepSpeed writes `latest` on the first rank's node alone
     is_own = find_folders([load_dir], found, comm) == [load_dir]
@@ -83,7 +83,9 @@ def resume(
     return loaded
 
 
-def _resume_first_whole(job: LoadJob, load_dir: str, newest: str, own: Callable[..., Loaded], **more: Any) -> Loaded:
+def _resume_first_whole(
+    job: LoadContext, load_dir: str, newest: str, own: Callable[..., Loaded], **more: Any
+) -> Loaded:
     """Resume from the newest tag that is whole; collective.
 
     Raises:
@@ -109,7 +111,7 @@ def _resume_first_whole(job: LoadJob, load_dir: str, newest: str, own: Callable[
     raise CheckpointError(f"{load_dir}: none of its {len(passed)} checkpoints is whole: {' '.join(passed)}")
 
 
-def _list_candidates(job: LoadJob, places: Sequence[str], newest: str) -> Iterator[tuple[str, bool]]:
+def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> Iterator[tuple[str, bool]]:
     """The tags from the newest on, and whether each lacks the seal that others have; collective.
 
     Older ones are looked for where they are wanted: a further place that is out of reach keeps no whole tag from being
@@ -131,7 +133,7 @@ def _list_candidates(job: LoadJob, places: Sequence[str], newest: str) -> Iterat
 
 
 def _resume_tag(
-    job: LoadJob, load_dir: str, tag: str, own: Callable[..., Loaded], *, upstream: bool, unknown: Sequence[str]
+    job: LoadContext, load_dir: str, tag: str, own: Callable[..., Loaded], *, upstream: bool, unknown: Sequence[str]
 ) -> Loaded:
     """Resume from one tag; collective."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
@@ -154,7 +156,7 @@ def _resume_tag(
     return _load(job, folder, decision.index, decision.target)
 
 
-def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) -> Loaded:
+def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None) -> Loaded:
     """DeepSpeed's own load, and what it leaves stale; it changes the engine as it reads.
 
     Whatever cuts it short, an interrupt too, leaves an engine that is not to be used.
@@ -177,7 +179,7 @@ def _load_own(job: LoadJob, own: Callable[[], Loaded], target: Target | None) ->
     return loaded
 
 
-def _load(job: LoadJob, folder: str, index: AtomicIndex, target: Target) -> Loaded:
+def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
     # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
     if job.config.mode == "atomic" and index.run.topology.wrapper != ATOMIC and job.arguments.with_states:

@@ -20,7 +20,7 @@ from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, read_configured
-from .job import LoadJob
+from .context import LoadContext
 
 _NAMELESS = ("torch", "fp16_fused", "fp16_unfused")
 """Wrappers whose saves name no parameters of the optimizer."""
@@ -205,7 +205,7 @@ def _is_swapped(flat: LiveBuffer, state: torch.Tensor) -> bool:
     return flat.swap is not None and getattr(state, "swappable", True)
 
 
-def tell_hyper(job: LoadJob, target: Target, run: RunState, match: Match) -> list[str]:
+def tell_hyper(job: LoadContext, target: Target, run: RunState, match: Match) -> list[str]:
     """What is to be told of hyper-parameters: those that differ, and what the checkpoint leaves open.
 
     Args:

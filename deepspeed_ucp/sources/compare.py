@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
-from ..carry import KEY
+from ..engine_state import KEY
 from ..errors import CheckpointError, shorten
 from ..io.paths import normalize
 from ..io.store import find_entry

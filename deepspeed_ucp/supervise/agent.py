@@ -3,7 +3,7 @@
 With torch's own the agents that are left after a loss start their workers on the store of the round before, whose
 addresses are those of dead processes, until no restarts are left; workers of a killed agent train on; a hanging rank is
 nobody's fault. Here every round has a store of its own, a lost agent is missed within seconds, workers hold a line to
-their agent (:mod:`deepspeed_ucp.lifeline`) and end with it, and silence on those lines ends them.
+their agent (:mod:`deepspeed_ucp.heartbeat`) and end with it, and silence on those lines ends them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ..errors import ConfigError, UcpError
-from ..lifeline import VARIABLE
+from ..heartbeat import VARIABLE
 from .log import make_log
 from .policy import Attempt, RestartLimits, decide
 from .processes import kill_descendant
-from .watch import Patience, Seen, Watch, find_casualty, find_silence
+from .watch import Patience, RankStatus, Watch, find_first_failure, find_silence
 
 BACKEND = "deepspeed_ucp"
 
@@ -147,14 +147,14 @@ class GuardedRendezvous(RendezvousHandler):
         self._is_watching.set()
         return info
 
-    def _find_reason(self, ranks: list[Seen]) -> str | None:
+    def _find_reason(self, ranks: list[RankStatus]) -> str | None:
         """Why there is another round, in words; of the first one None."""
         if self._world is None:
             return None
-        casualty, silence = find_casualty(ranks), self._silence
+        failed, silence = find_first_failure(ranks), self._silence
         if silence is not None:
             return f"no rank has ended a step for {silence:.0f} s"
-        return casualty.describe() if casualty else "agents have come or gone"
+        return failed.describe() if failed else "agents have come or gone"
 
     def _look_back(self, attempt: Attempt) -> None:
         self._attempts.append(attempt)

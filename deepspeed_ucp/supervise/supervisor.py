@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ..lifeline import VARIABLE
+from ..heartbeat import VARIABLE
 from .command import Command
 from .hosts import Hosts, Reach, find_own_address, write_hostfile
 from .log import Tell
 from .policy import Attempt, RestartLimits, decide
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
-from .watch import Patience, Seen, Watch, end_ranks, find_casualty, find_ended, find_silence
+from .watch import Patience, RankStatus, Watch, end_ranks, find_ended, find_first_failure, find_silence
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
@@ -221,7 +221,7 @@ class Supervisor:
         self._forward(process)
         return code, (reason if code or self._stopped_by else "") or self._find_fault(code)
 
-    def _find_trouble(self, ranks: list[Seen]) -> tuple[str, float] | None:
+    def _find_trouble(self, ranks: list[RankStatus]) -> tuple[str, float] | None:
         """What is wrong with a launch that runs, and the seconds that it has to end by itself."""
         if self._stopped_by is not None:
             return f"told to go by {signal.Signals(self._stopped_by).name}", self.settings.settle
@@ -230,10 +230,10 @@ class Supervisor:
             steps = sorted({-1 if seen.step is None else seen.step for seen in ranks})
             self.tell("hanging", seconds=round(silence, 2), ranks=len(ranks), steps=[steps[0], steps[-1]])
             return f"no rank has ended a step for {silence:.0f} s", 0.0
-        casualty = find_casualty(ranks)
-        if casualty is None:
+        failed = find_first_failure(ranks)
+        if failed is None:
             return None
-        return casualty.describe(), self.settings.settle
+        return failed.describe(), self.settings.settle
 
     def _find_fault(self, code: int) -> str:
         """What is wrong with a launch that has ended; empty where nothing is.
@@ -278,12 +278,12 @@ class Supervisor:
     def _judge(self, outcome: Outcome) -> Outcome:
         """An outcome with what the ranks told."""
         ranks = self._watch.look()
-        casualty = find_casualty(ranks)
-        told = [seen.step for seen in ([casualty] if casualty and casualty.error else ranks) if seen.step is not None]
-        step, error = max(told, default=None), casualty.error if casualty else None
+        failed = find_first_failure(ranks)
+        told = [seen.step for seen in ([failed] if failed and failed.error else ranks) if seen.step is not None]
+        step, error = max(told, default=None), failed.error if failed else None
         if outcome.reason and self._stopped_by is None:
             last = (error or "").rstrip().rpartition("\n")[2] or None
-            rank = casualty.rank if casualty else None
+            rank = failed.rank if failed else None
             ended = find_ended(ranks)
             self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last, ended=ended)
         return Outcome(outcome.code, outcome.reason, step, error)

@@ -1,4 +1,4 @@
-"""The other end of the ranks' lines (:mod:`deepspeed_ucp.lifeline`): who is there, how far, what ended them."""
+"""The other end of the ranks' lines (:mod:`deepspeed_ucp.heartbeat`): who is there, how far, what ended them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..lifeline import keep_alive
+from ..heartbeat import keep_alive
 
 _LONGEST, _LONGEST_KEY = 64 << 10, 64
 """Bytes of a line, and of the first one, which is the launch's key; a longer one is nobody's who may be here."""
@@ -24,7 +24,7 @@ _STRANGERS, _GREETING = 128, 15.0
 
 
 @dataclass(slots=True)
-class Seen:
+class RankStatus:
     """A rank that has told of itself.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Line:
     since: float
     is_known: bool = False
     data: bytearray = field(default_factory=bytearray)
-    seen: Seen | None = None
+    seen: RankStatus | None = None
 
 
 class Watch:
@@ -85,7 +85,7 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
         self._lines: dict[socket.socket, _Line] = {}
-        self._ranks: list[Seen] = []
+        self._ranks: list[RankStatus] = []
         self.heard_until = time.monotonic()
         self._lock, self._closed = threading.RLock(), False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="watch")
@@ -100,7 +100,7 @@ class Watch:
             self._ranks, self.key = [], secrets.token_hex(8)
             return f"{self.address}:{self._server.getsockname()[1]}:{self.key}"
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[RankStatus]:
         """All ranks that have told of themselves in this launch; their fields change as they tell more."""
         with self._lock:
             return list(self._ranks)
@@ -109,7 +109,7 @@ class Watch:
         """Let every rank send itself a signal; how many have been told."""
         return sum(self._tell(line, number) for line in self._list_open())
 
-    def wait_for_end(self, seconds: float) -> list[Seen]:
+    def wait_for_end(self, seconds: float) -> list[RankStatus]:
         """Ranks whose lines have not ended after some time."""
         until = time.monotonic() + seconds
         while (left := [seen for seen in self.look() if seen.is_open]) and time.monotonic() < until:
@@ -206,11 +206,11 @@ class Watch:
                 _note_failure(line.seen)
 
 
-def _greet(hello: Mapping[str, Any], address: str) -> Seen:
-    return Seen(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
+def _greet(hello: Mapping[str, Any], address: str) -> RankStatus:
+    return RankStatus(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
 
 
-def _note(seen: Seen, told: Mapping[str, Any]) -> None:
+def _note(seen: RankStatus, told: Mapping[str, Any]) -> None:
     seen.heard = time.monotonic()
     if "step" in told:
         seen.step = int(told["step"])
@@ -223,7 +223,7 @@ def _note(seen: Seen, told: Mapping[str, Any]) -> None:
     seen.said_goodbye = seen.said_goodbye or "end" in told
 
 
-def _note_failure(seen: Seen) -> None:
+def _note_failure(seen: RankStatus) -> None:
     seen.failed = time.monotonic() if seen.failed is None else seen.failed
 
 
@@ -240,7 +240,7 @@ class Patience:
     step: float = 600.0
 
 
-def find_silence(ranks: list[Seen], patience: Patience, heard_until: float) -> float | None:
+def find_silence(ranks: list[RankStatus], patience: Patience, heard_until: float) -> float | None:
     """Seconds since the last step of any rank, where these are more than there may be; None where all is well.
 
     Ranks wait for each other in every step: one that hangs lets all of them fall silent, and one that is slow none.
@@ -252,14 +252,14 @@ def find_silence(ranks: list[Seen], patience: Patience, heard_until: float) -> f
     return silence if allowed and silence > allowed else None
 
 
-def find_casualty(ranks: list[Seen]) -> Seen | None:
+def find_first_failure(ranks: list[RankStatus]) -> RankStatus | None:
     """The first rank that has failed: by an error, with a code, or without a word; others cannot go on without it, and
     what they say of it is not the cause."""
     failed = [(seen.failed, seen) for seen in ranks if seen.failed is not None]
     return min(failed, key=lambda each: each[0], default=(0.0, None))[1]
 
 
-def find_ended(ranks: list[Seen]) -> list[int]:
+def find_ended(ranks: list[RankStatus]) -> list[int]:
     """Ranks that ended as they should: of a launch that has failed, those that did so before their time."""
     return sorted(seen.rank for seen in ranks if seen.said_goodbye and seen.failed is None)
 

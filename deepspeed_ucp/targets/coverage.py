@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
-from ..carry import RANDOM_STATES, is_carried
+from ..engine_state import RANDOM_STATES, is_carried
 from ..errors import UnsupportedError, shorten
 
 OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal": false}.'

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from engine_cases import BATCH, FEATURES, make_engine
 
 from deepspeed_ucp import preemption, rng
-from deepspeed_ucp.carry import KEY
 from deepspeed_ucp.data import ElasticSampler
+from deepspeed_ucp.engine_state import KEY
 
 SAMPLES = 5 * BATCH - 7
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import RemoteError
-from deepspeed_ucp.load.custom import assemble_module, run_custom_load
-from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.custom_load import assemble_module, run_custom_load
 from tests.ranks import World
 from tests.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
 from tests.synth import read_state
@@ -48,6 +48,6 @@ def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
             whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh, list_keys=dict
         )
         arguments, report = LoadArguments(custom_load_fn=lambda src, dst: None), LoadReport(direct=True, reason="")
-        run_custom_load(LoadJob(None, comm, UniversalConfig(), arguments, report), {}, target, masters_follow=True)
+        run_custom_load(LoadContext(None, comm, UniversalConfig(), arguments, report), {}, target, masters_follow=True)
 
     assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3

@@ -22,10 +22,10 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, exchange, transfer
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader
-from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
 from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer, negotiate
 from deepspeed_ucp.load.uploads import Uploads
@@ -108,7 +108,7 @@ def run_load(
 ) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
     engine, report = engine or FakeEngine(target), LoadReport(True, "test")
     engine.module = module or engine.module
-    job = LoadJob(engine, comm or Comm(), config or UniversalConfig(), LoadArguments(**arguments), report)
+    job = LoadContext(engine, comm or Comm(), config or UniversalConfig(), LoadArguments(**arguments), report)
     return engine, report, load_direct(job, index, target)
 
 

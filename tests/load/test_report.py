@@ -10,7 +10,7 @@ import pytest
 from deepspeed_ucp.cli.loads import list_loads, read_load
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.report import write_report
 
 
@@ -29,7 +29,7 @@ def test_a_file_of_a_load_tells_no_password(tmp_path: Path) -> None:
     report = LoadReport(direct=True, reason="test", files={"https://me:hunter2@host/run/a\udcff.pt": (9, 0.1)})
     config = UniversalConfig(report=str(tmp_path))
     write_report(
-        LoadJob(SimpleNamespace(global_steps=3), Comm(), config, LoadArguments(), report), "https://me@host/run"
+        LoadContext(SimpleNamespace(global_steps=3), Comm(), config, LoadArguments(), report), "https://me@host/run"
     )
     (path,) = list_loads(str(tmp_path))
     told = read_load(path)

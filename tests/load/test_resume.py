@@ -19,7 +19,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.choice import LoaderChoice, decide, find_damage, find_own_differences, verify_all
-from deepspeed_ucp.load.job import LoadArguments, LoadJob, LoadReport
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
 from deepspeed_ucp.sources import open_checkpoint
@@ -242,8 +242,8 @@ class UpstreamEngine:
     use_node_local_storage = load_universal_checkpoint
 
 
-def make_job(engine: object, comm: Comm, **options: Any) -> LoadJob:
-    return LoadJob(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
+def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
+    return LoadContext(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
     """The others are in another collective, or gone; the swap files go whatever happens."""
     ended, discarded = list[int](), list[int]()
 
-    def load(job: LoadJob, *_: Any) -> None:
+    def load(job: LoadContext, *_: Any) -> None:
         if alone is not None:
             (job.comm.run if alone is False else lambda work: work())(lambda: 1 // 0)
 
@@ -437,7 +437,7 @@ class FallingBack:
             os.utime(folder / tag / STATES, (time, time))
         (folder / "latest").write_text("global_step3")
 
-    def _resume_tag(self, job: LoadJob, _folder: str, tag: str, *_: Any, **__: Any) -> tuple[str, None]:
+    def _resume_tag(self, job: LoadContext, _folder: str, tag: str, *_: Any, **__: Any) -> tuple[str, None]:
         self.tried.append(tag)
         if tag in self.marks:
             mark(job.engine, self.fails[tag], with_states=True)
@@ -470,7 +470,7 @@ def test_a_checkpoints_own_folder_is_loaded(
     (own / "client").mkdir()
     (own / "client" / "mp_rank_01_model_states.pt").touch()
 
-    def choose(_job: LoadJob, folder: str, _also: list[str], **_: object) -> LoaderChoice:
+    def choose(_job: LoadContext, folder: str, _also: list[str], **_: object) -> LoaderChoice:
         looked.append(folder)
         return LoaderChoice("of the future")
 

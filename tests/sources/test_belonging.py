@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.carry import KEY, RANDOM_STATES
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine_state import KEY, RANDOM_STATES
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.rng import make_record
 from deepspeed_ucp.sources import open_checkpoint

@@ -71,7 +71,7 @@ sys.exit(0 if forgives else max(abs(rank.poll()) for rank in ranks))
 
 RANK = """
 import json, os, pathlib, signal, sys, time
-from deepspeed_ucp import lifeline
+from deepspeed_ucp import heartbeat
 folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 plan = json.loads((folder / "plan").read_text())
 rank = os.environ["RANK"]
@@ -82,7 +82,7 @@ step = int(saved.read_text() or 0) if saved.exists() else 0
 def note(number, frame):
     (folder / "signals").open("a").write(f"{rank} {number}\\n")
     if number == signal.SIGTERM:  # as `preemption` does
-        sys.exit(0 if lifeline.has_passed_on(number) else 128 + number)
+        sys.exit(0 if heartbeat.has_passed_on(number) else 128 + number)
 
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, note)
@@ -123,7 +123,7 @@ while step < steps:
             time.sleep(600)
     while (folder / "wait").exists() and step > 2:
         time.sleep(0.02)
-    lifeline.beat(step)
+    heartbeat.report_step(step)
     reach(step)
     while not others_are_at(step):
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, UcpError
-from deepspeed_ucp.lifeline import VARIABLE
+from deepspeed_ucp.heartbeat import VARIABLE
 from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, prepare
 from deepspeed_ucp.supervise.watch import Patience
 from tests.supervise.standins import ROOT, is_running, wait_until
@@ -50,7 +50,9 @@ def read_events(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
 
 
-WORKER = "from deepspeed_ucp import lifeline; lifeline.beat({step}); import sys, time; time.sleep({seconds}); {then}"
+WORKER = (
+    "from deepspeed_ucp import heartbeat as h; h.report_step({step}); import sys, time; time.sleep({seconds}); {then}"
+)
 
 
 def work(step: int, seconds: float = 0, then: str = "") -> subprocess.Popen[bytes]:
@@ -145,7 +147,7 @@ def test_another_rendezvous_is_refused() -> None:
 SCRIPT = """
 import os, pathlib, sys, time
 from types import SimpleNamespace
-from deepspeed_ucp import lifeline, preemption
+from deepspeed_ucp import heartbeat, preemption
 import torch
 import torch.distributed as dist
 engine = SimpleNamespace(global_steps=0, save_checkpoint=lambda *_, **__: None)
@@ -157,7 +159,7 @@ first = step + 1
 while not (folder / "stop").exists() or step % 20:
     dist.all_reduce(torch.ones(1))
     step += 1
-    lifeline.beat(step)
+    heartbeat.report_step(step)
     if step == first:  # before its first step a rank has another patience
         (folder / "pids").open("a").write(f"{os.getpid()} {os.getppid()} {dist.get_world_size()}\\n")
     if dist.get_rank() == 0:

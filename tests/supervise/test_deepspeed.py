@@ -24,7 +24,7 @@ if os.path.exists("/sys/class/net/cable"):
     os.environ["GLOO_SOCKET_IFNAME"] = "cable"
 folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 import deepspeed_ucp
-from deepspeed_ucp import lifeline
+from deepspeed_ucp import heartbeat
 (folder / "pids").open("a").write(f"{os.getpid()} {os.environ['RANK']} {os.environ.get('STANDIN_HOST', '')}\\n")
 import torch
 import torch.distributed as dist
@@ -34,12 +34,12 @@ step = int(saved.read_text() or 0) if saved.exists() else 0
 while step < steps:
     dist.all_reduce(torch.ones(1))
     step += 1
-    lifeline.beat(step)
+    heartbeat.report_step(step)
     if dist.get_rank() == 0:
         (folder / "next").write_text(str(step)); os.replace(folder / "next", saved)
     while (folder / "wait").exists() and step > 2:
         dist.all_reduce(torch.ones(1))
-        lifeline.beat(step)
+        heartbeat.report_step(step)
         (folder / f"at-{dist.get_rank()}").touch()
         time.sleep(0.02)
 """

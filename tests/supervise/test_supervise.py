@@ -194,8 +194,8 @@ def test_a_program_that_is_not_there_is_an_error(stage: Stage) -> None:
 
 FAILING = """
 import os, sys, time
-from deepspeed_ucp import lifeline
-lifeline.beat(1)
+from deepspeed_ucp import heartbeat
+heartbeat.report_step(1)
 if os.environ["RANK"] == "1":
     time.sleep(0.2)
     {end}

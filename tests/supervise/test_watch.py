@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.lifeline import VARIABLE
+from deepspeed_ucp.heartbeat import VARIABLE
 from deepspeed_ucp.supervise import watch as watch_module
-from deepspeed_ucp.supervise.watch import Patience, Seen, Watch, find_casualty, find_ended, find_silence
+from deepspeed_ucp.supervise.watch import Patience, RankStatus, Watch, find_ended, find_first_failure, find_silence
 from tests.supervise.standins import wait_until
 
 
@@ -49,7 +49,7 @@ def test_a_rank_is_known_by_what_it_says(watch: Watch) -> None:
         assert watch.send(signal.SIGUSR1) == 1
         assert json.loads(line.recv(100)) == {"signal": signal.SIGUSR1}
     wait_until(lambda: not seen.is_open)
-    assert find_casualty(watch.look()) is seen
+    assert find_first_failure(watch.look()) is seen
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,11 @@ def test_ranks_of_the_launch_before_are_let_go(watch: Watch) -> None:
 
 RANK = """
 import os, sys, time
-from deepspeed_ucp import lifeline
+from deepspeed_ucp import heartbeat
 if os.fork() == 0:
     time.sleep(60)  # as a data loader's worker: it has no line
     os._exit(0)
-lifeline.beat(1)
+heartbeat.report_step(1)
 {then}
 """
 
@@ -192,7 +192,7 @@ def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: 
     assert (seen.rank, seen.pid, seen.step, seen.said_goodbye) == (5, process.pid, 1, goodbye)
     assert (seen.error or "").count("ZeroDivisionError") == (error is not None)
     assert seen.code == code
-    assert (find_casualty([seen]) is seen) == (not goodbye or error is not None or code is not None)
+    assert (find_first_failure([seen]) is seen) == (not goodbye or error is not None or code is not None)
     os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -210,7 +210,7 @@ from types import SimpleNamespace
 from deepspeed_ucp import preemption
 engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: None)
 preemption.follow(engine, "folder", actions={actions})
-lifeline.beat(2)
+heartbeat.report_step(2)
 while True:
     preemption.end_step(engine)
     time.sleep(0.01)
@@ -243,8 +243,8 @@ def test_a_watcher_that_cannot_be_reached_is_done_without() -> None:
     assert b"cannot be reached" in process.stderr.read()  # type: ignore[union-attr]
 
 
-def make_ranks(*heard: float, steps: tuple[int | None, ...] = (1, 1)) -> list[Seen]:
-    return [Seen(rank, "here", 1, "", at, step) for rank, (at, step) in enumerate(zip(heard, steps, strict=True))]
+def make_ranks(*heard: float, steps: tuple[int | None, ...] = (1, 1)) -> list[RankStatus]:
+    return [RankStatus(rank, "here", 1, "", at, step) for rank, (at, step) in enumerate(zip(heard, steps, strict=True))]
 
 
 def test_silence_is_that_of_all_ranks() -> None:
@@ -271,8 +271,8 @@ def test_silence_is_counted_as_far_as_the_watcher_has_listened(watch: Watch) -> 
         assert watch.look()[0].step == 1
 
 
-def make_seen(rank: int, **fields: Any) -> Seen:
-    return Seen(rank, "a", 1, "", 0.0, **fields)
+def make_seen(rank: int, **fields: Any) -> RankStatus:
+    return RankStatus(rank, "a", 1, "", 0.0, **fields)
 
 
 def test_ranks_that_have_ended_before_their_time_are_named() -> None:
@@ -290,19 +290,19 @@ def test_the_first_failure_is_the_one_that_counts(watch: Watch) -> None:
             line.sendall(hello(watch.key, rank))
             wait_until(lambda rank=rank: len(watch.look()) > rank)  # type: ignore[misc]
         ranks = watch.look()
-        assert find_casualty(ranks) is None
+        assert find_first_failure(ranks) is None
         lines[2].sendall(b'{"end": true}\n')
         lines[2].close()
         wait_until(lambda: not ranks[2].is_open)
-        assert find_casualty(ranks) is None
+        assert find_first_failure(ranks) is None
         lines[1].close()
         wait_until(lambda: not ranks[1].is_open)
         lines[0].sendall(b'{"error": "Connection closed by peer"}\n')
         wait_until(lambda: ranks[0].error)
-        found = find_casualty(ranks)
+        found = find_first_failure(ranks)
         assert found is ranks[1]
         assert found.describe() == "rank 1 on here has gone without a word"
-        assert find_casualty(ranks[:1] + ranks[2:]) is ranks[0]
+        assert find_first_failure(ranks[:1] + ranks[2:]) is ranks[0]
         assert ranks[0].describe() == "rank 0 on here has failed"
         lines[3].sendall(b'{"end": true, "code": 17}\n')
         wait_until(lambda: ranks[3].code)

@@ -13,7 +13,7 @@ from ..plan import Want
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader
 from ..targets import Target
-from .job import LoadJob
+from .context import LoadContext
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     return tensors
 
 
-def run_custom_load(job: LoadJob, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
+def run_custom_load(job: LoadContext, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
     """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does; collective.
 
     Args:

@@ -63,7 +63,7 @@ class LoadReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
+class LoadContext:
     """One ``load_checkpoint``: into what, with whom, how, what of it, and what is told of it."""
 
     engine: Any

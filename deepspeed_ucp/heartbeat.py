@@ -42,7 +42,7 @@ _passed_on: set[int] = set()
 """Signals that the watcher has passed on."""
 
 
-def hold() -> None:
+def connect() -> None:
     """Connect to the watcher that the environment names, once per launch; what this process starts inherits none."""
     told = os.environ.pop(VARIABLE, None)
     if told is None or _lines:
@@ -61,7 +61,7 @@ def hold() -> None:
         line.sendall(f"{key}\n".encode())
     _lines.append(line)
     _say(hello={"rank": find_rank(), "pid": os.getpid(), "host": socket.gethostname()})
-    threading.Thread(target=_listen, args=(line, f"{host}:{port}"), daemon=True, name="lifeline").start()
+    threading.Thread(target=_listen, args=(line, f"{host}:{port}"), daemon=True, name="heartbeat").start()
     os.register_at_fork(after_in_child=_let_go)
     atexit.register(_say_end)
     vars(os)["_exit"] = partial(_leave, os._exit)
@@ -75,13 +75,13 @@ def hold() -> None:
     sys.excepthook = tell
 
 
-def beat(step: int) -> None:
+def report_step(step: int) -> None:
     """Tell the watcher that this rank has got as far as ``step``."""
     if _lines:
         _say(step=step)
 
 
-def is_held() -> bool:
+def is_connected() -> bool:
     """Whether something watches over this process."""
     return bool(_lines)
 
